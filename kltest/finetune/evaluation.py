@@ -16,6 +16,7 @@ from kltest.finetune.objective import Objective, advantages, clipped, importance
 from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import AUTO, NONE, Settings
+from kltest.finetune.sharding import whole
 from kltest.finetune.tasks import Task
 from kltest.finetune.update import UpdateInfo, accumulate
 from kltest.language_models.generation import Rollouts
@@ -169,7 +170,7 @@ def _gradients(
         vector = torch.zeros(sketch.size, dtype=sketch.dtype, device=models.policy.device)
         for weight in sketch.weights:
             if weight.grad is not None:
-                sketch.fold(weight, weight.grad, vector)
+                sketch.fold(weight, whole(weight.grad).to(vector.device), vector)
         found.append(vector.cpu() / batches)
     model.zero_grad(set_to_none=True)
     return found

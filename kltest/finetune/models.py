@@ -7,6 +7,7 @@ kept in a cache.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from kltest.errors import TargetError, UsageError
 from kltest.files import cache_folder
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import Problem, Task
+from kltest.language_models.decoding import Decoder
 from kltest.language_models.generation import generate
 from kltest.language_models.language import LanguageModel, padded
 from kltest.language_models.models import (
@@ -68,7 +70,11 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
     compute_dtype = torch.bfloat16 if dtype == "bfloat16" else None
     policy = LanguageModel.of(model, tokenizer, compute_dtype, chat=settings.chat)
     reference = _with_adapters(policy, settings) if settings.lora else policy.frozen()
-    return Models(replace(policy, compiled=_compiled(model)) if settings.compile else policy, reference, came)
+    if settings.compile:
+        policy = replace(policy, compiled=_compiled("compile", model, dynamic=True))
+    if settings.static_cache:
+        policy = replace(policy, decoder=Decoder(policy, partial(_compiled, "static_cache", mode="reduce-overhead")))
+    return Models(policy, reference, came)
 
 
 def _with_adapters(policy: LanguageModel, settings: Settings) -> LanguageModel:
@@ -84,14 +90,14 @@ def _with_adapters(policy: LanguageModel, settings: Settings) -> LanguageModel:
     return replace(policy, bare=True)
 
 
-def _compiled(model: Any) -> Any:
+def _compiled(setting: str, model: Any, **options: Any) -> Any:
     """The compiled model; UsageError if torch finds no compiler."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(2, device=next(model.parameters()).device))
     except Exception as error:
         words = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"compile: torch.compile does not work here ({words[0]}); set compile=false") from error
-    return torch.compile(model, dynamic=True)
+        raise UsageError(f"{setting}: torch.compile does not work here ({words[0]}); set {setting}=false") from error
+    return torch.compile(model, **options)
 
 
 def trained(settings: Settings, task: Task) -> tuple[Any, Any]:

@@ -68,10 +68,11 @@ class Processes:
         return int(self.joint(torch.tensor([number], device=self.device)).max())
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum every `.grad` over processes."""
+        """Sum every `.grad` over processes; FSDP has done so with those of split weights."""
         if self.count > 1:
             for gradient in [one.grad for one in parameters if one.grad is not None]:
-                torch.distributed.all_reduce(gradient)
+                if not hasattr(gradient, "full_tensor"):
+                    torch.distributed.all_reduce(gradient)
 
     def wait(self) -> None:
         """Wait for all processes."""

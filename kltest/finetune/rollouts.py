@@ -15,6 +15,7 @@ import torch
 from kltest.finetune.models import rewards
 from kltest.finetune.processes import Processes
 from kltest.finetune.settings import Settings
+from kltest.finetune.sharding import gathered
 from kltest.finetune.tasks import Split, Task
 from kltest.language_models.generation import Rollouts, generate
 from kltest.language_models.language import LanguageModel
@@ -56,7 +57,7 @@ def draw(
     problems = problems[share]
     rows = slice(share.start * group_size, share.stop * group_size)
     encoded = [sampler.encode(one.prompt) for one in problems]
-    with sampler.autocast():  # Weights are cast once for the whole generation.
+    with sampler.autocast(), gathered(sampler.model):  # Weights are cast and gathered once for the whole generation.
         rollouts = generate(sampler, encoded, uniforms[rows], temperature=settings.temperature)
     repeated = [one for one in problems for _ in range(group_size)]
     scored = partial(rewards, sampler, task, repeated, rollouts.tokens, rollouts.mask)

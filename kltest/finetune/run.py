@@ -25,6 +25,7 @@ from kltest.finetune.plot import plot
 from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import check_prompts, draw, longest
 from kltest.finetune.settings import Settings
+from kltest.finetune.sharding import as_split, split, wanted, whole
 from kltest.finetune.stopping import interruptible, located
 from kltest.finetune.tasks import Task, task_named
 from kltest.finetune.trackers import tracker_of
@@ -52,6 +53,7 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     _set_threads(settings)
     processes = Processes.here(settings.device)
     processes.share(settings.prompts // settings.minibatches, "prompts")
+    sharded = wanted(settings, processes)
     task = task_named(settings.task, settings.keys)
     task.draw("held-out", 1, np.random.default_rng(0))  # refuses a task that could not be measured
     files = RunFolder(folder if processes.main else None, settings, again=again)
@@ -59,9 +61,13 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     # The main process loads first: it may have to train the reference of a tiny model, which the others then read.
     if not processes.main:
         processes.wait()
-    models = load(settings, task, processes.device)
+    models = load(settings, task, torch.device("cpu") if sharded else processes.device)
     if processes.main:
         processes.wait()
+    if sharded:
+        split(models.policy.model, processes)
+        if models.reference.model is not models.policy.model:
+            split(models.reference.model, processes)
     check_prompts(models.policy, task, settings)
     training = Training(settings, task, models, objective, processes)
     training.restore(files, folder)
@@ -86,9 +92,12 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
                 raise KeyboardInterrupt
     if tracker:
         tracker.finish()
-    if folder is not None and processes.main:
-        plot(files.records, folder / "run.svg")
-        save(models.policy.model.to("cpu", models.dtype), models.policy.tokenizer, folder / "model")
+    if folder is not None:
+        model = models.policy.model.to(None if sharded else "cpu", models.dtype)
+        weights = whole(model.state_dict()) if sharded else None
+        if processes.main:
+            plot(files.records, folder / "run.svg")
+            save(model, models.policy.tokenizer, folder / "model", weights)
     return files.records
 
 
@@ -117,6 +126,8 @@ class Training:
         record: Record = {"step": self.step}
 
         def save_failed() -> Path | None:
+            if self.models.policy.sharded:  # the others may not take part
+                return None
             batch = None if self.batch is None else vars(self.batch)
             return files.save({**self.state(), "batch": batch}, "failed.pt")
 
@@ -192,7 +203,8 @@ class Training:
         """One step of the optimiser; the gradient's norm before it is shortened."""
         settings = self.settings
         self.processes.sum_gradients(self.parameters)
-        norm = float(torch.nn.utils.get_total_norm([one.grad for one in self.parameters if one.grad is not None]))
+        gradients = [one.grad for one in self.parameters if one.grad is not None]
+        norm = float(whole(torch.nn.utils.get_total_norm(gradients)))
         if not norm < float("inf"):
             raise NotFiniteError(f"the gradient's norm is {norm}")
         if settings.max_norm and norm > settings.max_norm:
@@ -227,12 +239,10 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Return the state that the rest of the run depends on; prompts and uniforms follow from the step."""
-        return {
-            "step": self.step,
-            "model": self.models.policy.model.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "random": torch.get_rng_state(),
-        }
+        model, optimiser = (one.state_dict() for one in (self.models.policy.model, self.optimiser))
+        if self.models.policy.sharded:
+            model, optimiser = whole(model), whole(optimiser)
+        return {"step": self.step, "model": model, "optimiser": optimiser, "random": torch.get_rng_state()}
 
     def restore(self, files: RunFolder, folder: Path | None) -> None:
         """Continue from the last checkpoint of the folder; every process reads the same one."""
@@ -242,8 +252,11 @@ class Training:
         if state is None:
             return
         try:
-            self.models.policy.model.load_state_dict(state["model"])
-            self.optimiser.load_state_dict(state["optimiser"])
+            model, optimiser = self.models.policy.model, state["optimiser"]
+            model.load_state_dict(as_split(state["model"], model.state_dict()))
+            for number, moments in optimiser["state"].items():
+                optimiser["state"][number] = as_split(moments, dict.fromkeys(moments, self.parameters[number]))
+            self.optimiser.load_state_dict(optimiser)
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(f"the checkpoint in {folder} is of another model; start anew with --again") from error
         torch.set_rng_state(state["random"])

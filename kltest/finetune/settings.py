@@ -122,6 +122,9 @@ class Settings:
         "dtype of forward passes; weights and log-probs are float32 or float64; auto: bfloat16 on a GPU, else float32",
     )
     compile: bool = _setting(False, "compile the forward pass of the update with torch.compile")
+    static_cache: bool = _setting(
+        False, "generate with a key-value cache of fixed size, whose steps are compiled (meant for a GPU)"
+    )
     threads: int = _setting(
         0, "CPU threads; 0: one for tiny models below a million parameters, else torch's default", 0
     )

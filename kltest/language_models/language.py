@@ -26,6 +26,7 @@ class LanguageModel:
         pad: Id at padded positions. It may be any id, an end token's included: masks say where the tokens are.
         compute_dtype: Dtype of forward passes if it is not that of the weights.
         compiled: The model as torch.compile returned it, for passes without a cache.
+        decoder: Generates with a cache of fixed size, if it is to (`kltest.language_models.decoding`).
         chat: True to send a prompt as a user message through the tokenizer's chat template.
         bare: True for a model without its adapters: the reference of a policy that shares its weights.
     """
@@ -36,6 +37,7 @@ class LanguageModel:
     pad: int
     compute_dtype: torch.dtype | None = None
     compiled: Any = None
+    decoder: Any = None
     chat: bool = False
     bare: bool = False
 
@@ -92,7 +94,12 @@ class LanguageModel:
     @property
     def caches(self) -> bool:
         """True if a forward pass can continue from an earlier one."""
-        return "past_key_values" in _options_of(type(self.model).forward)
+        return "past_key_values" in options_of(type(self.model).forward)
+
+    @property
+    def sharded(self) -> bool:
+        """True if FSDP splits the weights over processes, which must then make the same passes."""
+        return hasattr(self.model, "unshard")
 
     def frozen(self) -> "LanguageModel":
         """Return a copy with the present weights, which require no gradient.
@@ -102,7 +109,7 @@ class LanguageModel:
         """
         model = copy.deepcopy(self.model).requires_grad_(False)
         self.cast(model)
-        return replace(self, model=model, compiled=None)
+        return replace(self, model=model, compiled=None, decoder=None)
 
     def cast(self, model: nn.Module) -> None:
         """Change matrices without a gradient to `compute_dtype`."""
@@ -158,7 +165,7 @@ class LanguageModel:
             positions = mask.long().cumsum(dim=1).sub_(1).clamp_(min=0)
             options |= {"attention_mask": mask.long(), "position_ids": positions[:, -ids.shape[1] :]}
         # Old architectures take fewer options.
-        accepted = _options_of(type(self.model).forward)
+        accepted = options_of(type(self.model).forward)
         model = self.model if self.compiled is None or cache is not None else self.compiled
         if self.bare:
             self.model.disable_adapters()  # type: ignore[operator]
@@ -172,7 +179,8 @@ class LanguageModel:
 
 
 @cache
-def _options_of(forward: Any) -> frozenset[str]:
+def options_of(forward: Any) -> frozenset[str]:
+    """Return the names of what a function takes."""
     return frozenset(inspect.signature(forward).parameters)
 
 

@@ -139,12 +139,12 @@ def tiny_tokenizer(characters: str) -> Any:
     )
 
 
-def save(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the model and its tokenizer in Hugging Face's format, whole or not at all."""
+def save(model: Any, tokenizer: Any, folder: Path, weights: Any = None) -> None:
+    """Write the model and its tokenizer in Hugging Face's format, whole or not at all; `weights` instead of its own."""
     beside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         beside.mkdir(parents=True)
-        model.save_pretrained(beside)
+        model.save_pretrained(beside, state_dict=weights)
         tokenizer.save_pretrained(beside)
         if folder.exists():
             shutil.rmtree(folder)

@@ -47,7 +47,8 @@ def score(language: LanguageModel, rollouts: Rollouts, *, temperature: float = 1
         temperature: Divisor of the logits.
         logits: True to return the log-probs of all next tokens as well.
     """
-    if language.device.type == "cpu" and language.compiled is None and language.caches:
+    alone = language.compiled is None and not language.sharded
+    if alone and language.device.type == "cpu" and language.caches:
         return _by_length(language, rollouts, temperature, logits)
     return _scored(logits_of(language, rollouts), rollouts.tokens, temperature, logits)
 

@@ -304,6 +304,13 @@ run(settings_of(changes_of(sys.argv[2:])), Path(sys.argv[1]), quiet=True)
 """
 
 
+def launched(*command):
+    """Two processes on the CPU, as `accelerate launch` starts them."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    return ran(*launch, *command, env={**os.environ, "ACCELERATE_USE_CPU": "true"}, timeout=600)
+
+
 @pytest.mark.parametrize("kl", ["k1-reward", pytest.param("rao-blackwell", marks=pytest.mark.scheduled)])
 def test_two_processes_follow_the_gradient_of_the_joint_batch(tmp_path, kl, models_folder):
     """As `accelerate launch` starts them; after a step of plain gradient the weights are those of one process."""
@@ -313,11 +320,7 @@ def test_two_processes_follow_the_gradient_of_the_joint_batch(tmp_path, kl, mode
     settings = replace(SMALL, **changes, device="cpu", inner_epochs=2, normalise="tokens")
     run(settings, tmp_path / "one", quiet=True)
     arguments = [f"{name}={value}" for name, value in settings.plain().items() if name != "kl_options"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu"]
-    launch += ["--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    cpu = {**os.environ, "ACCELERATE_USE_CPU": "true"}
-    done = ran(*launch, program, tmp_path / "two", *arguments, env=cpu, timeout=120)
+    done = launched("--cpu", program, tmp_path / "two", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in ("one", "two"))
     start = load(settings, task_named(settings.task), torch.device("cpu")).policy.model.state_dict()
@@ -337,6 +340,106 @@ def test_two_processes_follow_the_gradient_of_the_joint_batch(tmp_path, kl, mode
         names = [name for name in json.loads(one) if name.startswith(("kl", "stale", "reward_", "entropy", "length_"))]
         for name in names:
             assert json.loads(two)[name] == pytest.approx(json.loads(one)[name], rel=1e-6, abs=1e-12), name
+
+
+WATCHED = """
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+import torch.distributed
+from kltest.finetune import rollouts
+from kltest.finetune.run import run
+from kltest.finetune.settings import settings_of, changes_of
+
+folder, calls = Path(sys.argv[1]), []
+name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
+gather, gathered = getattr(torch.distributed, name), rollouts.gathered
+
+
+def counted(*given, **options):
+    calls.append(1)
+    return gather(*given, **options)
+
+
+@contextmanager
+def watched(model):
+    sizes = [(one.to_local().numel(), one.numel()) for one in model.parameters()]
+    before = len(calls)
+    with gathered(model):
+        during = len(calls)
+        yield
+        assert len(calls) == during > before, (before, during, len(calls))
+    share = sum(one for one, _ in sizes) / sum(one for _, one in sizes)
+    assert 0.4 < share < 0.6, share
+    (folder / "seen").touch()
+
+
+setattr(torch.distributed, name, counted)
+rollouts.gathered = watched
+run(settings_of(changes_of(sys.argv[2:])), folder, quiet=True)
+"""
+
+
+@pytest.mark.scheduled
+@pytest.mark.parametrize("changes", [{"kl": "leave-one-out", "micro_batch": 3}, {"kl": "rao-blackwell", "lora": 2}])
+def test_split_weights_follow_the_gradient_of_whole_ones(tmp_path, monkeypatch, models_folder, changes):
+    """Two processes go on by FSDP from a checkpoint of one, and write what that one does, up to rounding.
+
+    Updates are clipped, gradients compared, and the model is saved in one piece. Each process holds half of the
+    weights; generation gathers them once, and none for a token.
+    """
+    if "lora" in changes:
+        pytest.importorskip("peft")
+    save, folders = RunFolder.save, [tmp_path / name for name in ("one", "two")]
+
+    def copied(files, state, *name):
+        path = save(files, state, *name)
+        if state["step"] == 1:
+            shutil.copytree(*folders)
+        return path
+
+    settings = {"steps": 3, "gradient_every": 2, "gradient_batches": 8, "dtype": "float64", "max_norm": 0.01}
+    settings = replace(SMALL, **settings, **changes, learning_rate=1e-2, warmup=0, checkpoint_every=1, device="cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save", copied)
+        run(settings, folders[0], quiet=True)
+    program = tmp_path / "program.py"
+    program.write_text(WATCHED)
+    arguments = [f"{name}={value}" for name, value in settings.plain().items() if name != "kl_options"]
+    fsdp = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    done = launched(*fsdp, program, folders[1], *arguments)
+    assert done.returncode == 0, done.stderr
+    assert (folders[1] / "seen").exists()
+    one, two = map(of_file, folders)
+    for record, same in zip(one, two, strict=True):
+        # Sums in another order, in float64; Adam divides by the roots of small squares.
+        assert same == {name: pytest.approx(value, rel=1e-6, abs=1e-9) for name, value in record.items()}
+    assert any("kl_gradient_size" in record for record in two)
+    assert all(record.get("gradient_norm", 1) > settings.max_norm for record in two)
+    states = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in folders]
+    for kind in ("model", "optimiser"):
+        torch.testing.assert_close(states[1][kind], states[0][kind], rtol=1e-6, atol=1e-9)
+    saved = [{file.name for file in (folder / "model").iterdir()} for folder in folders]
+    assert saved[0] == saved[1]
+    assert [record["kl"] for record in run(replace(settings, model=str(folders[1] / "model"), steps=0), quiet=True)]
+
+
+@pytest.mark.parametrize(
+    ("launch", "changes", "words"),
+    [
+        ({"FSDP_VERSION": "1"}, {}, "launch with --fsdp_version 2"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, "--fsdp_offload_params false"),
+        ({}, {"compile": True}, "set compile=false and static_cache=false"),
+        ({}, {"inner_epochs": 2}, "set gradient_every=0"),
+    ],
+)
+def test_what_cannot_be_done_with_split_weights_is_refused(monkeypatch, launch, changes, words):
+    two = Processes(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(Processes, "here", classmethod(lambda cls, device: two))
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **launch}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"FSDP: .*{words}"):
+        run(replace(SMALL, **changes), quiet=True)
 
 
 def test_prompts_that_processes_cannot_share(monkeypatch):

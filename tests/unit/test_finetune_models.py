@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +18,7 @@ from kltest.finetune.tasks import Addition, Countdown, task_named
 transformers = pytest.importorskip("transformers")
 
 from kltest.finetune.models import rewards  # noqa: E402
+from kltest.language_models.decoding import Decoder  # noqa: E402
 from kltest.language_models.generation import Rollouts, generate  # noqa: E402
 from kltest.language_models.language import LanguageModel, padded  # noqa: E402
 from kltest.language_models.models import in_double, parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
@@ -85,6 +87,74 @@ def test_padding_on_the_left_says_nothing():
         single = generate(here, [prompt], uniforms[row : row + 1])
         length = int(together.lengths[row])
         assert single.tokens[0].tolist() == together.tokens[row, :length].tolist()
+
+
+SHAPES = {
+    "llama": {},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
+    "mistral": {"num_key_value_heads": 1, "sliding_window": 4},
+    "mamba": {},
+}
+
+
+def of_kind(kind, **options):
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {**({} if kind == "gpt2" else sizes), **SHAPES[kind], "vocab_size": 12, "initializer_range": 0.3}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
+    return LanguageModel(model.eval() if options else model.double().eval(), None, (1,), 0, **options)
+
+
+def same_tokens(here, fixed, rows=6):
+    """Prompts of three lengths, of which two are padded on the left, and prompts of one."""
+    for prompts in (PROMPTS, [[3, 4, 5], [6, 7, 8], [9, 3, 4]]):
+        uniforms = torch.from_numpy(np.random.default_rng(0).random((rows, 9)))
+        grown, static = (generate(one, prompts, uniforms) for one in (here, fixed))
+        assert static.tokens.tolist() == grown.tokens.tolist()
+        assert static.mask.tolist() == grown.mask.tolist()
+        difference = (static.sampled_logp - grown.sampled_logp)[grown.mask]
+        assert float(difference.abs().max()) < 1e-10  # float64
+        assert 1 < int(grown.lengths.min()) < int(grown.lengths.max())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_a_cache_of_fixed_size_changes_no_token(kind):
+    """Also beyond a sliding window of four tokens, and when the cache is used again."""
+    here = of_kind(kind)
+    same_tokens(here, replace(here, decoder=Decoder(here, lambda model: model)))
+
+
+@pytest.mark.scheduled
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+def test_a_compiled_step_with_a_cache_of_fixed_size_changes_no_token(kind):
+    """Traced as for the compiler, which takes minutes; of sixteen steps, a window that fills up is traced anew."""
+    here, traced = of_kind(kind), []
+
+    def compiled(model):
+        def backend(graph, inputs):
+            traced.append(graph)
+            return graph
+
+        return torch.compile(model, backend=backend, fullgraph=True)
+
+    same_tokens(here, replace(here, decoder=Decoder(here, compiled)))
+    assert 1 <= len(traced) <= (3 if kind == "mistral" else 1)
+
+
+def test_a_cache_of_fixed_size_has_the_weights_of_the_moment_or_is_refused():
+    """In bfloat16 it is another copy of the weights that generates."""
+    here = of_kind("llama", compute_dtype=torch.bfloat16)
+    fixed = replace(here, decoder=Decoder(here, lambda model: model))
+    assert fixed.decoder.language.model.lm_head.weight.dtype == torch.bfloat16
+    uniforms = torch.from_numpy(np.random.default_rng(0).random((6, 9)))
+    before = generate(fixed, PROMPTS, uniforms).tokens
+    with torch.no_grad():
+        here.model.lm_head.weight.mul_(-1)
+    moved = generate(fixed, PROMPTS, uniforms).tokens
+    assert moved.tolist() == generate(here, PROMPTS, uniforms).tokens.tolist()
+    assert moved.tolist() != before.tolist()
+    with pytest.raises(UsageError, match="cache of MambaForCausalLM cannot have a fixed size; set static_cache=false"):
+        Decoder(of_kind("mamba"), lambda model: model)
 
 
 def test_tokens_come_as_often_as_their_probabilities_say():
