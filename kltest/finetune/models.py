@@ -83,6 +83,8 @@ def _with_adapters(policy: LanguageModel, settings: Settings) -> LanguageModel:
         from peft import LoraConfig
     except ImportError:
         raise UsageError("lora: adapters need another library: python -m pip install peft") from None
+    if getattr(policy.model, "_hf_peft_config_loaded", False):
+        raise UsageError("lora: the model comes with adapters; merge them into its weights first (merge_and_unload)")
     with preserved(settings.seed):
         config = LoraConfig(r=settings.lora, lora_alpha=settings.lora, target_modules="all-linear")
         policy.model.add_adapter(config)  # type: ignore[operator]

@@ -136,6 +136,8 @@ def test_adapters_are_all_that_is_trained(tmp_path):
     assert kept
     assert all("lora_" in name for name in kept)
     assert run(settings, tmp_path, quiet=True) == records
+    with pytest.raises(UsageError, match="lora: the model comes with adapters"):
+        run(replace(settings, model=str(tmp_path / "model")), quiet=True)
 
 
 def test_without_the_library_of_adapters(monkeypatch):
