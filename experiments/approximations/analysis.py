@@ -154,8 +154,7 @@ def _sixteen(rows: pd.DataFrame, log_ratio: Bound) -> Measured:
 claims.column("a rounded log-ratio costs k1 in the reward and k2 less than {bound:.4f} of the gradient in bfloat16, "
     "at any "
     "distance", OWN, "twice the half unit in the last place, 2^−9: π²-weighted and centred the error may exceed that "
-    "of "
-    "one product", "relative_error", below(2 * HALF_UNIT), "precision", rounded="arithmetic", kind="bfloat16",
+    "of one product", "relative_error", below(2 * HALF_UNIT), "precision", rounded="arithmetic", kind="bfloat16",
     estimator=("k1-reward", "k2-loss"))  # fmt: skip
 
 
@@ -207,8 +206,7 @@ claims.column("k1 in the loss over L is no longer zero, but above {bound} of len
     "far above rounding", "k1_loss", above(1e-2), "lengths", field="whole return")  # fmt: skip
 
 claims.column("training with the length-normalised penalty ends at `ref·e^(L(R − c)/β)`, and that with k2 of the "
-    "sequence at "
-    "π*", OWN, "where the gradient is this short", "end_error", near(0, 1e-7), "optimum",
+    "sequence at π*", OWN, "where the gradient is this short", "end_error", near(0, 1e-7), "optimum",
     gradient_norm=below(1e-9))  # fmt: skip
 
 

@@ -128,8 +128,7 @@ def _gain(rows: pd.DataFrame, kl: Bound, **wanted: object) -> pd.Series:
 ANY = at_least(0)
 for _words, _column, _bound, _kl in (
     ("in {share:.0%} of random pairs, and no more, k3 in the reward has the largest bias of the four: it depends on "
-    "the "
-     "pair", "most_biased_is_k3_reward", within(0.5, 0.95), ANY),
+    "the pair", "most_biased_is_k3_reward", within(0.5, 0.95), ANY),
     ("k3 in both places beats k1 in the reward on most random pairs, {share:.0%} of them, and not on all",
      "k3_both_less_noisy_than_k1_reward", within(0.5, 1.0), ANY),
     ("near the reference (KL up to {kl}) k1 in the loss is the noisiest of the four on more than {share:.0%} of random "

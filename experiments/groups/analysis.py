@@ -163,8 +163,7 @@ claims.column("the exact expectation over groups is that of a second, plain enum
 claims.column("with the KL in a std-normalised reward even exact training at a constant step does not settle for β "
     "from "
     "{beta} on: its gradient stays above {bound}, since near π* all regularised rewards are equal, and the division "
-    "blows "
-    "up what is left", OWN, "a million times that of settled runs", "gradient_norm", above(1e-3), "training",
+    "blows up what is left", OWN, "a million times that of settled runs", "gradient_norm", above(1e-3), "training",
     batch_size=0,
     estimator="group-std", beta=at_least(0.3))  # fmt: skip
 

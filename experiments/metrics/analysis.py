@@ -199,8 +199,7 @@ def _biased(rows: pd.DataFrame, near_kl: Bound, far_kl: Bound) -> Measured:
 
 # Close to the reference u has variance 2·KL.
 claims.column("near the reference, KL below {kl}, k1's standard deviation is within {bound:±.0%} of `√(2·KL)`, far "
-    "more "
-    "than the KL", "Schulman 2020", "the next order in √KL", "std / (2 * kl) ** 0.5", near(1, 0.1), "logged",
+    "more than the KL", "Schulman 2020", "the next order in √KL", "std / (2 * kl) ** 0.5", near(1, 0.1), "logged",
     estimator="k1-loss", kl=below(0.05))  # fmt: skip
 
 

@@ -235,8 +235,7 @@ claims.column("without ratios, with a baseline, the update is that of a regressi
 
 @claims.measure(
     OWN,
-    "cycles that shrink a step leave no more than one update a sampler does, or than their factor "
-    "squared has "
+    "cycles that shrink a step leave no more than one update a sampler does, or than their factor squared has "
     "left; of cycles that grow, those count that had the time to",
     shrinking=below(10),
     growing=above(10),
@@ -273,8 +272,7 @@ def _same_end(rows: pd.DataFrame) -> Measured:
 
 
 @claims.measure(OWN, "the margin for a mean over repetitions; fewer rollouts make the baseline noise itself, fewer "
-    "updates have "
-    "not arrived", times_the_gap=below(1.25), batch_size=at_least(16), way=above(60))  # fmt: skip
+    "updates have not arrived", times_the_gap=below(1.25), batch_size=at_least(16), way=above(60))  # fmt: skip
 def _ratio_free(rows: pd.DataFrame, batch_size: Bound, way: Bound) -> Measured:
     """sampled, with batches from {batch_size} on, the update without ratios but with a baseline ends with less than
     {times_the_gap} times the gap of one update a sampler, however stale the rollouts (updates times rate above

@@ -190,8 +190,7 @@ for _kl in PRINTED:
         "a difference of variances, and a bias, lose digits near the reference",
         kl=_kl,
         claim="at KL {kl:g} k2 is a better value than k1 up to `64 (1 − m/2 − m²/4)/m³` samples, m = `2 KL`, and the "
-        "worst of "
-        "the three at {far} times as many",
+        "worst of the three at {far} times as many",
         samples_over_formula=near(1, 1e-7),
         worst_far_beyond=EVERY,
         far=10,
@@ -288,8 +287,7 @@ def _wholes(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 @claims.measure("Tang & Munos 2025; Liu et al. 2025", "float64 for no bias; a bias is called one above a thousandth "
-    "of the "
-    "value, a twentieth of the gradient", value_bias_k3=near(0, 1e-9), value_bias_k2=above(1e-3),
+    "of the value, a twentieth of the gradient", value_bias_k3=near(0, 1e-9), value_bias_k2=above(1e-3),
     value_variance_k3_over_k2=below(1), gradient_bias_k2=near(0, 1e-9), gradient_bias_k1=above(0.05),
     gradient_bias_k3=above(0.05), gradient_std_k2_over_k3=below(1))  # fmt: skip
 def _reversed(rows: pd.DataFrame) -> Measured:

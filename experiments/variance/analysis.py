@@ -97,8 +97,7 @@ for _words, _name, _bound, _spread in (
     "smallest",
      "spread", above(0), at_least(0)),
     ("for mild policies, of a spread up to {spread}, it fails less often with more tokens to choose from: with the "
-    "largest "
-     "vocabulary less than with the smallest", "vocabulary", below(0), MILD),
+    "largest vocabulary less than with the smallest", "vocabulary", below(0), MILD),
 ):  # fmt: skip
 
     @claims.measure(OWN, "exact for each environment; counts over the same cells", claim=_words, more_failures=_bound,
@@ -138,8 +137,7 @@ claims.column("recursions over prefixes give what enumeration of the registered 
 
 # -------------------------------------------------------------------------------------------------- what can be gained
 claims.column("whatever an unbiased estimator knows, if it gives gradients to visited prefixes alone its variance is "
-    "at least "
-    "`Σ d(1 − d)‖M‖²`, in every environment", OWN, "rounding", "least_over_floor", at_least(1 - EXACT),
+    "at least `Σ d(1 − d)‖M‖²`, in every environment", OWN, "rounding", "least_over_floor", at_least(1 - EXACT),
     "ladder")  # fmt: skip
 
 
