@@ -36,8 +36,6 @@ MOST_TRIED = 200
 UNREACHED = frozenset({"raises", UNREACHED_END, UNREACHED_TERM, UNRETURNED})
 """Configurations in which there is no term, and so no variant of it."""
 NAME = "kl_term"
-Cuts = Remembered[Lifted]
-"""Variants for one end of a term, by the slice and by the choices that are read for it."""
 
 
 def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
@@ -65,7 +63,7 @@ def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:
     later: list[Lifted] = []
     facts = Facts(term, relevant(term))
     for end in ends_of(tree, term, place):
-        attempts, everywhere = _explored(tree, facts, place, end, run)
+        attempts, everywhere = _Attempts(tree, facts, place, end, run).explored()
         good = [attempt for attempt in attempts if not attempt.refused]
         if any(attempt.refused.endswith(PART) for attempt in attempts):
             return attempts  # a part of a sum over the vocabulary is no term
@@ -95,78 +93,73 @@ def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:
     )
 
 
-def _explored(tree: Tree, facts: Facts, place: str, end: End, run: bool) -> tuple[list[Lifted], bool]:
-    """Return the variants of a term up to one end, and whether every configuration that was tried reaches it.
+class _Attempts:
+    """Attempts to lift a term up to one end, one for each choice of the configuration; `values` can be chosen."""
 
-    From each variant that is new, every choice it depends on is changed alone. A choice that changes nothing leads
-    nowhere, so that only those are combined that matter.
-    """
-    values: dict[str, Sequence[Any]] = {}
-    cuts: Cuts = Remembered()
-    found: dict[str, Lifted] = {}
-    reached: set[Any] = set()
-    waiting: list[tuple[dict[str, Any], str, Any]] = [({}, "", None)]
-    tried = 0
-    while waiting and len(found) < MOST_VARIANTS and tried < MOST_TRIED:
-        tried += 1
-        wanted, changed, before = waiting.pop(0)
-        choice, variant = _completed(tree, facts, place, end, run, wanted, values, cuts)
-        outcome = variant.same or (variant.refused, *choice)
-        if changed and outcome == before and outcome in found:
-            found[outcome].alike.setdefault(changed, []).append(wanted[changed])
-        if outcome in reached:
-            continue
-        reached.add(outcome)
-        variant.choice = choice
-        if variant.refused not in UNREACHED:
-            found.setdefault(variant.same or variant.refused, variant)
-        waiting += [({**choice, text: other}, text, outcome)
-                    for text, taken in choice.items() for other in values[text] if other is not taken]  # fmt: skip
-    told = telling([variant.choice for variant in found.values()])
-    for variant in found.values():
-        variant.variant = named({text: value for text, value in variant.choice.items() if text in told})
-    return list(found.values()), all(outcome[0] != UNREACHED_END for outcome in reached)
+    def __init__(self, tree: Tree, facts: Facts, place: str, end: End, run: bool) -> None:
+        self.tree, self.facts, self.place, self.end, self.run = tree, facts, place, end, run
+        self.values: dict[str, Sequence[Any]] = {}
+        self.made: Remembered[Lifted] = Remembered()
 
+    def explored(self) -> tuple[list[Lifted], bool]:
+        """Return the variants of the term, and whether every configuration that was tried reaches its end.
 
-def _completed(
-    tree: Tree,
-    facts: Facts,
-    place: str,
-    end: End,
-    run: bool,
-    wanted: Mapping[str, Any],
-    values: dict[str, Sequence[Any]],
-    cuts: Cuts,
-) -> tuple[dict[str, Any], Lifted]:
-    """Return the variant for what is wanted of the choices, the first value of the others, and those it depends on.
+        From each variant that is new, every choice it depends on is changed alone. A choice that changes nothing leads
+        nowhere, so that only those are combined that matter.
+        """
+        found: dict[str, Lifted] = {}
+        reached: set[Any] = set()
+        waiting: list[tuple[dict[str, Any], str, Any]] = [({}, "", None)]
+        tried = 0
+        while waiting and len(found) < MOST_VARIANTS and tried < MOST_TRIED:
+            tried += 1
+            wanted, changed, before = waiting.pop(0)
+            choice, variant = self._completed(wanted)
+            outcome = variant.same or (variant.refused, *choice)
+            if changed and outcome == before and outcome in found:
+                found[outcome].alike.setdefault(changed, []).append(wanted[changed])
+            if outcome in reached:
+                continue
+            reached.add(outcome)
+            variant.choice = choice
+            if variant.refused not in UNREACHED:
+                found.setdefault(variant.same or variant.refused, variant)
+            for text, taken in choice.items():
+                others = [other for other in self.values[text] if other is not taken]
+                waiting += [({**choice, text: other}, text, outcome) for other in others]
+        told = telling([variant.choice for variant in found.values()])
+        for variant in found.values():
+            variant.variant = named({text: value for text, value in variant.choice.items() if text in told})
+        return list(found.values()), all(outcome[0] != UNREACHED_END for outcome in reached)
 
-    `values` becomes what can be chosen.
-    """
-    choice = Asked(wanted)
-    while True:
-        try:
-            return choice.asked, _cut(tree, facts, place, end, choice, run, cuts)
-        except Undecided as undecided:
-            values[undecided.text] = undecided.values
-            choice = Asked({**choice, undecided.text: undecided.values[0]})
-        except NotLiftedError as error:
-            return choice.asked, Lifted(facts.term, "", place, refused=str(error))
+    def _completed(self, wanted: Mapping[str, Any]) -> tuple[dict[str, Any], Lifted]:
+        """Return the variant for what is wanted of the choices, the first value of the others, and those it depends
+        on."""
+        choice = Asked(wanted)
+        while True:
+            try:
+                return choice.asked, self._cut(choice)
+            except Undecided as undecided:
+                self.values[undecided.text] = undecided.values
+                choice = Asked({**choice, undecided.text: undecided.values[0]})
+            except NotLiftedError as error:
+                return choice.asked, Lifted(self.facts.term, "", self.place, refused=str(error))
 
+    def _cut(self, choice: Asked) -> Lifted:
+        """Return the variant of a term for one choice of the configuration.
 
-def _cut(tree: Tree, facts: Facts, place: str, end: End, choice: Asked, run: bool, cuts: Cuts) -> Lifted:
-    """Return the variant of a term for one choice of the configuration.
-
-    Raises Undecided where a further choice matters, NotLiftedError where it cannot be lifted.
-    """
-    leaves = Leaves(tree, facts, choice)
-    if "Function" in tree.bases.get(facts.term.function.owner, ()):
-        raise NotLiftedError("its gradient is written by hand, in backward")
-    code = linear(facts, end.line, leaves)
-    if code.raises:
-        raise NotLiftedError("raises")
-    found = Slice(facts, end, code.statements)
-    key = (frozenset(leaves.looped), found.decisive())
-    return replace(cuts.get(key, choice, lambda: _written(found, leaves, place, end, run)), alike={})
+        Raises Undecided where a further choice matters, NotLiftedError where it cannot be lifted.
+        """
+        if "Function" in self.tree.bases.get(self.facts.term.function.owner, ()):
+            raise NotLiftedError("its gradient is written by hand, in backward")
+        leaves = Leaves(self.tree, self.facts, choice)
+        code = linear(self.facts, self.end.line, leaves)
+        if code.raises:
+            raise NotLiftedError("raises")
+        found = Slice(self.facts, self.end, code.statements)
+        key = (frozenset(leaves.looped), found.decisive())
+        made = self.made.get(key, choice, lambda: _written(found, leaves, self.place, self.end, self.run))
+        return replace(made, alike={})
 
 
 def _written(found: Slice, leaves: Leaves, place: str, end: End, run: bool) -> Lifted:
