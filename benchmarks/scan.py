@@ -56,11 +56,12 @@ def used(find: dict[str, Any], row: dict[str, Any]) -> bool:
 
 
 def normal(name: str) -> str:
-    """Return the name of a gradient up to a positive factor, without the part that says it moves with length."""
+    """Return the name of a gradient up to a positive factor and the order of its terms, without what says it moves."""
     text = name.split(" (")[0].strip()
     parts = re.findall(r"([+-]?)(?:([\d.]+(?:e-?\d+)?)\*)?([a-z]\w*(?:@\w+)?)", text.replace(" ", ""))
     if text in HONEST or not parts:
         return text
+    parts.sort(key=lambda part: part[2])
     first = float(parts[0][1] or 1)
     return " ".join(f"{sign or '+'}{float(number or 1) / first:.3g}*{which}" for sign, number, which in parts)
 
