@@ -107,7 +107,7 @@ def test_every_claim_agrees(ran, results):
 
 
 # What two curves are said to be apart by, as if one of them were the other.
-COPIED = {"over_own_length": "kl_per_token"}
+COPIED = {"over_own_length": "kl_per_token", "token ratio": "kl"}
 
 
 def test_every_claim_is_disagreed_with_by_a_planted_result(ran, results):
