@@ -116,7 +116,8 @@ class Calls(Expressions):
             if found:
                 return joined(found)
         for callee in callees[:3]:
-            if value := self._through(node, callee, given):
+            value = self._through(node, callee, given)
+            if value and (side(name) is None or any(not flow.seed.parameter for flow in value.flows)):
                 return value
         if stated := side(name) or self._gives(callees):
             told = who_of(" ".join(_models(node) or [*words(name), *identifiers(node)]))

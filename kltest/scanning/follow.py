@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kltest.scanning.callees import Function
 from kltest.scanning.calls import Calls
 from kltest.scanning.expressions import LOSS, REWARD
+from kltest.scanning.facts import defaults_of
 from kltest.scanning.flows import LOG_RATIO, NOTHING, Seed, Value, joined, seeded
 from kltest.scanning.sides import Side, is_mask, says_kl, side
 from kltest.scanning.sources import Source
@@ -25,10 +26,11 @@ def tree_of(sources: Sequence[Source]) -> Tree:
 
 class _Follower(Calls):
     def run(self, given: Mapping[str, frozenset[Side]]) -> Followed:
+        numbers = {name for name, value in defaults_of(self.function).items() if isinstance(value, int | float)}
         for name in self.function.parameters:
             if name in given:
                 self.names[name] = Value(given[name])
-            elif side(name) is None and not is_mask(name) and not says(name, "temp", "tau"):
+            elif side(name) is None and not (is_mask(name) or says(name, "temp", "tau") or name in numbers):
                 seed = Seed(self.function.line, self.function.line, parameter=name)
                 self.names[name] = seeded(seed, LOG_RATIO)
         self._body(self.function.node.body)

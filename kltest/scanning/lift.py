@@ -198,7 +198,7 @@ def _written(found: Slice, leaves: Leaves, place: str, end: End, run: bool) -> L
     if place == "logged":
         value, whose = ast.unparse(result), min(name for name in fields if "log" in name)
         source = source.replace(f"return {value}", f"return (0 * {whose}.sum(), {{'kl': {value}}})")
-    place = "advantage" if place == "reward" and says(end.name, "adv") else place
+    place = "advantage" if place == "reward" and says(end.name, "adv", "returns") else place
     source = f"{imported(tree, term.function.source, module)}{source}" if more else source
     notes = [*leaves.notes, *([] if "mask" in fields or leaves.facts.sees_masks else [UNMASKED])]
     written, complete = formula(kept, result)

@@ -145,6 +145,11 @@ def skewed_kl_loss(self, logits, teacher_logits):
     return (p * (torch.log_softmax(teacher_logits, -1) - mixed_logprobs)).sum()
 """, lambda given: (given["ref_logits"].exp() * (given["ref_logits"] - torch.log(
         (given["ref_logits"].exp() + given["logits"].exp()) / 2))).sum()),
+    "a number called by one letter": ("""
+def kd_loss(student_logits, teacher_logits, T=1.0):
+    s, t = F.log_softmax(student_logits / T, -1), F.softmax(teacher_logits / T, -1)
+    return F.kl_div(s, t, reduction="sum") * T**2
+""", forward_kl),
     "a temperature that may be a tensor": ("""
 def kd_loss(logits, teacher_logits, temperature=1):
     if isinstance(temperature, torch.Tensor) and temperature.dim() > 0:
@@ -442,6 +447,11 @@ def train(model, ref_model, ids, labels, mask):
     loss = k3(get_logps(model(ids), labels, mask), get_logps(ref_model(ids), labels, mask)).mean()
     loss.backward()
 """, of_rollouts(lambda new, ref, old: (ref - new).exp() - (ref - new) - 1)),
+    "called where they meet": (ADDED_UP.replace("seq(", "seq_logp(") + """
+def loss(model, ref_model, ids, start):
+    gap = seq_logp(model, ids, start) - seq_logp(ref_model, ids, start)
+    return gap.abs().mean()
+""", of_rollouts(lambda new, ref, old: (new - ref).abs().mean())),
     "means": (ADDED_UP + """
 def loss(model, ref_model, rolls):
     logps = torch.stack([seq(model, *each, average=True) for each in rolls])
