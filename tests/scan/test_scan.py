@@ -240,6 +240,15 @@ def test_what_imports_its_tree_runs_only_if_it_is_asked_for(tmp_path: Path, monk
     assert (code, Path("mark").exists()) == (1, True)
 
 
+@pytest.mark.parametrize(("residual", "state"), [(1e-12, "finding"), (1e-6, "unnamed")])
+def test_three_gradients_that_only_nearly_fit_are_no_name(residual: float, state: str, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("def loss(logp, ref_logp):\n    return (logp - ref_logp).pow(2).mean()\n")
+    (only,) = Search(list(contents([tmp_path], [])), Store(None))
+    named = {"local_reverse_kl": 1.0, "local_squared_log_ratio": -0.06, "local_chi_square": -0.1}
+    row = {"environment": "sequence", "sampler": "current", "identified": named, "residual": residual}
+    assert filled(only, {"verdict": "refuted", "gradients": [row], "checks": []}).status == state
+
+
 MASKS = {
     "of which nothing is known": ("def kd(logits, teacher_logits):\n", False),
     "seen but not applied": ("def kd(logits, teacher_logits, attention_mask):\n", True),
