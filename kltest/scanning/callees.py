@@ -48,6 +48,11 @@ class Function:
         return [] if isinstance(self.node, ast.Module) else parameters(self.node)
 
     @cached_property
+    def dump(self) -> str:
+        """Text that is equal for functions that are written alike."""
+        return ast.dump(self.node)
+
+    @cached_property
     def bound(self) -> dict[str, ast.expr]:
         """Values that names are assigned once in it, as far as they could be functions."""
         found: dict[str, list[ast.expr]] = {}

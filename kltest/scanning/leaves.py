@@ -186,7 +186,7 @@ class Leaves(Conditions, Summed):
         if not found:
             return ""
         function = found[0]
-        if function.source is not context.source and len({ast.dump(each.node) for each in found}) > 1:
+        if function.source is not context.source and len({each.dump for each in found}) > 1:
             self.missing = f"several functions of the tree are called {function.name}"
         name = f"{function.owner}_{function.name}" if function.is_method else function.name
         while self.helping.setdefault(name, function) is not function:
