@@ -9,11 +9,16 @@ import re
 
 from kltest.scanning.vocabulary import WORDS
 
+
+class Dict(ast.Dict):
+    """A dictionary of rollout fields that is made for a helper: one of the tree might be changed by whoever gets it."""
+
+
 _NODES = (
     *(ast.Expression, ast.Module, ast.FunctionDef, ast.arguments, ast.arg, ast.Return, ast.Assign, ast.AnnAssign),
     *(ast.AugAssign, ast.Expr, ast.If, ast.IfExp, ast.With, ast.withitem, ast.Pass, ast.Assert, ast.Raise),
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Call, ast.keyword, ast.Constant, ast.Name, ast.Attribute),
-    *(ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Starred, ast.For, ast.ListComp, ast.GeneratorExp),
+    *(ast.Subscript, ast.Slice, ast.Tuple, ast.List, Dict, ast.Starred, ast.For, ast.ListComp, ast.GeneratorExp),
     *(ast.comprehension, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context, ast.JoinedStr),
     *(ast.FormattedValue, ast.Break, ast.Continue, ast.Lambda, ast.While),
 )  # fmt: skip

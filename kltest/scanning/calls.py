@@ -3,10 +3,11 @@
 import ast
 
 from kltest.scanning.callees import Function
-from kltest.scanning.expressions import REWARD, Expressions, mixed
+from kltest.scanning.expressions import REWARD, Expressions
 from kltest.scanning.flows import (
     ABSOLUTE,
     DIVERGENCE,
+    ENTROPY,
     KL_LIKE,
     LOG_RATIO,
     NOTHING,
@@ -16,6 +17,7 @@ from kltest.scanning.flows import (
     Flow,
     Value,
     joined,
+    mixed,
     multiplied,
 )
 from kltest.scanning.sides import Side, says_kl, side, who_of
@@ -120,7 +122,8 @@ class Calls(Expressions):
             if value and (side(name) is None or any(not flow.seed.parameter for flow in value.flows)):
                 return value
         if stated := side(name) or self._gives(callees):
-            told = who_of(" ".join(_models(node) or [*words(name), *identifiers(node)]))
+            texts = [word for n in ast.walk(node) if isinstance(n, ast.Constant) for word in words(str(n.value))]
+            told = who_of(" ".join(_models(node) or [*words(name), *identifiers(node), *texts]))
             who = stated.who if stated.sure else next((s.who for s in sorted(everything.sides)), told or "")
             given_side = Side(stated.quantity, who)
             if not everything.sides and all(flow.seed.parameter for flow in everything.flows):
@@ -148,6 +151,7 @@ class Calls(Expressions):
         values |= {keyword.arg: value for keyword, value in zip(node.keywords, given[len(node.args) :], strict=True)
                    if keyword.arg}  # fmt: skip
         returned = self.tree.followed(callee).returned
+        whose = {each.who for value in given for each in value.sides}
         # Names that state no side, as in kl(a, b), are followed with the sides that they are given.
         unnamed = tuple((name, v.sides) for name, v in values.items() if v.sides and not v.flows and side(name) is None)
         inside = len({each.who for _, sides in unnamed for each in sides}) > 1 and all(
@@ -155,7 +159,7 @@ class Calls(Expressions):
         )
         if inside:
             returned = self.tree.followed(callee, unnamed).returned
-        if not returned.flows:
+        if all(flow.form == ENTROPY and says_kl(callee.name) for flow in returned.flows):
             return None
 
         def carried(result: Value) -> Value:
@@ -169,6 +173,7 @@ class Calls(Expressions):
                             self.found.shaped.append((callee, arriving.seed))
                 elif not flow.seed.named:
                     seed = self._seed(node, flow.seed.who)
+                    seed.weights = min(whose) if flow.form == ENTROPY and len(whose) == 1 else flow.seed.weights
                     flows.add(Flow(seed, flow.form))
                     if _SUPPORT.intersection(identifiers(node)):
                         continue

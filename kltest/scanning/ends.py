@@ -39,7 +39,7 @@ def ends_of(tree: Tree, term: Term, place: str) -> list[End]:
         line = RETURN if arrival.line in returns else arrival.line
         names[line, arrival.name] = End(line, arrival.name)
     ordered = sorted(names.values(), key=lambda end: end.line or 10**9, reverse=place in ("loss", "logged"))
-    return [*ordered, End(ITSELF, place)]
+    return ordered if term.mixed else [*ordered, End(ITSELF, place)]  # each part of a mixture is another term
 
 
 def relevant(term: Term) -> set[str]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kltest.scanning.callees import Function
 from kltest.scanning.flows import (
+    ENTROPY,
     FULL,
     LOG_RATIO,
     NOTHING,
@@ -18,11 +19,13 @@ from kltest.scanning.flows import (
     Seed,
     Value,
     added,
+    completed,
     joined,
+    mixed,
     multiplied,
     seeded,
 )
-from kltest.scanning.sides import METRICS, MIXED, WHOSE, Side, is_preference, says_kl, side, who_of
+from kltest.scanning.sides import METRICS, WHOSE, Side, is_mask, is_number, is_preference, says_kl, side, who_of
 from kltest.scanning.syntax import chain, each_of, identifiers, says, words
 from kltest.scanning.tree import Arrival, Followed, Tree
 
@@ -56,15 +59,19 @@ class Expressions:
                     self._bind(inner, value.items[number], written)
                 else:
                     # One of several results: what it carries is told by its name.
-                    self._bind(inner, value.flowing() if _is_first_or_kl(number, inner) else NOTHING, inner)
+                    told = number == 0 or says_kl(chain(inner)) or says(chain(inner), *LOSS, *REWARD)
+                    self._bind(inner, value.flowing() if told else NOTHING, inner)
             return
         name = chain(target)
         if isinstance(target, ast.Name):
+            value = NOTHING if is_number(name) else value
             stated = side(name)
             if stated and all(flow.seed.parameter or flow.seed.named for flow in value.flows):
                 whose = {Side(each.quantity, stated.who) for each in value.sides} if stated.sure else value.sides
                 value = Value(frozenset(whose or {stated}), items=value.items)
             self.names[name] = value
+            if stated and not stated.sure:
+                self.found.whose.setdefault(name, set()).update(each.who for each in value.sides or {stated})
             if says_kl(name):
                 self.found.kl_named |= {flow.seed for flow in value.flows if flow.form != RATIO}
         self._store(name, value, stored=not isinstance(target, ast.Name))
@@ -153,8 +160,7 @@ class Expressions:
     def _stated(self, name: str) -> Value:
         if stated := side(name):
             return Value(frozenset({stated}))
-        last = words(name)
-        if says_kl(name) and last and not says(name, "coef", "beta", "ctl", "config", "target", "type", "penalty_type"):
+        if says_kl(name) and not says(name, "coef", "beta", "ctl", "config", "target", "type", "penalty_type"):
             key = name.rsplit(".", 1)[-1]
             seed = self.seeds.setdefault(hash(("named", key)), Seed(self._line(), self._line(), named=key))
             return seeded(seed, LOG_RATIO)
@@ -166,7 +172,13 @@ class Expressions:
             return met
         if isinstance(node.op, ast.Mult) and (met := self._weighted(node, left, right)):
             return met
-        return self._operated(node.op, left, right, node)
+        if isinstance(node.op, ast.Add | ast.Sub) and (crossed := completed(left, right)):
+            return seeded(self._seed(node, crossed.who), FULL)
+        total = self._operated(node.op, left, right, node)
+        weighed = isinstance(node.op, ast.Mult | ast.Div) and any(flow.form == ENTROPY for flow in total.flows)
+        if weighed and not any(map(is_mask, identifiers(node))):  # a bonus, which completes no divergence
+            return Value(total.sides, frozenset(flow for flow in total.flows if flow.form != ENTROPY))
+        return total
 
     def _operated(self, op: ast.operator, left: Value, right: Value, node: ast.BinOp | None = None) -> Value:
         if isinstance(op, ast.Pow):
@@ -225,9 +237,10 @@ class Expressions:
         for one, other in ((left, right), (right, left)):
             weights = {s.who for s in one.sides if s.quantity == "prob"}
             weighted = {s.who for s in other.sides if s.quantity == "logp"}
-            if weights and weighted and weights != weighted and not (one.flows or other.flows):
+            if weights and weighted and not (one.flows or other.flows):
                 seed = self._seed(node, frozenset(weights | weighted))
-                return seeded(seed, FULL)
+                seed.weights = min(weights)
+                return seeded(seed, ENTROPY if weights == weighted else FULL)
         return None
 
     def _seed(self, node: ast.expr, pair: frozenset[str], texts: tuple[str, str] = ("", ""), guess: str = "") -> Seed:
@@ -247,8 +260,10 @@ class Expressions:
     def _of_BoolOp(self, node: ast.BoolOp) -> Value:
         return joined(map(self.value, node.values))
 
-    def _of_Starred(self, node: ast.Starred) -> Value:
+    def _of_Starred(self, node: ast.Starred | ast.Await) -> Value:
         return self.value(node.value)
+
+    _of_Await = _of_Starred
 
     def _of_NamedExpr(self, node: ast.NamedExpr) -> Value:
         value = self.value(node.value)
@@ -283,17 +298,3 @@ class Expressions:
         return Value(value.sides, value.flows)
 
     _of_GeneratorExp = _of_SetComp = _of_ListComp
-
-    def _of_Await(self, node: ast.Await) -> Value:
-        return self.value(node.value)
-
-
-def mixed(quantity: str, *parts: frozenset[Side]) -> Value | None:
-    """Return a mixture of probabilities, or of their logs, if the parts are those of several sides."""
-    whose = [{each.who for each in sides if each.quantity == quantity} for sides in parts]
-    several = all(whose) and len(set().union(*whose)) > 1
-    return Value(frozenset({Side(quantity, MIXED)})) if several else None
-
-
-def _is_first_or_kl(number: int, target: ast.expr) -> bool:
-    return number == 0 or says_kl(chain(target)) or says(chain(target), *LOSS, *REWARD)

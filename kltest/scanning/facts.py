@@ -90,9 +90,15 @@ class Facts:
 
     def _computed(self, begins: Callable[[ast.AST], bool]) -> frozenset[str]:
         """Return the names computed from expressions for which `begins` holds, or from one another."""
-        assigned = [n for n in self.nodes if isinstance(n, ast.Assign | ast.AugAssign)]
-        bound = [(names_in(*(n.targets if isinstance(n, ast.Assign) else [n.target])), n.value) for n in assigned
-                 if not isinstance(n.value, ast.Dict)]  # fmt: skip
+        bound: list[tuple[set[str], ast.expr]] = []
+        for node in self.nodes:
+            match node:
+                case ast.Assign([ast.Tuple(targets)], ast.Tuple(values)) if len(targets) == len(values):
+                    bound += [(names_in(target), value) for target, value in zip(targets, values, strict=True)]
+                case ast.AugAssign(target, _, value):
+                    bound.append((names_in(target), value))
+                case ast.Assign(targets, value) if not isinstance(value, ast.Dict):
+                    bound.append((names_in(*targets), value))
         found = {name for targets, value in bound if begins(value) for name in targets}
         while more := {name for targets, value in bound if names_in(value) & found for name in targets} - found:
             found |= more

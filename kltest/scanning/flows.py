@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
 
-from kltest.scanning.sides import Side
+from kltest.scanning.sides import MIXED, Side
 
-LOG_RATIO, SHIFTED, RATIO, SQUARE, ABSOLUTE, K3, FULL, DIVERGENCE, OTHER = (
-    "log-ratio", "shifted", "ratio", "square", "absolute", "k3", "full", "divergence", "other",
+LOG_RATIO, SHIFTED, RATIO, SQUARE, ABSOLUTE, K3, FULL, DIVERGENCE, ENTROPY, OTHER = (
+    "log-ratio", "shifted", "ratio", "square", "absolute", "k3", "full", "divergence", "entropy", "other",
 )  # fmt: skip
 KL_LIKE = frozenset({SQUARE, ABSOLUTE, K3, FULL, DIVERGENCE})
 """Forms that are a divergence whatever they are called; a log-ratio is one by its name or by its reference."""
@@ -22,7 +22,7 @@ class Seed:
     """A meeting of two sides: lines `first` to `last`, the `left` and the `right` side as written, and who they are.
 
     `parameter` is set for what flows into a function through one of its parameters, `named` for what is only called KL,
-    `quiet` for what is made under torch.no_grad().
+    `quiet` for what is made under torch.no_grad(). `weights` is who weights the log-probs of a (cross-)entropy.
     """
 
     first: int
@@ -33,6 +33,7 @@ class Seed:
     parameter: str = ""
     named: str = ""
     quiet: bool = False
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,22 @@ def multiplied(left: Value, right: Value) -> Value:
     if any(side.quantity == "prob" for side in left.sides | right.sides):
         return total.formed(log_ratio=FULL)
     return total
+
+
+def completed(left: Value, right: Value) -> Seed | None:
+    """Return the seed of a cross-entropy that comes together with the entropy of what weights it."""
+    for one, other in ((left, right), (right, left)):
+        entropies = {flow.seed.weights for flow in other.flows if flow.form == ENTROPY}
+        if crossed := [flow for flow in one.flows if flow.form == FULL and flow.seed.weights in entropies]:
+            return min(crossed, key=Flow.order).seed
+    return None
+
+
+def mixed(quantity: str, *parts: frozenset[Side]) -> Value | None:
+    """Return a mixture of probabilities, or of their logs, if the parts are those of several sides."""
+    whose = [{each.who for each in sides if each.quantity == quantity} for sides in parts]
+    several = all(whose) and len(set().union(*whose)) > 1
+    return Value(frozenset({Side(quantity, MIXED)})) if several else None
 
 
 def _same(one: Seed, other: Seed) -> bool:

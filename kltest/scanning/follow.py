@@ -8,7 +8,7 @@ from kltest.scanning.calls import Calls
 from kltest.scanning.expressions import LOSS, REWARD
 from kltest.scanning.facts import defaults_of
 from kltest.scanning.flows import LOG_RATIO, NOTHING, Seed, Value, joined, seeded
-from kltest.scanning.sides import Side, is_mask, says_kl, side
+from kltest.scanning.sides import Side, is_mask, is_number, says_kl, side
 from kltest.scanning.sources import Source
 from kltest.scanning.syntax import chain, is_logged, says, says_no_gradient
 from kltest.scanning.tree import Followed, Given, Tree
@@ -30,7 +30,7 @@ class _Follower(Calls):
         for name in self.function.parameters:
             if name in given:
                 self.names[name] = Value(given[name])
-            elif side(name) is None and not (is_mask(name) or says(name, "temp", "tau") or name in numbers):
+            elif side(name) is None and not (is_mask(name) or is_number(name) or name in numbers):
                 seed = Seed(self.function.line, self.function.line, parameter=name)
                 self.names[name] = seeded(seed, LOG_RATIO)
         self._body(self.function.node.body)

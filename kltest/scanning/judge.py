@@ -209,12 +209,12 @@ def _passes(identified: Mapping[str, float] | None) -> bool:
 
 
 def _followed(rows: Sequence[Mapping[str, Any]], moving: Sequence[str]) -> str:
-    """Return the combination of named gradients of the rows of one sampler: that of the longest rollouts, or that at a
-    fixed length, said so, if its size moves with lengths or batches."""
+    """Return the combination of named gradients of the rows of one sampler: that of the longest rollouts, or that at
+    fixed lengths, said so, if its size moves with lengths or batches."""
     last, suffix = rows[-1]["identified"], ""
     if last is None and moving:
-        fixed = [row["identified"] for row in rows if row["environment"] == "sequence"]
-        last, suffix = fixed[0] if fixed else None, f" (its size moves: {', '.join(moving)})"
+        fixed = [row["identified"] for row in rows if row["environment"] in ("bandit", "sequence")]
+        last, suffix = fixed[-1] if fixed and all(fixed) else None, f" (its size moves: {', '.join(moving)})"
     if last is None or (len(last) > 2 and rows[-1].get("residual", 0.0) > EXACT):
         return "unnamed"
     parts: list[str] = []

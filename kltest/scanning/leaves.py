@@ -8,10 +8,10 @@ from kltest.scanning.arithmetic import MODULES, refusal
 from kltest.scanning.callees import Function
 from kltest.scanning.conditions import COEFFICIENT, COUNTED, UNSET, Conditions, Undecided, is_nothing, number_for
 from kltest.scanning.facts import Facts
-from kltest.scanning.helpers import bare
-from kltest.scanning.sides import Side, is_mask, is_ratio, says_kl, side
+from kltest.scanning.helpers import bare, hand_over
+from kltest.scanning.sides import Side, is_mask, is_number, is_ratio, says_kl, side
 from kltest.scanning.summed import Summed
-from kltest.scanning.syntax import NUMBERS, chain, copied, each_of, identifiers, names_in, says, shifts, words
+from kltest.scanning.syntax import NUMBERS, Named, chain, copied, each_of, identifiers, names_in, says, shifts, words
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
 
@@ -41,7 +41,8 @@ class Leaves(Conditions, Summed):
         """Return True if a rollout's field stands for a name, whatever the function computes it from."""
         stated = side(target)
         if stated is None:
-            return is_mask(target) and not self._is_plain(value)
+            scheduled = is_number(target) and refusal(ast.Expression(copied(value)), frozenset(names_in(value)))
+            return bool(scheduled) or (is_mask(target) and not self._is_plain(value))
         called = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
         names = [getattr(node.func, "attr", getattr(node.func, "id", "")) for node in called]
         functions = [node.func for node in called]  # whose own names say what they give, not what they are given
@@ -89,6 +90,8 @@ class Leaves(Conditions, Summed):
             def visit_Call(self, inner: ast.Call) -> ast.expr:
                 if not isinstance(inner.func, ast.Name):
                     inner.func = self.visit(inner.func)
+                if function := leaves.helping.get(getattr(inner.func, "id", "")):
+                    hand_over(inner, function, leaves.stands_for, {*bound, *leaves.fields}, leaves.notes)
                 inner.args = [self.visit(each) for each in inner.args]
                 inner.keywords = [ast.keyword(each.arg, self.visit(each.value)) for each in inner.keywords]
                 return inner
@@ -114,10 +117,14 @@ class Leaves(Conditions, Summed):
         """Return what stands for a name or a chain of attributes; None if nothing is known of it."""
         if text in self.choice and self.choice[text] not in (None, ...):
             return ast.Constant(self.choice[text])
-        if _SUPPORT.intersection(words(name)) and side(name):
+        if _SUPPORT.intersection(words(name)) and (side(name) or is_mask(name)):
             self.missing = f"{text}{SHARE}"
         if stated := side(name):
+            whose = self.tree.followed(self.term.function).whose.get(name, ())
+            stated = Side(stated.quantity, min(whose)) if len(whose) == 1 and not stated.sure else stated
             return self.field(stated, None if text in self.facts.stored else ast.parse(text, mode="eval").body)
+        if is_mask(name) and {"inf", "nan"}.intersection(words(name)):
+            return ast.parse("torch.tensor(False)", mode="eval").body  # nothing is infinite here
         if is_mask(name):
             self.fields["mask"] = None
             if self.facts.is_of_rows(text):  # all rollouts of a batch are in it
@@ -227,15 +234,8 @@ class _Replace(ast.NodeTransformer):
 
     def visit_ListComp(self, node: ast.ListComp) -> ast.expr:
         """A list with an entry for each rollout is one tensor here: [f(x) for x in xs] is f(xs)."""
-        meant: dict[str, ast.expr] = {}
-        for part in node.generators:
-            meant.update(each_of(part.target, part.iter))
-
-        class Meant(ast.NodeTransformer):
-            def visit_Name(self, inner: ast.Name) -> ast.expr:
-                return copied(meant.get(inner.id, inner))
-
-        return self.visit(Meant().visit(node.elt)) if meant else node
+        pairs = [pair for part in node.generators for pair in each_of(part.target, part.iter).items()]
+        return self.visit(Named(dict(pairs)).visit(node.elt)) if pairs else node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         keyed = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)

@@ -7,15 +7,18 @@ from collections.abc import Iterable, Iterator
 
 from kltest.scanning.arithmetic import MODULES
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import chain, copied
+from kltest.scanning.syntax import Named, chain, copied
 from kltest.scanning.unpacked import MADE, unpack
 
 _SHORT = {module: name for name, module in reversed(MODULES.items())}
 _FOREIGN = re.compile(r"^(torch|jax|numpy|math)(\.|$)")
 _MARKS = re.compile(
-    r"^\s*(from|import) (torch|jax|numpy|math)\b.* (import|as) |^\s*match |lambda|partial\(|rel_entr|xlogy", re.M
+    r"^\s*(from|import) (torch|jax|numpy|math)\b.* (import|as) |^\s*match |lambda|partial\(|rel_entr|xlogy|optax"
+    r"|\bfor \w+ in [(\[]|\bmap\(",
+    re.M,
 )
 _WRITTEN_OUT = frozenset({"rel_entr", "xlogy"})
+_CALLED = {"partial", "kl_divergence", *_WRITTEN_OUT}
 _SIDES = re.compile(r"log_?p|logit|softmax|prob|kl", re.I)
 
 
@@ -32,11 +35,9 @@ def rewrite(source: Source) -> None:
     names = {name: meant for name, meant in names.items() if name not in assigned and name not in functions}
     if any(
         (isinstance(n, ast.Name) and n.id in names)
-        or isinstance(n, ast.Match)
+        or isinstance(n, ast.Match | ast.GeneratorExp | ast.ListComp)
         or (isinstance(n, ast.Assign) and isinstance(n.value, ast.Lambda | ast.Dict))
-        or (
-            isinstance(n, ast.Call) and getattr(n.func, "attr", getattr(n.func, "id", "")) in {"partial", *_WRITTEN_OUT}
-        )
+        or (isinstance(n, ast.Call) and getattr(n.func, "attr", getattr(n.func, "id", "")) in _CALLED)
         for n in nodes
     ):
         _Rewrite(names, functions, dict(_kept_partials(nodes))).visit(source.tree)
@@ -81,7 +82,11 @@ class _Rewrite(ast.NodeTransformer):
                 named = {each.arg for each in node.keywords}
                 kept = [copied(each) for each in self.kept[name].keywords if each.arg not in named]
                 return ast.copy_location(ast.Call(first, [*given, *node.args], [*node.keywords, *kept]), node)
-        called = chain(node.func).rsplit(".", 1)[-1]
+        module, _, called = chain(node.func).rpartition(".")
+        if called == "kl_divergence" and module in ("optax", "optax.losses") and len(node.args) == 2:
+            text = ast.unparse(node.args[1])
+            made = f"({text} * (jnp.log({text}) - {ast.unparse(node.args[0])})).sum(-1)"
+            return _placed(ast.parse(made, mode="eval").body, node)
         if called not in _WRITTEN_OUT or len(node.args) != 2 or called in self.functions:
             return node
         p, q = node.args  # rel_entr(p, q) is p · (log p − log q), and xlogy(p, q) is p · log q
@@ -114,6 +119,8 @@ class _Rewrite(ast.NodeTransformer):
                 if isinstance(value, ast.Lambda):
                     made.append(_function(f"lambda_{value.lineno}_{value.col_offset}", value.args, value.body, node))
                     node.value.values[number] = ast.copy_location(ast.Name(made[-1].name, ast.Load()), value)  # type: ignore[attr-defined]
+        elif isinstance(node.targets[0], ast.Tuple) and (each := _each(node.value)):
+            node.value = ast.copy_location(ast.Tuple(each, ast.Load()), node.value)
         elif len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             if isinstance(node.value, ast.Lambda):
@@ -136,6 +143,20 @@ class _Rewrite(ast.NodeTransformer):
             return node
         body = ast.Call(ast.Name(function.name, ast.Load()), values, call.keywords)
         return _function(name, parameters, body, node)
+
+
+def _each(value: ast.expr) -> list[ast.expr]:
+    """Return what `tuple(f(x) for x in (a, b))` and `map(f, (a, b))` give, one by one."""
+    match value:
+        case ast.Call(ast.Name("tuple" | "list"), [inner]):
+            return _each(inner)
+        case ast.Call(ast.Name("map"), [called, ast.Tuple(given) | ast.List(given)]):
+            return [_placed(ast.Call(copied(called), [each], []), each) for each in given]
+        case ast.GeneratorExp(
+            made, [ast.comprehension(ast.Name(name), ast.Tuple(given) | ast.List(given), [])]
+        ) | ast.ListComp(made, [ast.comprehension(ast.Name(name), ast.Tuple(given) | ast.List(given), [])]):
+            return [Named({name: each}).visit(copied(made)) for each in given]
+    return []
 
 
 def _test(subject: ast.expr, pattern: ast.pattern) -> ast.expr | None:

@@ -70,6 +70,11 @@ def is_mask(name: str) -> bool:
     return bool(_MASK.intersection(words(name)))
 
 
+def is_number(name: str) -> bool:
+    """Return True for names of temperatures and coefficients."""
+    return any(word.startswith(("temp", "tau", "lam", "alpha", "beta", "coef")) for word in words(name))
+
+
 def is_ratio(name: str) -> bool:
     """Return True for names of the importance ratio between policy and sampler: importance_ratio, is_ratios."""
     found = set(words(name))

@@ -115,3 +115,13 @@ def shifts(node: ast.expr) -> bool:
     parts = [each for each in parts if not (isinstance(each, ast.Constant) and each.value is ...)]
     slices = [each for each in parts if isinstance(each, ast.Slice)]
     return bool(slices) and len(slices) == len(parts) and any(s.lower or s.upper for s in slices)
+
+
+class Named(ast.NodeTransformer):
+    """Put expressions in place of names."""
+
+    def __init__(self, meant: dict[str, ast.expr]) -> None:
+        self.meant = meant
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copied(self.meant.get(node.id, node))

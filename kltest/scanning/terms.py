@@ -1,8 +1,8 @@
 """Finding KL terms by syntax: where the log-probs of two sides meet and reach a loss or a reward."""
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from kltest.scanning.callees import Function
 from kltest.scanning.flows import DIVERGENCE, FULL, KL_LIKE, LOG_RATIO, OTHER, RATIO, SHIFTED, Flow, Seed
@@ -18,7 +18,7 @@ LINEAR = (LOG_RATIO, SHIFTED)
 class Term:
     """A KL term as found: its function, its seeds, and its place: loss, reward, both, helper or logged.
 
-    `reached` is where the callers of a helper put it: loss, reward, entry.
+    `reached` is where the callers of a helper put it: loss, reward, entry. `mixed` is true for calls in several places.
     """
 
     function: Function
@@ -27,6 +27,7 @@ class Term:
     flows: frozenset[Flow]
     shaped: list[Function]
     reached: frozenset[str] = frozenset()
+    mixed: bool = False
 
     @property
     def forms(self) -> frozenset[str]:
@@ -122,13 +123,13 @@ class _Terms:
                 places = {"reward"}  # through the advantage, it comes to the loss as a number
             called = {seed: callee for callee, seed in followed.calls}
             if all(seed in called for seed in seeds):
-                together = {(seed.first, called[seed]) for seed in seeds}
-                if len(together) == len({line for line, _ in together}):
-                    continue  # a call of a helper is a use of it; two in one statement are a term
+                if not _is_mixture(function, seeds, called):
+                    continue  # a call of a helper is a use of it; two that are mixed are a term
             else:
                 seeds = [seed for seed in seeds if seed not in called]
             place = places.pop() if len(places) == 1 else "both"
-            yield Term(function, seeds, place, frozenset(a.flow for a in own), _shaped(followed, seeds))
+            term = Term(function, seeds, place, frozenset(a.flow for a in own), _shaped(followed, seeds))
+            yield replace(term, mixed=len({called.get(seed) and seed.first for seed in seeds} - {None}) > 1)
 
     def _is_logged(self, function: Function, arrivals: Sequence[Arrival]) -> bool:
         """Return True for what is called a KL to the reference, is logged, and arrives nowhere else."""
@@ -141,11 +142,13 @@ class _Terms:
         followed = self.tree.followed(function)
         own = [a for a in followed.arrivals if a.kind == "return" and not (a.flow.seed.parameter or a.flow.seed.named)
                and _is_kl(a, followed, set(), function.name)]  # fmt: skip
-        called = {seed for _, seed in followed.calls}
-        seeds = list(dict.fromkeys(a.flow.seed for a in own if a.flow.seed not in called))
-        return (
-            Term(function, seeds, "helper", frozenset(a.flow for a in own), _shaped(followed, seeds)) if seeds else None
-        )
+        called = {seed: callee for callee, seed in followed.calls}
+        seeds = list(dict.fromkeys(a.flow.seed for a in own))
+        mixed = _is_mixture(function, seeds, called)
+        if not mixed:
+            seeds = [seed for seed in seeds if seed not in called]
+        flows, shaped = frozenset(a.flow for a in own), _shaped(followed, seeds)
+        return Term(function, seeds, "helper", flows, shaped, mixed=mixed) if seeds else None
 
     def _is_preferred(self, function: Function) -> bool:
         """Return True for a function whose callers weigh what it returns against a preference, or only call it KL."""
@@ -175,6 +178,14 @@ class _Terms:
 
     def _place(self, arrival: Arrival) -> str:
         return self.read.get(arrival.name, "logged") if arrival.kind == "stored" else arrival.kind
+
+
+def _is_mixture(function: Function, seeds: Sequence[Seed], called: Mapping[Seed, Function]) -> bool:
+    """Return True for calls of several helpers in one statement, or in a function that is called a divergence."""
+    if not all(seed in called for seed in seeds):
+        return False
+    together = {(0 if says_kl(function.name) else seed.first, called[seed]) for seed in seeds}
+    return len(together) > len({line for line, _ in together})
 
 
 def _shaped(followed: Followed, seeds: Sequence[Seed]) -> list[Function]:

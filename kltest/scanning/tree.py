@@ -28,7 +28,8 @@ class Followed:
     """Findings in one function.
 
     `calls` are the functions of the tree that bring a seed, `shaped` those that make a divergence of a log-ratio;
-    `fields` are the sides that calls of models give, by line and column.
+    `fields` are the sides that calls of models give, by line and column; `whose` is who is behind names that do not say
+    it.
     """
 
     arrivals: list[Arrival] = field(default_factory=list)
@@ -37,6 +38,7 @@ class Followed:
     calls: list[tuple[Function, Seed]] = field(default_factory=list)
     shaped: list[tuple[Function, Seed]] = field(default_factory=list)
     fields: dict[tuple[int, int], Side] = field(default_factory=dict)
+    whose: dict[str, set[str]] = field(default_factory=dict)
 
 
 Given = tuple[tuple[str, frozenset[Side]], ...]

@@ -1,4 +1,7 @@
-"""Names that differ in a mark alone, as `log_probs_a` and `log_probs_b`: callers, or the mark, say whose they are."""
+"""Names that differ in a mark alone, as `log_probs_a` and `log_probs_b`: callers, or the mark, say whose they are.
+
+What is called the same in two places, as `new["logprobs"]` and `batch["logprobs"]`, is the sampler's if it is stored.
+"""
 
 import ast
 import re
@@ -11,14 +14,21 @@ from kltest.scanning.syntax import FUNCTIONS, FunctionNode, chain, identifiers, 
 
 _MARK = re.compile(r"^([st])_(?=\w)|_?([12ST])$|_([abst])$|^(target)_")
 _SECOND = {"1": "2", "a": "b", "s": "t", "S": "T", "": "target"}
+_PREDICTS = ("predict", "student", "vocab", "output")
 _ANYONE = ("1", "a")
 """Marks that state nobody: only of parameters, of what is called a divergence or an entropy."""
 _TWIN = re.compile(r"([Ll]og_?p|[Ll]ogit|[Pp]rob)\w*?(_?[12ST]|_[abst])\b|\b(target|[st])_\w*(log_?p|logit|prob)")
 """Text of a file that names one of two so."""
+_HOLDERS = ("batch", "rollout", "buffer", "memory", "memories", "experience", "stored", "sample", "data")
+"""Beginnings of the words of where rollouts are stored."""
+_STORED = re.compile(r"""[\]\w][.\["']+\w*([Ll]og_?p|[Pp]rob)\w*["'\]]* - \w+[.\["']+\w*([Ll]og_?p|[Pp]rob)""")
 
 
 def name_twins(sources: Sequence[Source]) -> None:
     """Put `ref_` or `old_` before that one of two names that is not the policy's, in its function and its calls."""
+    for source in sources:
+        if _STORED.search(source.text):
+            _name_stored(source.tree)
     functions = [(node, pair) for source in sources if _TWIN.search(source.text)
                  for node in ast.walk(source.tree) if isinstance(node, FUNCTIONS) for pair in _twins(node)]  # fmt: skip
     calls: dict[str, list[ast.Call]] = {node.name: [] for node, _ in functions}
@@ -37,13 +47,34 @@ def name_twins(sources: Sequence[Source]) -> None:
             _rename([function, *calls[function.name]], whose)
 
 
+def _name_stored(tree: ast.Module) -> None:
+    """Put `old_` before the key of what is read from where rollouts are stored, in functions that subtract it from what
+    is called the same elsewhere."""
+    for function in (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)):
+        inside = list(ast.walk(function))
+        stored: set[str] = set()
+        for node in inside:
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+                names = [chain(each) for each in (node.left, node.right)]
+                (one, key), (other, same) = (name.rpartition(".")[::2] for name in names)
+                kept = [name for name, holder in zip(names, (one, other), strict=True) if says(holder, *_HOLDERS)]
+                if one and other and key == same and (stated := side(key)) and not stated.sure and len(kept) == 1:
+                    stored.update(kept)
+        for node in inside if stored else ():
+            match node:
+                case ast.Subscript(_, ast.Constant(str(key)) as place) if chain(node) in stored:
+                    place.value = f"old_{key}"
+                case ast.Attribute(_, key) if chain(node) in stored:
+                    node.attr = f"old_{key}"
+
+
 def _twins(function: FunctionNode) -> Iterator[tuple[str, str]]:
     """Yield pairs of names of a function that state one quantity and nobody, and differ in their mark."""
     given = parameters(function)
     stored = [n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     marked: dict[str, tuple[str, str]] = {}
     for name in dict.fromkeys([*given, *stored]):
-        if (stated := side(name)) and not stated.sure:
+        if (stated := side(name)) and (not stated.sure or says(name, *_PREDICTS)):
             found = _MARK.search(name)
             mark = next(filter(None, found.groups()), "") if found else ""
             marked[name] = (f"{stated.quantity} {_MARK.sub('', name)}", mark)
@@ -53,7 +84,9 @@ def _twins(function: FunctionNode) -> Iterator[tuple[str, str]]:
         if stem == same and _SECOND.get(second) == mark:
             one, other, mark, second = other, one, second, mark
         anyone = divergence and one in given and other in given
-        if stem == same and _SECOND.get(mark) == second and (mark not in _ANYONE or anyone):
+        # What is predicted is a policy's, also by another name: predicted_logits and target_logits.
+        alike = stem == same or (second == "target" and stem[:4] == same[:4] and says(one, *_PREDICTS))
+        if alike and _SECOND.get(mark) == second and (mark not in _ANYONE or anyone):
             yield one, other
 
 
