@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -42,17 +43,23 @@ class Units:
                 found.setdefault(name, []).append(value)
         return self._values[function]
 
+    @cached_property
+    def _by_name(self) -> dict[str, list[tuple[Function, ast.Call]]]:
+        """Calls of the tree by the name that is called, with the functions in which they stand."""
+        found: dict[str, list[tuple[Function, ast.Call]]] = {}
+        for caller in self.tree.functions:
+            for node in ast.walk(caller.node):
+                if isinstance(node, ast.Call):
+                    found.setdefault(chain(node.func).rsplit(".", 1)[-1], []).append((caller, node))
+        return found
+
     def calls(self, function: Function) -> list[tuple[Function, ast.Call]]:
         """Return the calls of a function in the tree, with the functions in which they stand."""
         if function not in self._calls:
             innermost: dict[ast.Call, Function] = {}
-            for caller in self.tree.functions:
-                for node in ast.walk(caller.node) if f"{function.name}(" in caller.source.text else ():
-                    if not isinstance(node, ast.Call) or chain(node.func).rsplit(".", 1)[-1] != function.name:
-                        continue
-                    if function in self.tree.callees(node.func, caller):
-                        inner = innermost.get(node, caller)
-                        innermost[node] = min(caller, inner, key=_lines)
+            for caller, node in self._by_name.get(function.name, ()):
+                if f"{function.name}(" in caller.source.text and function in self.tree.callees(node.func, caller):
+                    innermost[node] = min(caller, innermost.get(node, caller), key=_lines)
             self._calls[function] = [(caller, node) for node, caller in innermost.items() if caller is not function]
         return self._calls[function]
 
