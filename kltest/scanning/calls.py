@@ -159,7 +159,8 @@ class Calls(Expressions):
         )
         if inside:
             returned = self.tree.followed(callee, unnamed).returned
-        if all(flow.form == ENTROPY and says_kl(callee.name) for flow in returned.flows):
+        # What gives log-probs, and an entropy beside them, gives log-probs.
+        if all(flow.form == ENTROPY and (returned.sides or says_kl(callee.name)) for flow in returned.flows):
             return None
 
         def carried(result: Value) -> Value:

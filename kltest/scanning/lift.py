@@ -163,7 +163,7 @@ class _Attempts:
 
 
 def _written(found: Slice, leaves: Leaves, place: str, end: End, run: bool) -> Lifted:
-    """Return the variant of a term that is cut out of a slice; raises as `_cut` does."""
+    """Return the variant of a term that is cut out of a slice; raises as `_Attempts` do."""
     tree, term = leaves.tree, leaves.term
     kept, result = found.cut_out(leaves)
     if place == "reward":
@@ -175,7 +175,7 @@ def _written(found: Slice, leaves: Leaves, place: str, end: End, run: bool) -> L
         return _written(found, again, place, end, run)
     more, line = refusal(ast.fix_missing_locations(function), frozenset(leaves.helping))
     helpers = [] if more and not run else leaves.helpers()
-    module = ast.Module(body=[*helpers, function], type_ignores=[])
+    module = _OfNumbers().visit(ast.Module(body=[*helpers, function], type_ignores=[]))
     ast.fix_missing_locations(module)
     more = more or refusal(module, frozenset(leaves.helping))[0]
     if reason := leaves.missing or (not run and more):
@@ -186,6 +186,8 @@ def _written(found: Slice, leaves: Leaves, place: str, end: End, run: bool) -> L
         raise NotLiftedError(
             "both sides look like one: nothing says whose probabilities are which, as the name ref_logp would"
         )
+    if place == "loss" and not {"logp", "logits"} & set(leaves.fields):
+        raise NotLiftedError("nothing of the policy is in it, as far as names say")
     source = ast.unparse(module)
     forms, wanted = _forms(source), _linear(term.forms_of([statement.line for statement in kept]))
     if not forms & wanted:
@@ -256,3 +258,16 @@ def _made(statement: Statement, leaves: Leaves, bound: set[str]) -> ast.stmt:
         call = ast.parse("torch.no_grad()", mode="eval").body
         made = ast.With([ast.withitem(call)], [made])
     return made
+
+
+class _OfNumbers(ast.NodeTransformer):
+    """Make tensors of numbers that torch's functions are given, where the function read a tensor that was no field."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(ast.Attribute(ast.Name("torch"), "log" | "log1p" | "exp" | "expm1" | "sqrt"), [given]):
+                if all(isinstance(each, ast.Constant | ast.UnaryOp | ast.BinOp | ast.operator | ast.unaryop)
+                       for each in ast.walk(given)):  # fmt: skip
+                    node.args = [ast.parse(f"torch.tensor({ast.unparse(given)})", mode="eval").body]
+        return node

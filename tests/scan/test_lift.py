@@ -196,6 +196,40 @@ def skewed_kl_loss(self, logits, teacher_logits):
     return (p * (torch.log_softmax(teacher_logits, -1) - mixed_logprobs)).sum()
 """, lambda given: (given["ref_logits"].exp() * (given["ref_logits"] - torch.log(
         (given["ref_logits"].exp() + given["logits"].exp()) / 2))).sum()),
+    "a number that is made a tensor": ("""
+def jsd_loss(student_logits, teacher_logits, beta=0.5):
+    student, teacher = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
+    beta = torch.tensor(beta, dtype=student.dtype)
+    mixture = torch.logsumexp(torch.stack([student + torch.log1p(-beta), teacher + torch.log(beta)]), dim=0)
+    return F.kl_div(mixture, teacher, reduction="none", log_target=True).sum()
+""", lambda given: (given["ref_logits"].exp() * (given["ref_logits"] - torch.log(
+        (given["ref_logits"].exp() + given["logits"].exp()) / 2))).sum()),
+    "how many logits are kept": ("""
+def token_logprobs(model, ids, mask, logits_to_keep):
+    return model(ids, mask).logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+def grpo_loss(model, rollouts, beta):
+    ids, mask, logits_to_keep = rollouts["ids"], rollouts["mask"], rollouts["logits_to_keep"]
+    old_log_probs, ref_log_probs = rollouts["old_log_probs"], rollouts["ref_log_probs"]
+    log_probs = token_logprobs(model, ids, mask, logits_to_keep)
+    ratio = torch.exp(log_probs - old_log_probs)
+    kl = torch.exp(ref_log_probs - log_probs) - (ref_log_probs - log_probs) - 1
+    loss = (beta * kl - ratio * rollouts["advantages"]).sum()
+    return loss
+""", lambda given: 0.7 * k3(given).sum()),
+    "log-probs of what gives an entropy beside them": ("""
+def logp_and_entropy(model, ids, more=False):
+    logp = model(ids).logits.log_softmax(-1)
+    chosen = logp.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    if not more:
+        return chosen
+    return chosen, -(logp.exp() * logp).sum(-1).mean()
+
+def loss(model, ref_model, ids, mask, beta):
+    new, stored = logp_and_entropy(model, ids), logp_and_entropy(ref_model, ids)
+    kl_loss = beta * ((new - stored) * mask).sum()
+    return kl_loss
+""", lambda given: 0.7 * ((given["logp"] - given["ref_logp"]) * given["mask"]).sum()),
     "a number called by one letter": ("""
 def kd_loss(student_logits, teacher_logits, T=1.0):
     s, t = F.log_softmax(student_logits / T, -1), F.softmax(teacher_logits / T, -1)
@@ -722,6 +756,12 @@ def loss(logp, ref_logp, mask):
 
 
 REFUSED = {
+    "a loss without the policy": ("""
+def step(self, old_logp, ref_logp, mask):
+    kl_loss = self.beta * ((old_logp - ref_logp) * mask).sum()
+    loss = self.pg_loss + kl_loss
+    loss.backward()
+""", "nothing of the policy"),
     "two sides that look like one": ("""
 def kl_penalty(log_probs_mine, log_probs_theirs):
     return (log_probs_mine - log_probs_theirs).abs()
