@@ -3,7 +3,7 @@
 import ast
 
 from kltest.scanning.callees import Function
-from kltest.scanning.expressions import REWARD, Expressions
+from kltest.scanning.expressions import Expressions
 from kltest.scanning.flows import (
     ABSOLUTE,
     DIVERGENCE,
@@ -20,7 +20,7 @@ from kltest.scanning.flows import (
     mixed,
     multiplied,
 )
-from kltest.scanning.sides import Side, says_kl, side, who_of
+from kltest.scanning.sides import REWARD, Side, says_kl, side, who_of
 from kltest.scanning.syntax import NUMBERS, chain, identifiers, says, words
 from kltest.scanning.vocabulary import WORDS
 

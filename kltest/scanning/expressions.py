@@ -1,7 +1,6 @@
 """Evaluation of expressions: the sides that they carry, and log-ratios in their forms."""
 
 import ast
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +24,10 @@ from kltest.scanning.flows import (
     multiplied,
     seeded,
 )
-from kltest.scanning.sides import METRICS, WHOSE, Side, is_mask, is_number, is_preference, says_kl, side, who_of
-from kltest.scanning.syntax import chain, each_of, identifiers, says, words
+from kltest.scanning.sides import WHOSE, Side, is_mask, is_number, is_preference, kind_of, says_kl, side, who_of
+from kltest.scanning.syntax import chain, each_of, identifiers, says
 from kltest.scanning.tree import Arrival, Followed, Tree
 
-LOSS = ("loss", "objective")
-REWARD = ("reward", "advantage", "return", "score", "adv")
 """Beginnings of the words of what is a loss, and of what is a reward."""
 _NORMALISES = frozenset({"logsumexp", "logaddexp", "max", "amax", "log", "lse", "norm", "float", "tensor", "sum"})
 
@@ -59,7 +56,7 @@ class Expressions:
                     self._bind(inner, value.items[number], written)
                 else:
                     # One of several results: what it carries is told by its name.
-                    told = number == 0 or says_kl(chain(inner)) or says(chain(inner), *LOSS, *REWARD)
+                    told = number == 0 or says_kl(chain(inner)) or kind_of(chain(inner))
                     self._bind(inner, value.flowing() if told else NOTHING, inner)
             return
         name = chain(target)
@@ -80,12 +77,8 @@ class Expressions:
         """Record what is assigned to a name that says what becomes of it, or is stored where others may read it."""
         if not value.flows or not name:
             return
-        if METRICS.intersection(words(name)):
-            self._arrive(value, "logged", name)
-        elif says(name, *LOSS):
-            self._arrive(value, "loss", name)
-        elif says(name, *REWARD) and ("with" in words(name) or not says_kl(re.split(r"[._]", name)[-1])):
-            self._arrive(value, "reward", name)
+        if kind := kind_of(name, self.function.name):
+            self._arrive(value, kind, name)
         elif stored:
             self._arrive(value, "stored", name.rsplit(".", 1)[-1])
 
@@ -282,7 +275,7 @@ class Expressions:
             before = self.key
             self.key = key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
             value = self.value(item)
-            if self.key and METRICS.intersection(words(self._told())):
+            if self.key and kind_of(self._told()) == "logged":
                 self._arrive(value, "logged", self.key)
             elif self.key:
                 self._store(self.key, value)

@@ -171,8 +171,8 @@ def filled(row: Row, report: Report) -> Row:
         failed = [check for check in failed if check["code"] != "KL206"]
     if row.place == "logged":
         failed = [check for check in failed if check["code"].startswith("KL6")]
-    if UNMASKED in row.notes:
-        failed = [check for check in failed if check["code"] not in ("KL501", "KL502")]
+    padded = [check for check in failed if check["code"] in ("KL501", "KL502")] if UNMASKED in row.notes else []
+    failed = [check for check in failed if check not in padded]
     codes = [check["code"] for check in failed if check["level"] == "error"]
     moving = [code for code in codes if code in MOVING]
     samplers = dict.fromkeys(each["sampler"] for each in graded)
@@ -187,7 +187,7 @@ def filled(row: Row, report: Report) -> Row:
         return row
     if row.declared:
         row.state = {"confirmed": "passed", "refuted": "finding"}.get(report["verdict"], "inconclusive")
-        if row.state == "finding" and not codes:
+        if padded and not codes:
             row.state = "passed"
     elif row.halved and all("zero" in (each["identified"] or {}) for each in graded):
         row.state, row.why, row.warnings = "not run", "only what it is worth reaches the loss, as part of a reward", []

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kltest.scanning.syntax import words
+from kltest.scanning.syntax import says, words
 from kltest.scanning.vocabulary import WORDS
 
 POLICY, REFERENCE, SAMPLER, MIXED = "", "ref_", "old_", "mixed_"
@@ -20,6 +20,9 @@ _NOT = WORDS["not_sides"]
 METRICS = WORDS["metrics"]
 """Words of what is only logged."""
 _KL = WORDS["kl"]
+LOSS = ("loss", "objective")
+REWARD = ("reward", "advantage", "return", "score", "adv")
+"""Beginnings of the words of losses and of rewards, and of what is made of them."""
 _MASK = frozenset({"mask", "masks"})
 
 
@@ -92,3 +95,16 @@ def is_ratio(name: str) -> bool:
 def says_kl(name: str) -> bool:
     """Return True for names of KL terms: kl, approx_kl, kld, per_token_kl, jsd, klDiv, k3_loss."""
     return bool(_KL.intersection(words(name))) or re.search(r"(^|[_.])k[123]([_.]|$)", name) is not None
+
+
+def kind_of(name: str, function: str = "") -> str:
+    """Return what becomes of what a name holds: logged, loss or reward; the empty string if it does not say.
+
+    In a function that is called a KL, a score is one of its estimates.
+    """
+    if METRICS.intersection(words(name)):
+        return "logged"
+    if says(name, *LOSS):
+        return "loss"
+    reward = says(name, *REWARD) and (says(name, "reward") or not says_kl(function))
+    return "reward" if reward and ("with" in words(name) or not says_kl(re.split(r"[._]", name)[-1])) else ""

@@ -119,7 +119,8 @@ class _Terms:
                 yield Term(function, seeds, "logged", frozenset(a.flow for a in arrivals), _shaped(followed, seeds))
             if not places or (places == {"reward"} and self._is_preferred(function)):
                 continue
-            if all(seed.quiet for seed in seeds) and "reward" in places:
+            made = {a.flow.seed for a in own if a.kind == "reward" and a.flow.seed.first <= a.line <= a.flow.seed.last}
+            if "reward" in places and all(seed.quiet or seed in made for seed in seeds):
                 places = {"reward"}  # through the advantage, it comes to the loss as a number
             called = {seed: callee for callee, seed in followed.calls}
             if all(seed in called for seed in seeds):

@@ -76,10 +76,10 @@ EXITS = {
     "right": (K2, report(RIGHT), 0, 0),
     "a multiple": (K2, report({"reverse_kl": 3.0}, ["KL106"]), 0, 0),
     "a next-token part": (K2, report(LOCAL, ["KL201"]), 0, 0),
-    "right, with a warning": (K2, report(RIGHT, warnings=["KL502"]), 0, 0),
+    "right, with a warning": (K2, report(RIGHT, warnings=["KL507"]), 0, 0),
     "the other sign": (K2, report({"reverse_kl": -1.0}), 1, 1),
     "another gradient": (K2, report({"forward_kl": 1.0}, ["KL102"]), 1, 1),
-    "right, and an error": (K2, report(RIGHT, ["KL501"]), 1, 1),
+    "right, and an error": (K2, report(RIGHT, ["KL505"]), 1, 1),
     "zero": (K2, report(ZERO), 1, 1),
     "unnamed": (K2, UNNAMED, 0, 4),
     "failed": (K2, report(None, verdict="error"), 0, 4),
@@ -124,20 +124,20 @@ def test_what_is_only_logged_is_listed_if_asked_for_and_held_to_its_value_alone(
 
 
 def test_comments_on_a_term_or_above_it_declare_and_excuse(tree):
-    tree["report"] = report(RIGHT, ["KL501", "KL204"])
+    tree["report"] = report(RIGHT, ["KL505", "KL204"])
     line = "    return ((logp - ref_logp) ** 2 / 2).mean()"
     Path("code.py").write_text(
-        K2.replace(line, f"    # kltest: ignore[KL501] no padding\n{line}  # kltest: ignore[KL204] alone")
+        K2.replace(line, f"    # kltest: ignore[KL505] no padding\n{line}  # kltest: ignore[KL204] alone")
     )
     (row,) = rows()
-    assert (row["errors"], row["ignored"]) == ([], {"KL501": "no padding", "KL204": "alone"})
+    assert (row["errors"], row["ignored"]) == ([], {"KL505": "no padding", "KL204": "alone"})
     # A comment behind the statement before, and one in a text, are not on the term.
     Path("code.py").write_text(
-        K2.replace(line, f"    a = 1  # kltest: ignore[KL501] b\n    c = '# kltest: ignore[KL204] d'\n{line}")
+        K2.replace(line, f"    a = 1  # kltest: ignore[KL505] b\n    c = '# kltest: ignore[KL204] d'\n{line}")
     )
     code, text = scan()
-    assert (code, "code.py:2: # kltest: ignore[KL501] b stands on no KL term" in text) == (1, True), text
-    Path("code.py").write_text(K2.replace(line, f"{line}  # kltest: ignore[KL501, KL506] why"))
+    assert (code, "code.py:2: # kltest: ignore[KL505] b stands on no KL term" in text) == (1, True), text
+    Path("code.py").write_text(K2.replace(line, f"{line}  # kltest: ignore[KL505, KL506] why"))
     assert "code.py:2: KL506 is excused, and does not fail" in scan()[1]
 
 
@@ -198,15 +198,15 @@ def test_a_comment_that_says_nothing_known_is_told_with_its_line(tree, comment, 
 def test_the_configuration_declares_excuses_and_leaves_out_by_file(tree):
     Path("pyproject.toml").write_text(
         '[tool.kltest.scan]\nexclude = ["tests/*"]\nbaseline = "known.json"\n'
-        'expect = { "losses/*.py" = "zero" }\nignore = { "code.py" = { KL501 = "no padding" } }\n'
+        'expect = { "losses/*.py" = "zero" }\nignore = { "code.py" = { KL505 = "no padding" } }\n'
     )
     Path("known.json").write_text('{"terms": []}')
     for folder in ("tests", "losses"):
         Path(folder).mkdir()
         Path(folder, "more.py").write_text(K2)
-    tree["report"] = report(RIGHT, ["KL501"])
+    tree["report"] = report(RIGHT, ["KL505"])
     told = {row["file"]: (row["declared"], row["ignored"]) for row in rows()}
-    assert told == {"code.py": (None, {"KL501": "no padding"}), "losses/more.py": ("zero", {})}
+    assert told == {"code.py": (None, {"KL505": "no padding"}), "losses/more.py": ("zero", {})}
     os.chdir("losses")  # patterns and files are relative to the configuration, wherever it is asked
     assert rows()[0]["declared"] == "zero"
 
@@ -218,8 +218,8 @@ def test_the_configuration_declares_excuses_and_leaves_out_by_file(tree):
         ('expect = { "*.py" = "forwrd_kl" }', 3, "forward_kl"),
         ('expect = "forward_kl"', 3, "give gradients by files"),
         ('exclude = []\nignore = { "*.py" = { KL999 = "x" } }', 4, "there is no check 'KL999'"),
-        ('ignore = { "*.py" = { KL501 = "" } }', 3, "without a reason"),
-        ('ignore = { KL501 = "x" }', 3, "give reasons by files and codes"),
+        ('ignore = { "*.py" = { KL505 = "" } }', 3, "without a reason"),
+        ('ignore = { KL505 = "x" }', 3, "give reasons by files and codes"),
         ('exclude = "tests"', 3, "give a list"),
         ("baseline = 1", 3, "give the path"),
     ],
@@ -238,7 +238,7 @@ def test_a_baseline_is_made_used_renewed_and_told_when_it_is_stale(tree):
     Path("code.py").write_text("\n\n" + K2)  # lines move
     assert scan("--baseline", "known.json")[0] == 0
     assert scan("--baseline", "known.json", "--output", "json:known.json")[0] == 0  # renewed from itself
-    tree["report"] = report({"forward_kl": 1.0}, ["KL102", "KL501"])
+    tree["report"] = report({"forward_kl": 1.0}, ["KL102", "KL505"])
     assert scan("--baseline", "known.json")[0] == 1  # one more error is news
     tree["report"] = report(RIGHT)
     code, text = scan("--baseline", "known.json")
@@ -392,12 +392,12 @@ def places(results):
 
 def test_sarif_is_what_code_scanning_reads(tree, monkeypatch):
     assert sarif() == []
-    tree["report"] = report({"forward_kl": 1.0}, ["KL102", "KL204"], warnings=["KL502"])
+    tree["report"] = report({"forward_kl": 1.0}, ["KL102", "KL204"], warnings=["KL507"])
     Path("a folder").mkdir()
     Path("code.py").rename("a folder/é.py")
     first = sarif()
     assert [(each["ruleId"], each["level"]) for each in first] == [
-        ("KL102", "error"), ("KL204", "error"), ("KL502", "warning")
+        ("KL102", "error"), ("KL204", "error"), ("KL507", "warning")
     ]  # fmt: skip
     assert set(places(first)) == {("a%20folder/%C3%A9.py", 2)}
     Path("a folder/é.py").write_text("\n# moved\n\n" + K2)
@@ -427,7 +427,7 @@ def test_annotations_say_what_fails_in_words(tree):
 
 def test_no_more_results_than_are_read(tree, monkeypatch):
     monkeypatch.setattr("kltest.render.sarif.MOST_RESULTS", 2)
-    tree["report"] = report({"forward_kl": 1.0}, ["KL102", "KL204"], warnings=["KL502"])
+    tree["report"] = report({"forward_kl": 1.0}, ["KL102", "KL204"], warnings=["KL507"])
     assert [each["level"] for each in sarif()] == ["error", "error"]
 
 

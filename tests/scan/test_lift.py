@@ -220,14 +220,14 @@ def grpo_loss(model, rollouts, beta):
     "log-probs of what gives an entropy beside them": ("""
 def logp_and_entropy(model, ids, more=False):
     logp = model(ids).logits.log_softmax(-1)
-    chosen = logp.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    picked_logp = logp.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     if not more:
-        return chosen
-    return chosen, -(logp.exp() * logp).sum(-1).mean()
+        return picked_logp
+    return picked_logp, -(logp.exp() * logp).sum(-1).mean()
 
 def loss(model, ref_model, ids, mask, beta):
-    new, stored = logp_and_entropy(model, ids), logp_and_entropy(ref_model, ids)
-    kl_loss = beta * ((new - stored) * mask).sum()
+    new_logp, ref_logp = logp_and_entropy(model, ids), logp_and_entropy(ref_model, ids)
+    kl_loss = beta * ((new_logp - ref_logp) * mask).sum()
     return kl_loss
 """, lambda given: 0.7 * ((given["logp"] - given["ref_logp"]) * given["mask"]).sum()),
     "a number called by one letter": ("""
