@@ -232,7 +232,7 @@ def scan() -> list[dict[str, str]]:
         "used": "six that the scan was written with",
         "first": "nineteen new ones, before any change for them",
         "later": "the same nineteen, after changes for them",
-        "held": "six kept for the finished scan",
+        "held": "six that the scan had not seen",
     }
     for half, name in names.items():
         own = counted[counted["half"] == half]

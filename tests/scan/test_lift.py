@@ -1017,3 +1017,23 @@ def step(self, logp, ref_logp, old_logp, mask, advantages, metrics):
         given = {**rollouts(), "live": lambda value, mask: (value * mask).sum(-1)}
         logged = torch.as_tensor(value_of(each)[1]["kl"])
         torch.testing.assert_close(logged, eval(value, given).to(logged))
+
+
+def test_what_is_made_in_a_rewards_statement_is_no_loss_as_well(tmp_path: Path) -> None:
+    """And an estimate that is called a score is no reward, in a function that is called a KL."""
+    (found,) = variants(tmp_path, """
+def step(self, logps, ref_logps, new_logps, mask, scores):
+    kl_rewards = -self.beta * (logps - ref_logps) * mask
+    rewards = kl_rewards.clone() + scores
+    advantages = rewards.flip(1).cumsum(1).flip(1)
+    pg_loss = -((new_logps - logps).exp() * advantages).sum()
+    loss = pg_loss
+    loss.backward()
+""")  # fmt: skip
+    assert found.place == "reward"
+    (found,) = variants(tmp_path, """
+def kl_penalty(logprob, ref_logprob):
+    backward_score = 0.5 * (logprob - ref_logprob).square()
+    return backward_score - backward_score.detach()
+""")  # fmt: skip
+    assert found.place == "helper"
