@@ -106,5 +106,6 @@ def kind_of(name: str, function: str = "") -> str:
         return "logged"
     if says(name, *LOSS):
         return "loss"
-    reward = says(name, *REWARD) and (says(name, "reward") or not says_kl(function))
+    others = [word for word in REWARD if word != "score"]
+    reward = says(name, *(others if says_kl(function) else REWARD))
     return "reward" if reward and ("with" in words(name) or not says_kl(re.split(r"[._]", name)[-1])) else ""
