@@ -45,10 +45,18 @@ def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
     """
     places = ["loss", "reward"] if term.place == "both" else [term.place]
     found = [variant for place in places for variant in _variants(tree, term, place, run)]
-    rewarded = [replace(variant, place="reward") for variant in found]
     if term.reached == {"reward"}:
-        return rewarded
-    return [*found, *(each for each in rewarded if term.reached >= {"loss", "reward"} and not each.refused)]
+        return [_as_reward(variant) for variant in found]
+    both = term.reached >= {"loss", "reward"}
+    return [*found, *(_as_reward(variant) for variant in found if both and not variant.refused)]
+
+
+def _as_reward(variant: Lifted) -> Lifted:
+    """Return the variant of a helper where its callers put it into a reward: there its value counts."""
+    if re.search(r"\b(\w+) - \1\.detach\(\)", variant.source) is None:
+        return replace(variant, place="reward")
+    why = "its value is not in what could be cut out, which is for its gradient: x - x.detach() is zero"
+    return replace(variant, place="reward", source="", refused=why)
 
 
 def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:

@@ -1037,3 +1037,27 @@ def kl_penalty(logprob, ref_logprob):
     return backward_score - backward_score.detach()
 """)  # fmt: skip
     assert found.place == "helper"
+
+
+def test_the_value_of_a_straight_through_estimate_counts_in_a_reward(tmp_path: Path) -> None:
+    helper, rewarded = variants(tmp_path, """
+def estimate(logp, ref_logp, kind):
+    return STORED[kind](logp, ref_logp)
+
+def kl_penalty(logp, ref_logp, kind):
+    backward = 0.5 * (logp - ref_logp).square()
+    return backward - backward.detach() + estimate(logp, ref_logp, kind).detach()
+
+def loss(self, logp, ref_logp, mask):
+    kl_loss = (kl_penalty(logp, ref_logp, "x") * mask).sum()
+    return kl_loss
+
+def rewards(self, logp, ref_logp, scores):
+    with torch.no_grad():
+        kl_rewards = scores - self.beta * kl_penalty(logp, ref_logp, "x")
+    return kl_rewards
+""")  # fmt: skip
+    assert (helper.place, rewarded.place) == ("helper", "reward")
+    torch.testing.assert_close(value_of(helper), torch.zeros(5, 4, dtype=torch.float64))
+    assert rewarded.source == ""
+    assert "its value" in rewarded.refused
