@@ -45,6 +45,9 @@ def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
     """
     places = ["loss", "reward"] if term.place == "both" else [term.place]
     found = [variant for place in places for variant in _variants(tree, term, place, run)]
+    if term.place == "both" and _is_differentiated(tree, term):
+        found = [_refused(each, "its gradient goes through the reward as well: nothing detaches it there")
+                 if each.place != "loss" and "detach" not in each.source else each for each in found]  # fmt: skip
     if term.reached == {"reward"}:
         return [_as_reward(variant) for variant in found]
     both = term.reached >= {"loss", "reward"}
@@ -56,7 +59,17 @@ def _as_reward(variant: Lifted) -> Lifted:
     if re.search(r"\b(\w+) - \1\.detach\(\)", variant.source) is None:
         return replace(variant, place="reward")
     why = "its value is not in what could be cut out, which is for its gradient: x - x.detach() is zero"
-    return replace(variant, place="reward", source="", refused=why)
+    return replace(_refused(variant, why), place="reward")
+
+
+def _refused(variant: Lifted, why: str) -> Lifted:
+    return replace(variant, source="", refused=variant.refused or why)
+
+
+def _is_differentiated(tree: Tree, term: Term) -> bool:
+    """Return True if a term arrives in a reward with its gradient."""
+    arrivals = tree.followed(term.function).arrivals
+    return any(each.kind == "reward" and each.flow.seed in term.seeds and not each.detached for each in arrivals)
 
 
 def _variants(tree: Tree, term: Term, place: str, run: bool) -> list[Lifted]:

@@ -1061,3 +1061,20 @@ def rewards(self, logp, ref_logp, scores):
     torch.testing.assert_close(value_of(helper), torch.zeros(5, 4, dtype=torch.float64))
     assert rewarded.source == ""
     assert "its value" in rewarded.refused
+
+
+def test_an_advantage_that_nothing_detaches_is_no_reward_by_itself(tmp_path: Path) -> None:
+    found = variants(tmp_path, """
+def criterion(self, logp, ref_logp, mask, inputs):
+    per_token_kl = torch.exp(ref_logp - logp) - (ref_logp - logp) - 1
+    advantages = inputs["rewards"].unsqueeze(-1)
+    if self.adv == "penalised":
+        advantages = advantages - 0.5 * per_token_kl
+        per_token_kl = 0.0
+    loss = (-(advantages * torch.exp(logp - logp.detach())) + 0.5 * per_token_kl) * mask
+    loss = loss.sum()
+    return loss
+""")  # fmt: skip
+    by = {each.place: each for each in found if "penalised" in each.variant or each.place != "loss"}
+    torch.testing.assert_close(value_of(by["loss"]), 0.5 * live(k3)(rollouts()))
+    assert "nothing detaches it" in by["advantage"].refused
