@@ -41,7 +41,7 @@ class Leaves(Conditions, Summed):
         """Return True if a rollout's field stands for a name, whatever the function computes it from."""
         stated = side(target)
         if stated is None:
-            scheduled = is_number(target) and refusal(ast.Expression(copied(value)), frozenset(names_in(value)))
+            scheduled = is_number(target) and refusal(ast.Expression(copied(value)), frozenset(names_in(value)))[0]
             return bool(scheduled) or (is_mask(target) and not self._is_plain(value))
         called = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
         names = [getattr(node.func, "attr", getattr(node.func, "id", "")) for node in called]

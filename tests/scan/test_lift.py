@@ -230,6 +230,15 @@ def loss(model, ref_model, ids, mask, beta):
     kl_loss = beta * ((new_logp - ref_logp) * mask).sum()
     return kl_loss
 """, lambda given: 0.7 * ((given["logp"] - given["ref_logp"]) * given["mask"]).sum()),
+    "a ratio that is called a coefficient": ("""
+def loss(self, logp, inputs):
+    old_logp, ref_logp = inputs["old_logp"], inputs["ref_logp"]
+    log_ratio = logp - old_logp
+    coef_1 = torch.exp(log_ratio)
+    per_token_kl = torch.exp(ref_logp - logp) - (ref_logp - logp) - 1
+    per_token_kl = per_token_kl * coef_1
+    return (self.beta * per_token_kl).sum()
+""", lambda given: 0.7 * (k3(given) * (given["logp"] - given["old_logp"]).exp()).sum()),
     "a number called by one letter": ("""
 def kd_loss(student_logits, teacher_logits, T=1.0):
     s, t = F.log_softmax(student_logits / T, -1), F.softmax(teacher_logits / T, -1)
