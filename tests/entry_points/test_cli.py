@@ -276,12 +276,12 @@ def timed_out(loss, seconds, code):
 
 
 def test_a_slow_loss_keeps_what_was_reached_and_says_what_was_not():
-    found, _ = timed_out("slow", 2, 4)
+    found, _ = timed_out("slow", 5, 4)  # on a busy machine two seconds are over before the first environment
     assert found["verdict"] == "inconclusive"
     assert found["error"] == ""
     said = found["unfinished"]
     calls, seconds = re.search(r"(\d+) calls of ([\d.]+) s each", said).groups()
-    assert 0 < int(calls) == found["calls"] <= 2 / 0.02
+    assert 0 < int(calls) == found["calls"] <= 5 / 0.02
     assert float(seconds) >= 0.02  # that of the sleep, and what a busy machine adds
     assert f"losses.py:{line_of('def slow(logp, ref_logp, mask):')}" in said
     measured, left = re.search("measured: (.*); not reached: (.*)", said).groups()
@@ -289,13 +289,13 @@ def test_a_slow_loss_keeps_what_was_reached_and_says_what_was_not():
     assert {f"{row['environment']} ({row['sampler']})" for row in found["gradients"]} == set(measured.split(", "))
     assert left.endswith("checks")
     assert all(row["agrees"] for row in found["gradients"])
-    assert [check["message"] for check in found["checks"]][-1] == "not reached within 2 s"
+    assert [check["message"] for check in found["checks"]][-1] == "not reached within 5 s"
     text = call("grade", "losses.py:slow", "--timeout", "0.5").stdout
     assert "open      the time was over after 0.5 s (--timeout)" in text
 
 
 def test_a_slow_loss_that_is_wrong_in_what_was_reached_is_refuted():
-    found, _ = timed_out("slow_and_wrong", 2, 1)
+    found, _ = timed_out("slow_and_wrong", 5, 1)
     assert found["unfinished"]
     assert {row["agrees"] for row in found["gradients"]} == {False}
 
