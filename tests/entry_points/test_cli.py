@@ -362,67 +362,6 @@ def test_arguments_reach_the_loss(folder):
     assert found["gradients"][0]["identified"]["reverse_kl"] == pytest.approx(2, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "saying"),
-    [
-        (["k3-los"], ["k3-los", "did you mean k3-loss"]),
-        (["no_such_module:f"], "no_such_module"),
-        (["no_such_file.py:f"], "no_such_file.py"),
-        (["losses.py:no_such_function"], "no_such_function"),
-        (["losses.py:unfillable"], ["banana", "--arg banana=VALUE", "ref_logp"]),
-        ([""], "empty"),
-        (["k3-loss", "--expect", "revers_kl"], ["--expect", "reverse_kl"]),
-        (["k3-loss", "--expect", ""], "--expect"),
-        (["k3-loss", "--expect", "2*"], "--expect"),
-        (["k3-loss", "--placement", "rewards"], ["--placement", "did you mean reward", "reward, shaped-reward, both"]),
-        (["k3-loss", "--credit", "togo"], ["--credit", "did you mean to-go"]),
-        (["k3-loss", "--environment", "bandits"], ["--environment", "did you mean bandit", "ragged"]),
-        (["k3-loss", "--environment", ","], "--environment"),
-        (["k3-loss", "--sampler", "stael"], ["--sampler", "did you mean stale"]),
-        (["k3-loss", "--select", "KL999"], ["--select", "KL999", "KL101"]),
-        (["k3-loss", "--ignore", "banana"], ["--ignore", "KL101"]),
-        (["k3-loss", "--arg", "novalue"], "NAME=VALUE"),
-        (["k3-loss", "--arg", "1x=2"], "NAME=VALUE"),
-        (["k3-loss", "--seed", "-1"], "--seed"),
-        (["k3-loss", "--seed", "x"], "--seed"),
-        (["k3-loss", "--timeout", "0"], "--timeout"),
-        (["k3-loss", "--timeout", "nan"], "--timeout"),
-        (["k3-loss", "--group-size", "1"], ["--group-size", "2"]),
-        (["k3-loss", "--batch-size", "1"], ["--batch-size", "2"]),
-        (["k3-loss", "--output", "jsn"], ["jsn", "did you mean json"]),
-        (["k3-loss", "--output", "json:"], "no file"),
-        (["k3-loss", "--output", "json:missing/x.json"], ["missing", "does not exist"]),
-        (["k3-loss", "--output", "json:."], "is a folder"),
-        (["k3-loss", "--output", "json:a", "--output", "text:./a"], "two formats"),
-        (["k3-loss", "--output", "json:a\0b"], "cannot be written"),
-        (["k3-loss", "--output", f"json:{'x' * 5000}"], "cannot be written"),
-        (["k3-loss", "--no-such-option"], "--no-such-option"),
-    ],
-)
-def test_a_question_put_wrongly_is_2_and_is_found_before_the_work(arguments, saying, monkeypatch):
-    monkeypatch.setattr("kltest.grading.grader.Grading.steps", lambda *_, **__: pytest.fail("was graded"))
-    refused("grade", *arguments, saying=saying)
-
-
-def test_one_wrong_target_stops_all_before_anything_is_graded_or_written(folder):
-    refused("grade", "losses.py:truth", "k3-los", "--output", "json:out.json", saying="k3-los")
-    assert not (folder / "out.json").exists()
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="the superuser may write anywhere")
-def test_a_path_without_permission_is_refused(folder):
-    (folder / "locked").mkdir(mode=0o500)
-    refused("grade", "k3-loss", "--output", "json:locked/x.json", saying="cannot be written")
-
-
-def test_trying_a_path_neither_leaves_a_file_nor_changes_one(folder):
-    (folder / "there.json").write_text("as it was")
-    outputs = ["--output", "json:there.json", "--output", "json:new.json"]
-    refused("grade", "k3-los", *outputs, saying="k3-los")
-    assert (folder / "there.json").read_text() == "as it was"
-    assert not (folder / "new.json").exists()
-
-
 def test_several_outputs_go_to_their_places(folder):
     outputs = ["text", "json:r.json", "junit:r.xml", "markdown:r.md", "github", "html:r.html"]
     options = [part for output in outputs for part in ("--output", output)]

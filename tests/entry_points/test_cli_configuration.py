@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 from kltest.cli import app
-from kltest.errors import UsageError
 from kltest.grading.configuration import nearest
 
 LOSSES = """
@@ -60,10 +59,6 @@ def test_how_much_is_printed_may_be_configured_and_the_command_line_wins(project
     project('[tool.kltest]\nenvironment = "bandit"\nquiet = true\ntargets = ["losses.py:truth"]\n')
     assert grade().stdout == "CONFIRMED  losses.py:truth: follows ∇KL(π‖ref), as declared\n"
     assert "environment  sampler" in grade("--verbose").stdout
-    project('[tool.kltest]\nquiet = true\nverbose = true\ntargets = ["losses.py:truth"]\n')
-    assert "line 2: quiet and verbose exclude each other" in grade().stderr
-    project('[tool.kltest]\nverbose = "yes"\ntargets = ["losses.py:truth"]\n')
-    assert "line 2: verbose: give true or false" in grade().stderr
 
 
 def test_the_command_line_wins_and_its_targets_replace_the_configured(project):
@@ -91,43 +86,6 @@ def test_without_targets_there_is_nothing_to_grade(project, text):
     result = grade()
     assert result.exit_code == 5
     assert "pyproject.toml" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "saying"),
-    [
-        ("[tool.kltest]\n\nexpct = 'reverse_kl'\n", ["line 3", "expct", "did you mean expect"]),
-        ("[tool.kltest]\nseed = 'one'\n", ["line 2", "seed", "whole number"]),
-        ("[tool.kltest]\nseed = true\n", ["line 2", "seed"]),
-        ("[tool.kltest]\ntimeout = -1\n", ["line 2", "timeout"]),
-        ("[tool.kltest]\ngroup_size = 0\n", ["line 2", "group-size"]),
-        ("[tool.kltest]\nenvironment = ['bandit', 'moon']\n", ["line 2", "moon"]),
-        ("[tool.kltest]\nenvironment = [1]\n", ["line 2", "environment"]),
-        ("[tool.kltest]\nselect = 'KL999'\n", ["line 2", "KL999"]),
-        ("[tool.kltest]\nexpect = 'revers_kl'\n", ["line 2", "reverse_kl"]),
-        ("[tool.kltest]\narg = 3\n", ["line 2", "arg"]),
-        ("[tool.kltest]\noutput = 3\n", ["line 2", "output"]),
-        ("[tool.kltest]\ntargets = 'k3-loss'\n", ["line 2", "targets", "list"]),
-        ("[tool.kltest]\ntargets = [3]\n", ["line 2", "targets"]),
-        ("[tool.kltest]\ntargets = [{expect = 'zero'}]\n", ["line 2", "target"]),
-        ("[tool.kltest]\ntargets = [{target = 'k3-loss', sed = 3}]\n", ["line 2", "sed", "did you mean seed"]),
-        ("[tool]\nkltest = 3\n", ["line 2", "table"]),
-        ("[tool.kltest]\nseed = \n", ["not valid TOML", "line 2"]),
-    ],
-)
-def test_a_wrong_file_is_a_usage_error_that_names_file_and_line(project, text, saying):
-    folder = project(text)
-    result = grade("losses.py:truth")
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    for words in [*saying, str(folder / "pyproject.toml")]:
-        assert words in result.stderr
-
-
-def test_a_file_that_is_no_text_is_a_usage_error(tmp_path):
-    (tmp_path / "pyproject.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="cannot be read"):
-        nearest(tmp_path)
 
 
 def test_other_tools_settings_are_left_alone(project):

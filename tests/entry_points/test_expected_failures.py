@@ -7,7 +7,6 @@ from typer.testing import CliRunner
 
 import kltest
 from kltest.cli import app
-from kltest.errors import UsageError
 from kltest.grading.verdict import ExpectedFailures
 from kltest.report import CheckResult
 
@@ -122,28 +121,6 @@ def test_a_warning_may_be_excused_and_its_excuse_may_be_stale():
     assert not excuses.result(CheckResult("KL802", "inefficient", "skip")).refutes
 
 
-@pytest.mark.parametrize(
-    ("excuses", "saying"),
-    [
-        ({"KL999": WHY}, "no check 'KL999'"),
-        ({"KL2": WHY}, "no check 'KL2'"),
-        ({3: WHY}, "no check 3"),
-        ({"KL201": ""}, "say why KL201"),
-        ({"KL201": "  "}, "say why KL201"),
-        ({"KL201": None}, "say why KL201"),
-        ({"KL201": WHY, "kl201": WHY}, "two reasons"),
-        (["KL201"], "a reason for each code"),
-        ("KL201", "a reason for each code"),
-    ],
-)
-def test_an_excuse_that_means_nothing_is_refused_before_anything_is_run(excuses, saying):
-    def untouched(logp):
-        pytest.fail("was called")
-
-    with pytest.raises(UsageError, match=saying):
-        kltest.grade(untouched, expected_failures=excuses)
-
-
 LOSSES = """
 def right(logp, ref_logp, mask):
     return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
@@ -199,40 +176,3 @@ def test_a_table_of_excuses_may_stand_alone_and_a_targets_own_reason_wins(projec
     result = call("--output", "json")
     assert result.exit_code == 0, result.output
     assert {check["excused"] for check in json.loads(result.stdout)["checks"]} == {"", "its own"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "saying"),
-    [
-        (["--expect-failure", "KL999=x"], ["--expect-failure", "KL999", "the codes are"]),
-        (["--expect-failure", "KL201"], ["--expect-failure", "CODE=REASON"]),
-        (["--expect-failure", "KL201="], ["--expect-failure", "say why"]),
-        (["--expect-failure", "=x"], ["--expect-failure", "no check ''"]),
-        (["--expect-failure", "KL201=a", "--expect-failure", "KL201=b"], ["two reasons"]),
-    ],
-)
-def test_a_wrong_excuse_is_a_usage_error(project, arguments, saying):
-    result = call("losses.py:right", *arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    for words in saying:
-        assert words in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("text", "saying"),
-    [
-        ("expected-failures = {KL999 = 'x'}", ["line 2", "KL999"]),
-        ("expected-failures = {KL201 = 3}", ["line 2", "say why KL201"]),
-        ("expected-failures = 3", ["line 2", "CODE=REASON"]),
-        ("allow-unexpected-passes = 'yes'", ["line 2", "true or false"]),
-        ("targets = [{target = 'k3-loss', expected-failures = {KL9 = 'x'}}]", ["line 2", "KL9"]),
-        ("expected-failure = {KL201 = 'x'}", ["line 2", "did you mean expected-failures"]),
-    ],
-)
-def test_a_wrong_excuse_in_the_configuration_names_its_line(project, text, saying):
-    (project / "pyproject.toml").write_text(f"[tool.kltest]\n{text}\n")
-    result = call("losses.py:right")
-    assert result.exit_code == 2
-    for words in [*saying, "pyproject.toml"]:
-        assert words in result.stderr

@@ -13,7 +13,7 @@ import kltest.grading.pytest_items
 import kltest.render.text
 from kltest import parametrize_with_checks
 from kltest.checks import CHECKS
-from kltest.errors import KltestWarning, UsageError
+from kltest.errors import KltestWarning
 from kltest.estimators import registry
 from kltest.parametrize import TAKEN, loss_name
 
@@ -209,29 +209,6 @@ def test_an_excuse_that_meets_no_check_gives_a_warning(project, pytester):
     done.stdout.fnmatch_lines(
         ["*KltestWarning: KL301 is expected to fail for right, but the check could not be made here*"]
     )
-
-
-@pytest.mark.parametrize(
-    ("losses", "options", "saying"),
-    [
-        (["k3-loss"], {"expected_failed_checks": {"KL999": "x"}}, "no check 'KL999'"),
-        (["k3-loss"], {"expected_failed_checks": {"KL102": ""}}, "say why KL102"),
-        (["k3-loss"], {"expected_failed_checks": lambda loss: {"KL9": "x"}}, "no check 'KL9'"),
-        (["k3-loss"], {"expected_failed_checks": ["KL102"]}, "a reason for each code"),
-        (["k3-loss"], {"expct": "reverse_kl"}, "did you mean expect"),
-        (["k3-loss"], {"expected_failures": {}}, "expected_failed_checks"),
-        (["k3-loss"], {"select": "KL999"}, "KL999"),
-        ([], {}, "empty"),
-        ("k3-loss", {}, "a list of losses"),
-        ([3], {}, "one is 3"),
-        ([""], {}, "one is ''"),
-        (max, {}, "a list of losses"),
-        ([pytest.param("k3-loss", "k1-loss")], {}, "one loss"),
-    ],
-)
-def test_a_wrong_decoration_is_refused_at_once(losses, options, saying):
-    with pytest.raises(UsageError, match=saying):
-        parametrize_with_checks(losses, **options)
 
 
 def test_every_option_of_grade_may_be_given():

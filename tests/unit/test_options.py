@@ -103,39 +103,6 @@ def test_a_configured_default_of_zero_is_overridden_by_a_zero(project):
     assert json.loads(CliRunner().invoke(app, [*arguments, "--seed", "0"]).stdout)["seed"] == 0
 
 
-WRONG = [
-    ["k3-los"],
-    ["missing.py:right"],
-    ["no_such_module:right"],
-    ["losses.py:right", "missing.py:right"],
-    ["right.losses"],
-    ["k3-loss", "--expect", "revers_kl"],
-    ["k3-loss", "--placement", "los"],
-    ["k3-loss", "--environment", "bandits"],
-    ["k3-loss", "--sampler", "stael"],
-    ["k3-loss", "--select", "KL999"],
-    ["k3-loss", "--arg", "novalue"],
-    ["k3-loss", "--expect-failure", "KL999=x"],
-    ["k3-loss", "--seed", "-1"],
-    ["k3-loss", "--diff", "missing.json"],
-    ["k3-loss", "--output", "jsn"],
-]
-
-
-def test_usage_errors_come_without_torch(project):
-    """All in one process: the first that loads torch is told by its number."""
-    script = f"""
-import sys
-from typer.testing import CliRunner
-from kltest.cli import app
-for arguments in {WRONG!r}:
-    found = CliRunner().invoke(app, ["grade", *arguments])
-    assert found.exit_code == 2, (arguments, found.output)
-    assert "torch" not in sys.modules, arguments
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=project)
-
-
 @pytest.mark.parametrize("words", ["kltest grade k3-", "kltest gra", "kltest grade --allow-un"])
 def test_a_shell_completes_commands_options_and_registered_names(words):
     environment = {**os.environ, "_KLTEST_COMPLETE": "complete_bash", "COMP_WORDS": words}
