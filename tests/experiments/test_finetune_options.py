@@ -46,7 +46,8 @@ def test_minibatches_are_updates_of_their_own():
     whole, parts = run(still, quiet=True), run(replace(still, minibatches=2), quiet=True)
     for one, other in zip(whole[:-1], parts[:-1], strict=True):
         assert other.pop("gradient_norm_last") != pytest.approx(other.pop("gradient_norm"), rel=1e-3)
-        assert other.pop("ratio_largest") == 1.0
+        # exp of a difference of float32 log-probs of order 1 to 10, from batches of different sizes
+        assert other.pop("ratio_largest") == pytest.approx(1.0, abs=1e-5)
         assert other == pytest.approx({name: value for name, value in one.items() if name != "gradient_norm"}, abs=1e-6)
     moving = run(replace(SMALL, learning_rate=1e-2, warmup=0, minibatches=2, kl="k1-loss"), quiet=True)
     assert all(abs(record["ratio_largest"] - 1) > 1e-4 for record in moving[:-1])

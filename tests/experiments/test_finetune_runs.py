@@ -268,7 +268,7 @@ from kltest.finetune.tasks import Addition
 
 class Proxy(Addition):
     def gold(self, problem, completion):
-        return 2 * self.reward(problem, completion) + len(completion)
+        return 2 * self.reward(problem, completion) + 1
 
 
 def proxy():
@@ -277,13 +277,12 @@ def proxy():
 
 
 def test_a_gold_score_is_measured_and_not_trained_on(tmp_path, finished):
-    """On the rollouts of the evaluation; a text is as long as its rollout but for the end token."""
+    """On the rollouts of the evaluation, whatever these are: there it is the reward's own function."""
     (tmp_path / "own.py").write_text(PROXY)
     gold = ("gold_held_out", "gold_held_out_low", "gold_held_out_high")
     found = run(replace(SMALL, task=f"{tmp_path}/own.py:proxy"), tmp_path / "run", quiet=True)
     for record in (one for one in found if "gold_held_out" in one):
-        low, high = (2 * record["reward_held_out"] + record["length_held_out"] - less for less in (1, 0))
-        assert low <= record["gold_held_out"] <= high
+        assert record["gold_held_out"] == pytest.approx(2 * record["reward_held_out"] + 1, rel=1e-12)
         assert record["gold_held_out_low"] < record["gold_held_out"] < record["gold_held_out_high"]
     assert of(found, "gold_held_out")[0] == [0, 3, 6]
     without = [{name: value for name, value in record.items() if name not in gold} for record in found]
