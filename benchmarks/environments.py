@@ -1,13 +1,13 @@
 """What scripts share: environments with their rollouts, a loss with its fields built, the memory of a call."""
 
-import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kltest.environments import Instance, ngram, ragged, sequence
+from kltest.grading.isolated import Child
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
@@ -69,8 +69,15 @@ def least(taken: Loss, rollout: Rollout, weights: torch.Tensor) -> None:
 
 def in_own_process(measured: Callable[..., float], *arguments: Any) -> float:
     """What a function returns in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(measured, arguments)
+    with Child(_answer, measured, arguments, fresh=True) as child:
+        step = child.step()
+    if step.kind != "value":
+        raise RuntimeError(f"{measured.__name__}: {step.message}")
+    return float(step.value)
+
+
+def _answer(measured: Callable[..., float], arguments: tuple[Any, ...]) -> Iterator[float]:
+    yield measured(*arguments)
 
 
 def peak(run: Callable[[], object]) -> float:

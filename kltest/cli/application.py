@@ -75,7 +75,7 @@ def _failed(error: Exception) -> int:
         _give_up_standard_output()
         typer.echo(f"kltest: {error.filename or 'standard output'} cannot be written: {error.strerror}", err=True)
         return 3
-    from kltest.grading.isolation import describe, note_bug
+    from kltest.grading.isolated import describe, note_bug
 
     typer.echo(f"kltest: {note_bug(describe(error), traceback.format_exc())}", err=True)
     return 3

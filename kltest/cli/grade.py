@@ -14,8 +14,9 @@ import typer
 
 from kltest.cli.destinations import Destination, destinations, write
 from kltest.errors import UsageError
-from kltest.grading.configuration import Configuration, Target, nearest
-from kltest.grading.jobs import Job, graded, terminated_as_interrupted
+from kltest.grading.configuration import NO_CACHE, Configuration, Target, nearest
+from kltest.grading.isolated import terminated_as_interrupted
+from kltest.grading.jobs import Job, graded
 from kltest.grading.options import OPTIONS, Option, checked, merged
 from kltest.render.changes import compare, read
 from kltest.report import EXIT_CODES, Report
@@ -64,12 +65,7 @@ def command(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line a target.")] = False,
     cache: Annotated[
-        bool | None,
-        typer.Option(
-            "--cache/--no-cache",
-            help="Keep reports, and do not grade a target again whose code, options and packages have not changed.",
-            show_default=False,
-        ),
+        bool | None, typer.Option("--cache/--no-cache", hidden=True, help="Deprecated, without effect.")
     ] = None,
     allow_stale_excuses: Annotated[
         bool, typer.Option("--allow-stale-excuses", hidden=True, help="Deprecated: --allow-unexpected-passes.")
@@ -79,6 +75,8 @@ def command(
     if allow_stale_excuses:
         print("kltest: --allow-stale-excuses is deprecated; write --allow-unexpected-passes", file=sys.stderr)
         options["allow_unexpected_passes"] = True
+    if cache is not None:
+        print(f"kltest: --{'' if cache else 'no-'}cache {NO_CACHE}", file=sys.stderr)
     # A switch that is off and a list without entries were not given.
     named = {name: None if value is False or value == [] else value for name, value in options.items()}
     given = checked(named, lambda option: option.flag or option.name)
@@ -99,7 +97,7 @@ def command(
     if not jobs:
         print(_nothing(configuration), file=sys.stderr)
         return NOTHING
-    return _run(jobs, where, old, told, cached=configuration.cache if cache is None else cache)
+    return _run(jobs, where, old, told)
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -137,14 +135,12 @@ def _nothing(configuration: Configuration) -> str:
     )
 
 
-def _run(
-    jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, told: Mapping[str, bool], *, cached: bool
-) -> int:
+def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, told: Mapping[str, bool]) -> int:
     found: dict[int, Report] = {}
     misused = interrupted = False
     try:
         with terminated_as_interrupted():
-            for number, report, kind in graded(jobs, cached=cached):
+            for number, report, kind in graded(jobs):
                 found[number] = report
                 misused |= kind == "usage"
     except KeyboardInterrupt:

@@ -53,7 +53,7 @@ def command(
     from kltest.files import cache_folder
     from kltest.grading.configuration import nearest
     from kltest.grading.forms import combination
-    from kltest.grading.jobs import terminated_as_interrupted
+    from kltest.grading.isolated import terminated_as_interrupted
     from kltest.scanning import changes, declarations
     from kltest.scanning.report import FORMATS, text
     from kltest.scanning.scan import Interrupted, scan

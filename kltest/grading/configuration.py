@@ -11,6 +11,8 @@ from kltest.errors import UsageError, did_you_mean
 from kltest.grading.forms import outputs, switch
 from kltest.grading.options import KEYS, RENAMED, checked
 
+NO_CACHE = "is deprecated and has no effect: reports are not kept between runs"
+
 
 @dataclass(frozen=True)
 class Target:
@@ -25,8 +27,8 @@ class Configuration:
     """Contents of `[tool.kltest]`: checked defaults by their Python names, targets and outputs.
 
     Files that it names are relative to the folder of pyproject.toml, wherever `kltest` is called from. `told` says how
-    much is printed (`verbose`, `quiet` or neither), `cache` if reports are kept, `deprecated` has a sentence for each
-    old name, and `scan` is the table of `kltest scan` as it stands.
+    much is printed (`verbose`, `quiet` or neither), `deprecated` has a sentence for each old name, and `scan` is the
+    table of `kltest scan` as it stands.
     """
 
     path: Path | None = None
@@ -34,7 +36,6 @@ class Configuration:
     targets: tuple[Target, ...] = ()
     outputs: tuple[str, ...] = ()
     told: Mapping[str, bool] = field(default_factory=dict)
-    cache: bool = False
     deprecated: tuple[str, ...] = ()
     scan: Mapping[str, Any] = field(default_factory=dict)
 
@@ -82,7 +83,10 @@ class _Reader:
         }
         if all(told.get(key) for key in ("verbose", "quiet")):
             raise UsageError(f"{self.place('quiet')} and verbose exclude each other; set one of them")
-        cache = switch(settings.pop("cache", False), self.place("cache"))
+        without_effect = []
+        if "cache" in settings:
+            switch(settings.pop("cache"), self.place("cache"))
+            without_effect.append(f"{self.place('cache')} {NO_CACHE}")
         if not isinstance(targets, list):
             raise UsageError(f"{self.place('targets')}: give a list of targets; it is {targets!r}")
         return Configuration(
@@ -91,8 +95,10 @@ class _Reader:
             targets=tuple(self.target(entry) for entry in targets),
             outputs=() if output is None else tuple(map(self.output, outputs(output, self.place("output")))),
             told=told,
-            cache=cache,
-            deprecated=tuple(f"{self.place(new)} is deprecated; write {new}" for new in self.old_names),
+            deprecated=(
+                *(f"{self.place(new)} is deprecated; write {new}" for new in self.old_names),
+                *without_effect,
+            ),
             scan=scan,
         )
 

@@ -1,23 +1,16 @@
 """Jobs: one target with its options each, graded in a child process of its own."""
 
-import contextlib
-import os
 import re
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from kltest.adapters import named
-from kltest.errors import KltestError, UsageError
-from kltest.grading.cache import entry, find, imported, keep
-from kltest.grading.isolation import Child, Kind, Output, Step, note_bug
+from kltest.errors import UsageError
+from kltest.grading.isolated import Child, Children, Kind, Output, Step, cores, note_bug
 from kltest.grading.options import DEFAULT_TIMEOUT, Options, checked
 from kltest.loss.names import named as named_loss
 from kltest.report import Report
@@ -41,11 +34,6 @@ class Job:
     target: str
     given: Mapping[str, Any] = field(default_factory=dict)
     folder: str | None = None
-
-    @property
-    def entry(self) -> Path:
-        """The file of the cache that has its report."""
-        return entry(self.name, self.target, sorted(self.given.items()), self.folder)
 
     @property
     def timeout(self) -> float:
@@ -73,105 +61,66 @@ class Graded(NamedTuple):
     kind: Kind
 
 
-def graded(jobs: Sequence[Job], *, cached: bool = False) -> Iterator[Graded]:
+def graded(jobs: Sequence[Job]) -> Iterator[Graded]:
     """Yield the report of each job as it is finished; as many are graded at once as there are cores.
-
-    With `cached`, targets that have not changed since they were graded are not graded again.
 
     Raises:
         UsageError: A target cannot be called; nothing has been graded then.
     """
-    fresh: dict[int, Job] = {}
-    for number, job in enumerate(jobs):
-        if cached and (report := find(job.entry)):
-            print(f"kltest: {job.name} has not changed: its report is that of the cache", file=sys.stderr)
-            yield Graded(number, report, "value")
-        else:
-            fresh[number] = job
-    if fresh:
-        yield from _graded(fresh, cached=cached)
-
-
-def _graded(jobs: Mapping[int, Job], *, cached: bool) -> Iterator[Graded]:
-    for job in jobs.values():
+    for job in jobs:
         if job.folder is not None and job.folder not in sys.path:
             sys.path.append(job.folder)
         named_loss(job.target)  # refuses unknown names, missing files and modules before torch is imported
     # Imported before children are forked, so that each has torch already.
     import kltest.grading.grader  # noqa: F401
 
-    cores = len(os.sched_getaffinity(0))
-    running: dict[Future[Reached], tuple[int, Child]] = {}
-
-    def finished(least: int) -> Iterator[Graded]:
-        """Yield what has ended, waiting until fewer than `least` are left."""
-        while len(running) >= least:
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                number, child = running.pop(future)
-                child.close()
-                reached = future.result()
-                yield Graded(number, _report(jobs[number], child, reached, cached), reached.step.kind)
+    def work(number: int, child: Child, resolved: Step) -> Generator[Child, Step, Graded]:
+        if len(jobs) > 1 and sys.stderr.isatty():
+            print(f"grading {jobs[number].name} ({number + 1} of {len(jobs)})", file=sys.stderr)
+        if resolved.kind == "value" and number >= WAITING:
+            return Graded(number, *(yield from in_child(jobs[number])))
+        return Graded(number, *(yield from _reported(jobs[number], child, resolved)))
 
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(cores))
-        waiting: list[tuple[Child, Step]] = []
-        for job in jobs.values():
+        resolved: list[tuple[Child, Step]] = []
+        for job in jobs:
             child = stack.enter_context(Child(steps, job))
-            step = child.step(job.timeout)
-            if step.kind == "usage":
-                raise UsageError(step.message)
-            waiting.append((child, step))
-            if len(waiting) > WAITING:
+            resolved.append((child, child.step(job.timeout)))
+            if resolved[-1][1].kind == "usage":
+                raise UsageError(resolved[-1][1].message)
+            if len(resolved) > WAITING:
                 child.close()
-        stack.callback(lambda: _stop({future: child for future, (_, child) in running.items()}))
-        for count, ((number, job), (child, step)) in enumerate(zip(jobs.items(), waiting, strict=True), 1):
-            if len(jobs) > 1 and sys.stderr.isatty():
-                print(f"grading {job.name} ({count} of {len(jobs)})", file=sys.stderr)
-            if step.kind == "value" and count > WAITING:
-                child = Child(steps, job)
-                step = child.step(job.timeout)
-            running[pool.submit(_run, job, child, step)] = (number, child)
-            yield from finished(cores)
-        yield from finished(1)
+        running = stack.enter_context(Children(cores()))
+        for number, (child, step) in enumerate(resolved):
+            running.add(number, work(number, child, step))
+        for _, found in running.finished():
+            yield found
 
 
-def _stop(running: "Mapping[Future[Reached], Child]") -> None:
-    """End children, then the threads that wait for them, before anything that these use is closed."""
-    for child in running.values():
-        child.kill()
-    wait(running)
-    for child in running.values():
-        child.close()
+def in_child(job: Job) -> Generator[Child, Step, tuple[Report, Kind]]:
+    """Grade one job in a child of its own, as a piece of work; returns the report and how grading ended."""
+    with Child(steps, job) as child:
+        resolved = yield child.ask(job.timeout)
+        return (yield from _reported(job, child, resolved))
 
 
-class Reached(NamedTuple):
-    """The last step of a child, the last report before it, and the files it had imported if it came to its end."""
-
-    step: Step
-    report: Report | None = None
-    files: list[str] | None = None
-
-
-def _run(job: Job, child: Child, step: Step) -> Reached:
+def _reported(job: Job, child: Child, step: Step) -> Generator[Child, Step, tuple[Report, Kind]]:
     """Grade in the child that has resolved its target; the report is that of the last row or check that it finished."""
-    if step.kind != "value":
-        return Reached(step)
-    reached, home, deadline = Reached(step), step.value, time.monotonic() + job.timeout + TO_REPORT
-    while reached.files is None:
-        step = child.step(max(deadline - time.monotonic(), 0.0), limit=job.timeout, home=home)
-        if step.kind != "value":
-            return reached._replace(step=step)
-        files, report = step.value
-        reached = Reached(step, report, files)
-    return reached
+    report, finished = None, False
+    home, deadline = step.value, time.monotonic() + job.timeout + TO_REPORT
+    while step.kind == "value" and not finished:
+        step = yield child.ask(max(deadline - time.monotonic(), 0.0), limit=job.timeout, home=home)
+        if step.kind == "value":
+            finished, report = step.value
+    child.close()
+    return _report(job, step, report, child.output), step.kind
 
 
-def steps(job: Job) -> Iterator[str | tuple[list[str] | None, Report]]:
+def steps(job: Job) -> Iterator[str | tuple[bool, Report]]:
     """Resolve the target and fill its parameters in the child, then grade it there, row by row and check by check.
 
     Yields:
-        The file of the loss, then after each step the report as far as it has come, with None until the last step,
-        and then with the files that were imported.
+        The file of the loss, then after each step whether it was the last, and the report as far as it has come.
     """
     import torch
 
@@ -182,30 +131,23 @@ def steps(job: Job) -> Iterator[str | tuple[list[str] | None, Report]]:
 
     options = Options(**{"name": job.name, **job.given, "timeout": job.timeout})
     loss = resolved(job.target, options)
-    yield (home := source_file(loss.function) or "")
+    yield source_file(loss.function) or ""
     grading = Grading.of(job.name, options)
     for _ in grading.steps(loss):
-        yield imported(home) if grading.finished else None, grading.report()
+        yield grading.finished, grading.report()
 
 
-def _report(job: Job, child: Child, reached: Reached, cached: bool) -> Report:
+def _report(job: Job, step: Step, report: Report | None, output: Output) -> Report:
     """Return the report of a child that came to its end, or of one that was ended: what it had reached stands."""
-    step, report = reached.step, reached.report
     if step.kind == "value" and report is not None:
-        report = _with_output(report, child.output)
-        if cached and reached.files is not None and report.verdict != "error" and not report.unfinished:
-            try:
-                keep(job.entry, reached.files, report)
-            except KltestError as error:
-                print(f"kltest: the report of {job.name} is not kept for --cache: {error}", file=sys.stderr)
-        return report
+        return _with_output(report, output)
     message = f"{job.name} {step.message}" if step.kind == "ended" else step.message
     if step.kind == "crashed":
         message = note_bug(message, step.trace)
     report = failed(job, message) if report is None else replace(report, verdict="error", error=message)
     if frame := re.search(r", in \S+ at (.+):(\d+)$", message):
         report = replace(report, source=(frame[1], int(frame[2])))
-    return _with_output(report, child.output)
+    return _with_output(report, output)
 
 
 def failed(job: Job, message: str) -> Report:
@@ -223,17 +165,3 @@ def _with_output(report: Report, output: Output) -> Report:
     last = " ⏎ ".join(line[:LINE_SHOWN] for line in output.last(LINES_SHOWN))
     note = f"{count}; the last: {last}" if report.verdict == "error" else f"{count}, not shown here"
     return replace(report, notes=[*report.notes, note])
-
-
-@contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C: children are stopped, and finished reports are kept."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(TypeError):
-            signal.signal(signal.SIGTERM, before)

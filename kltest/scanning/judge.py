@@ -1,17 +1,14 @@
-"""Grading terms that were found: each variant in processes of its own, several at once."""
+"""Grading terms that were found: each variant in a process of its own, several at once."""
 
-import multiprocessing
-import os
 import re
-import signal
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kltest.grading.isolated import Child, Children, Step
+from kltest.grading.jobs import Job, in_child
+from kltest.grading.options import checked
 from kltest.render.words import VALUES
 from kltest.scanning.arithmetic import imports
 from kltest.scanning.conditions import COUNTED, UNMASKED
@@ -33,7 +30,7 @@ Report = dict[str, Any]
 
 
 class Judge:
-    """Processes that grade, started when they are first needed or `ready`; all end with it, at once.
+    """Grades terms in children, which all end with it, at once.
 
     `asked` gradings are begun, and `done` of them ended: what is in the store is not graded.
 
@@ -44,35 +41,22 @@ class Judge:
     """
 
     def __init__(self, jobs: int, timeout: float, store: Store) -> None:
-        self.jobs, self.timeout, self.store = jobs, timeout, store
+        self.timeout, self.store = timeout, store
         self.asked = self.done = 0
-        self._pool: ProcessPoolExecutor | None = None
-        self._others = multiprocessing.active_children()
+        self._children = Children(jobs)
+        self._waiting: dict[str, list[Row]] = {}
 
     def __enter__(self) -> "Judge":
         self._folder = tempfile.TemporaryDirectory(prefix="kltest-scan-")
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            for worker in {*multiprocessing.active_children()} - {*self._others}:
-                worker.terminate()
-            self._pool.shutdown(cancel_futures=True)
+        self._children.__exit__()
         self._folder.cleanup()
-
-    def ready(self) -> ProcessPoolExecutor:
-        """Start the processes, which import torch meanwhile."""
-        if self._pool is None:
-            # Forking keeps torch's import; elsewhere than on Linux it is not safe.
-            context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-            self._pool = ProcessPoolExecutor(self.jobs, context, _begin)
-            self._pool.submit(os.getpid)
-        return self._pool
 
     def judged(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Fill in what is known of each row, and yield it as soon as it is; rows are taken while others are graded."""
-        asked: dict[str, Future[Report]] = {}
-        waiting: dict[Future[Report], list[Row]] = {}
+        answers: dict[str, Report] = {}
         for row in rows:
             key = self._key(row)
             if row.why:
@@ -80,45 +64,36 @@ class Judge:
                 yield row
             elif not row.runs_more and (known := self.store.read(key)):
                 yield filled(row, known)
+            elif key in answers:
+                self.asked += 1
+                self.done += 1
+                yield filled(row, answers[key])
+            elif key in self._waiting:
+                self._waiting[key].append(row)
             else:
-                if key not in asked:
-                    question = (row.source, row.place, row.declared, self.timeout)
-                    asked[key] = self.ready().submit(grade, self._folder.name, *question)
-                self.asked += asked[key] not in waiting
-                waiting.setdefault(asked[key], []).append(row)
-                yield from self._finished(waiting, 0)
-        while waiting:
-            yield from self._finished(waiting, None)
+                self.asked += 1
+                self._waiting[key] = [row]
+                self._children.add(key, self._graded(row, Path(self._folder.name, f"term_{self.asked}.py")))
+            yield from self._finished(answers, block=False)
+        yield from self._finished(answers, block=True)
 
     def _key(self, row: Row) -> str:
         return self.store.key("term", row.source, row.place, row.declared, self.timeout)
 
-    def _finished(self, waiting: dict[Future[Report], list[Row]], timeout: float | None) -> Iterator[Row]:
-        for future in wait(waiting, timeout, FIRST_COMPLETED).done:
-            rows = waiting.pop(future)
+    def _graded(self, row: Row, file: Path) -> Generator[Child, Step, Report]:
+        import kltest.grading.grader  # noqa: F401  before children are forked, so that each has torch already
+
+        return (yield from grade(file, row.source, row.place, row.declared, self.timeout))
+
+    def _finished(self, answers: dict[str, Report], *, block: bool) -> Iterator[Row]:
+        for key, report in self._children.finished(block=block):
+            rows = self._waiting.pop(key)
             self.done += 1
-            try:
-                report = future.result()
-            except Exception as error:  # a worker that was killed: its term is told, the others go on
-                report = {"verdict": "error", "error": f"{type(error).__name__}: {error}", "lasts": False}
+            answers[key] = report
             # What the tree makes of a term that imports it may change with any of its files.
             if report["lasts"] and not rows[0].runs_more:
-                self.store.write(self._key(rows[0]), report)
+                self.store.write(key, report)
             yield from (filled(row, report) for row in rows)
-
-
-def _begin() -> None:
-    """Prepare a process for grading. Ctrl-C is for its parent, which ends it with the children that it has then."""
-
-    def end(*_: object) -> None:
-        for child in multiprocessing.active_children():
-            with suppress(OSError):
-                os.killpg(child.pid or os.getpid(), signal.SIGKILL)
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, end)
-    import kltest.grading.grader  # noqa: F401  before children are forked, so that each has torch already
 
 
 def options(place: str) -> dict[str, str]:
@@ -128,35 +103,30 @@ def options(place: str) -> dict[str, str]:
     return {"placement": "reward" if place == "reward" else "loss"}
 
 
-def grade(folder: str, source: str, place: str, declared: str, timeout: float) -> Report:
+def grade(file: Path, source: str, place: str, declared: str, timeout: float) -> Generator[Child, Step, Report]:
     """Grade one lifted function; a term that declares nothing and follows next-token parts is graded as such."""
-    from kltest.grading.jobs import Job, graded
-    from kltest.grading.options import checked
-
-    file = Path(folder, f"term_{os.getpid()}.py")
     text = f"{imports(source)}\n{source}\n"
     file.write_text(text, encoding="utf-8")
 
-    def ask(expected: str) -> Report:
+    def ask(expected: str) -> Generator[Child, Step, Report]:
         given = {"expect": expected, **options(place), "sampler": "both", "timeout": timeout}
-        job = Job(f"{NAME}", f"{file}:{NAME}", checked(given, lambda option: option.name))
-        _, report, kind = next(iter(graded([job])))
-        told = report.to_dict()
-        kept = {name: told[name] for name in ("verdict", "gradients", "checks", "value")}
-        error = (told.get("error") or "").replace(f"{file}:{NAME}", "the term").replace(f"{file}:", "line ")
+        report, kind = yield from in_child(Job(NAME, f"{file}:{NAME}", checked(given, lambda option: option.name)))
+        found = report.to_dict()
+        kept = {name: found[name] for name in ("verdict", "gradients", "checks", "value")}
+        error = (found.get("error") or "").replace(f"{file}:{NAME}", "the term").replace(f"{file}:", "line ")
         kept["error"] = " ".join(error.split())
         return {**kept, "lasts": kind in ("value", "usage", "failed") or "(--timeout)" in kept["error"]}
 
     if "import jax" in text:  # compiled once for each shape, it is graded several times as fast
         file.write_text(f"{text}\nimport jax\n{NAME} = jax.jit({NAME})\n", encoding="utf-8")
     wanted = "zero" if place == "logged" else declared or "reverse_kl"
-    first = ask(wanted)
+    first = yield from ask(wanted)
     if first["verdict"] == "error" and "import jax" in text:  # it may ask for values, as float(x) does
         file.write_text(text, encoding="utf-8")
-        first = ask(wanted)
+        first = yield from ask(wanted)
     names = {name for row in first["gradients"] for name in row["identified"] or {}}
     if not declared and "local_reverse_kl" in names and names <= {"reverse_kl", "local_reverse_kl"}:
-        return ask("local_reverse_kl")
+        return (yield from ask("local_reverse_kl"))
     return first
 
 

@@ -74,8 +74,6 @@ def scan(
 
     try:
         with Judge(jobs or os.cpu_count() or 1, timeout, store) as judge:
-            if files and not search.known and (changed is None or changed):
-                judge.ready()
             done = 0
             for row in judge.judged(wanted()):
                 row.known = row.key in known

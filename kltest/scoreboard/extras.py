@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kltest.grading.isolation import Child
+from kltest.grading.isolated import Child
 from kltest.grading.jobs import Job
 from kltest.report import Report
 from kltest.rollout import SAMPLER_FIELDS

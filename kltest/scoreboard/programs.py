@@ -16,7 +16,7 @@ import numpy as np
 from kltest.adapters import NAMES, Adapter, Setting
 from kltest.counterexample.environment import SmallEnvironment, kind
 from kltest.errors import KltestError
-from kltest.grading.isolation import Child, describe
+from kltest.grading.isolated import Child, describe
 from kltest.report import Report
 from kltest.truth import combine
 

@@ -17,7 +17,7 @@ import kltest
 from kltest.adapters import NAMES, Adapter, find
 from kltest.errors import KltestError, UsageError
 from kltest.files import writable, write
-from kltest.grading.jobs import terminated_as_interrupted
+from kltest.grading.isolated import terminated_as_interrupted
 from kltest.render.markdown import escape
 from kltest.render.words import one_line, time_spent
 from kltest.scoreboard import recorded

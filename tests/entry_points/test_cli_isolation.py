@@ -10,7 +10,7 @@ import pytest
 
 from kltest.errors import TargetError, UsageError
 from kltest.grading import jobs as grade_jobs
-from kltest.grading.isolation import TAIL, Child, Output
+from kltest.grading.isolated import TAIL, Child, Output
 from kltest.grading.jobs import Job
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups and signals")
@@ -61,7 +61,7 @@ def gone(pid):
 def test_values_come_one_step_at_a_time_and_prints_are_kept(method, monkeypatch):
     if method == "forkserver":
         pytest.skip("is not used")
-    monkeypatch.setattr("kltest.grading.isolation.sys.platform", "linux" if method == "fork" else "darwin")
+    monkeypatch.setattr("kltest.grading.isolated.sys.platform", "linux" if method == "fork" else "darwin")
     with Child(counts, 3) as child:
         assert (child.step(60).value, child.output.lines) == (3, 1)
         assert child.step(60).value == 4

@@ -6,7 +6,6 @@ Nothing is graded here: reports are those that a gradient is known to give.
 import json
 import os
 import subprocess
-from concurrent.futures import Future
 from pathlib import Path
 
 import jsonschema
@@ -50,7 +49,6 @@ def tree(tmp_path, monkeypatch):
                 yield filled(row, known["report"])
 
     monkeypatch.setattr(Judge, "judged", judged)
-    monkeypatch.setattr(Judge, "ready", lambda self: None)
     return known
 
 
@@ -449,17 +447,16 @@ def test_a_term_of_a_notebook_is_annotated_on_its_line_of_the_file(tree):
     assert places(sarif()) == [("a.ipynb", 1)]
 
 
-class Pool:
-    """Processes that answer at once."""
+def answering(monkeypatch, *answers):
+    """Let the judge answer at once, in this order, without a child; returns the answers that are left."""
+    left = list(answers)
 
-    def __init__(self, *answers):
-        self.answers, self.questions = list(answers), 0
+    def grade(*_):
+        return left.pop(0)
+        yield
 
-    def submit(self, *_):
-        self.questions += 1
-        future = Future()
-        future.set_result(self.answers.pop(0))
-        return future
+    monkeypatch.setattr("kltest.scanning.judge.grade", grade)
+    return left
 
 
 def row(source="x", **more):
@@ -468,17 +465,16 @@ def row(source="x", **more):
 
 def test_a_term_that_stands_twice_is_graded_once_and_a_lasting_report_is_kept(tmp_path, monkeypatch):
     lasting, passing = ({**report(RIGHT), "lasts": lasts} for lasts in (True, False))
-    pool = Pool(lasting, passing)
-    monkeypatch.setattr(Judge, "ready", lambda self: pool)
+    left = answering(monkeypatch, lasting, passing)
     with Judge(1, 60.0, Store(tmp_path)) as judge:
         done = list(judge.judged([row(), row("y"), row("y"), row(why="no arithmetic")]))
     assert sorted(each.status for each in done) == ["not run", "passed", "passed", "passed"]
-    assert (pool.questions, judge.asked, judge.done) == (2, 3, 3)
+    assert (left, judge.asked, judge.done) == ([], 3, 3)
     assert len(list(tmp_path.glob("*.json"))) == 1
-    pool = Pool(passing)
+    left = answering(monkeypatch, passing)
     with Judge(1, 60.0, Store(tmp_path)) as judge:
         assert {each.status for each in judge.judged([row(), row("y")])} == {"passed"}
-    assert pool.questions == 1
+    assert left == []
 
 
 def test_ctrl_c_shows_and_keeps_what_was_graded(tmp_path, monkeypatch):
@@ -489,8 +485,7 @@ def test_ctrl_c_shows_and_keeps_what_was_graded(tmp_path, monkeypatch):
     monkeypatch.setenv("KLTEST_SCAN_CACHE", "kept")
     for name, power in (("a.py", 2), ("b.py", 4)):
         Path(name).write_text(K2.replace("** 2", f"** {power}"))
-    answers = [{**report(RIGHT), "lasts": True}] * 2
-    monkeypatch.setattr(Judge, "ready", lambda self: Pool(*answers))
+    answering(monkeypatch, *[{**report(RIGHT), "lasts": True}] * 2)
     with monkeypatch.context() as patched:
         patched.setattr("kltest.cli.scan._tell", interrupt)
         code, text = scan("--output", "json:scan.json")

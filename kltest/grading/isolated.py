@@ -1,11 +1,12 @@
-"""User code in a child process, so that nothing it does there can harm this one.
+"""User code in child processes, so that nothing it does there can harm this one: the only runner of children.
 
 A child runs a generator function and sends what it yields, one step at a time. It may loop for ever, leave the
 process, crash the interpreter, exhaust memory or print without end: the parent gets a `Step` that says so. A child
-whose time is over dumps its stack and ends itself, whether or not its parent is still there.
+whose time is over dumps its stack and ends itself, whether or not its parent is still there. `Children` runs several
+at once.
 
-Our own, since no process pool reports the frame in which a child hangs or crashed, keeps the end of
-its output below Python's level, or ends the processes that it started.
+No process pool reports the frame in which a child hangs or crashed, keeps the end of its output below Python's level,
+or ends the processes that it started.
 """
 
 import contextlib
@@ -20,9 +21,12 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -88,18 +92,21 @@ class Output:
 class Child:
     """A process that runs the generator `function(*arguments)` step by step; as a context manager it ends with it.
 
-    The function must be importable. Its arguments and values are pickled.
+    The function must be importable. Its arguments and values are pickled. With `fresh` the process shares nothing with
+    this one, not even imports.
     """
 
-    def __init__(self, function: Callable[..., Iterator[Any]], *arguments: Any) -> None:
+    def __init__(self, function: Callable[..., Iterator[Any]], *arguments: Any, fresh: bool = False) -> None:
         # Forking keeps torch's import; elsewhere than on Linux forked threads and frameworks are not safe.
-        context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+        forks = sys.platform == "linux" and not fresh
+        context: Any = multiprocessing.get_context("fork" if forks else "spawn")
         self.output, self._stack = Output(), b""
+        self._limit, self._home, self._deadline = math.inf, "", math.inf
         self._connection, theirs = context.Pipe()
         self._printed, printing = context.Pipe(duplex=False)
         self._stacks, stacking = context.Pipe(duplex=False)
         # A forked child that kept these would not notice the end of its parent.
-        ours = (self._connection, self._printed, self._stacks) if sys.platform == "linux" else ()
+        ours = (self._connection, self._printed, self._stacks) if forks else ()
         given = (function, arguments, theirs, printing, stacking, ours, os.getpid())
         self._process = context.Process(target=_serve, args=given)
         self._process.start()
@@ -112,40 +119,65 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def step(self, timeout: float | None = None, *, limit: float | None = None, home: str = "") -> Step:
-        """Run the child to its next value; it ends after `timeout` seconds, or if it fails.
+    def ask(self, timeout: float | None = None, *, limit: float | None = None, home: str = "") -> "Child":
+        """Ask for the next step; the child ends after `timeout` seconds, or if it fails.
 
         Args:
             timeout: Seconds that this step may take; None for no limit.
             limit: The limit that messages name, if several steps share it.
             home: File of the user's code, if it is known: a message on a child that hangs names a line there.
         """
-        named = timeout if limit is None else limit
+        self._limit = math.inf if timeout is None else timeout if limit is None else limit
         timeout = None if timeout is not None and timeout > LONGEST else timeout
-        deadline = math.inf if timeout is None else time.monotonic() + timeout + GRACE
+        self._home, self._deadline = home, math.inf if timeout is None else time.monotonic() + timeout + GRACE
         with contextlib.suppress(OSError):
             self._connection.send(timeout)
-        step = self._answer(deadline)
+        return self
+
+    def step(self, timeout: float | None = None, *, limit: float | None = None, home: str = "") -> Step:
+        """Run the child to its next value; the arguments are those of `ask`."""
+        self.ask(timeout, limit=limit, home=home)
+        while (step := self.answer()) is None:
+            wait(self.sources, self.left)
+        return step
+
+    @property
+    def sources(self) -> list[Any]:
+        """What becomes ready when the child has answered, printed or ended."""
+        return [self._connection, self._process.sentinel, *([] if self._printed.closed else [self._printed])]
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the child is ended, None if it has no limit."""
+        return None if self._deadline == math.inf else max(self._deadline - time.monotonic(), 0.0)
+
+    def answer(self) -> Step | None:
+        """Return the step that was asked for; None if the child is still at work on it, within its time."""
+        ready, step = wait(self.sources, 0), None
+        if self._printed in ready:
+            self._read_output(once=True)
+        late, ended = time.monotonic() > self._deadline, self._process.sentinel in ready
+        if self._connection in ready or (ended and self._connection.poll()):
+            ended = True
+            with contextlib.suppress(EOFError, OSError):
+                step = pickle.loads(self._connection.recv_bytes())
+        if step is None and not ended and not late:
+            return None
         if step is None or step.kind != "value":
             self._process.join(GRACE)
             code = self._process.exitcode
             self.close()
-            step = step or Step("ended", message=self._ended(code, named, home, late=time.monotonic() > deadline))
+            step = step or Step("ended", message=self._ended(code, late=late))
         return step
 
-    def kill(self) -> None:
-        """End the child and every process that it started: its process group outlives its leader."""
+    def close(self) -> None:
+        """End the child and every process that it started, and read what it has printed."""
         if self._connection.closed:
             return
+        # Its process group outlives its leader.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
-
-    def close(self) -> None:
-        """End it, and read what it has printed."""
-        if self._connection.closed:
-            return
-        self.kill()
         self._process.join()
         self._read_output()
         while wait([self._stacks], 0) and (chunk := os.read(self._stacks.fileno(), 1 << 16)):
@@ -153,33 +185,19 @@ class Child:
         for end in (self._connection, self._printed, self._stacks):
             end.close()
 
-    def _answer(self, deadline: float) -> Step | None:
-        """Return what the child sends; None if it ends without that, or is still at work at the deadline."""
-        while (left := deadline - time.monotonic()) > 0:
-            printed = [] if self._printed.closed else [self._printed]
-            ready = wait([self._connection, self._process.sentinel, *printed], None if left == math.inf else left)
-            if self._printed in ready:
-                self._read_output(once=True)
-            if self._connection in ready or (self._process.sentinel in ready and self._connection.poll()):
-                with contextlib.suppress(EOFError, OSError):
-                    return pickle.loads(self._connection.recv_bytes())
-                return None
-            if self._process.sentinel in ready:
-                return None
-        return None
-
-    def _ended(self, code: int | None, limit: float | None, home: str, *, late: bool) -> str:
+    def _ended(self, code: int | None, *, late: bool) -> str:
         """Say why the child ended, from its exit code and from the stack that it dumped if its time was over."""
         if self._stack or late:
             # The main thread comes last.
-            return f"did not return within {limit:g} s (--timeout){_innermost(self._stack.rpartition(DUMP)[2], home)}"
+            place = _innermost(self._stack.rpartition(DUMP)[2], self._home)
+            return f"did not return within {self._limit:g} s (--timeout){place}"
         if code is None:
             return "cut its connection to kltest"
         if code >= 0:
             return f"left the process (exit status {code}) before there was a result"
         if -code == signal.SIGKILL:
             return "was killed (SIGKILL); the usual reason is that memory ran out"
-        place = _innermost(self.output.tail.partition(DUMP)[2], home)
+        place = _innermost(self.output.tail.partition(DUMP)[2], self._home)
         self.output.cut(FATAL)
         return f"crashed the interpreter ({_signal_name(-code)}){place}"
 
@@ -191,6 +209,84 @@ class Child:
                 self._printed.close()
             if once:
                 return
+
+
+Work = Generator[Child, Step, Any]
+"""Work in children: yields a child that was asked for a step, is sent that step, and returns a result in the end."""
+
+
+class Children:
+    """Several pieces of work at once; what is not finished ends with the block, and so do all children.
+
+    Args:
+        at_once: How many pieces have a child at the same time; the others wait.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._waiting: deque[tuple[Any, Work]] = deque()
+        self._running: list[tuple[Any, Work, Child]] = []
+        self._results: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> "Children":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _key, work, _child in self._running:
+            work.close()
+
+    def add(self, key: Any, work: Work) -> None:
+        """Run a piece of work when there is room; `finished` gives its result with this key."""
+        self._waiting.append((key, work))
+        self._fill()
+
+    def finished(self, *, block: bool = True) -> Iterator[tuple[Any, Any]]:
+        """Yield keys and results as they come, until all are there; without `block` those that are there by now."""
+        while True:
+            self._look()
+            while self._results:
+                yield self._results.pop(0)
+            if not (block and self._running):
+                return
+            limits = [left for _, _, child in self._running if (left := child.left) is not None]
+            wait([source for _, _, child in self._running for source in child.sources], min(limits, default=None))
+
+    def _look(self) -> None:
+        for entry in list(self._running):
+            key, work, child = entry
+            if (step := child.answer()) is not None:
+                self._running.remove(entry)
+                self._advance(key, work, step)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._running) < self._at_once:
+            self._advance(*self._waiting.popleft(), None)
+
+    def _advance(self, key: Any, work: Work, step: Step | None) -> None:
+        try:
+            self._running.append((key, work, work.send(step)))  # type: ignore[arg-type]
+        except StopIteration as end:
+            self._results.append((key, end.value))
+
+
+def cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C: children are stopped, and finished reports are kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(TypeError):
+            signal.signal(signal.SIGTERM, before)
 
 
 def _serve(
