@@ -127,7 +127,6 @@ class _Ours:
         from kltest.finetune.checkpoints import RunFolder
         from kltest.finetune.models import Models
         from kltest.finetune.objective import Objective
-        from kltest.finetune.processes import Processes
         from kltest.finetune.run import Training
         from kltest.finetune.settings import Settings
         from kltest.language_models.language import LanguageModel
@@ -154,8 +153,7 @@ class _Ours:
             gradient_every=0,
             device=DEVICE,
         )
-        processes = Processes.here(DEVICE)
-        self.training = Training(settings, task, self.models, Objective(settings), processes)
+        self.training = Training(settings, task, self.models, Objective(settings))
         # At the very first step a run is measured.
         self.training.step = 1
         self.files = RunFolder(None, settings)

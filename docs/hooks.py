@@ -145,16 +145,18 @@ def finetune_settings() -> list[dict[str, str]]:
     """The settings of the language-model runner."""
     import dataclasses
 
-    from kltest.finetune.settings import CHOICES, Settings
+    from kltest.finetune.settings import DESCRIBED, Settings
 
     return [
         {
             "setting": f"`{one.name}`",
             "default": "`{}`" if one.name == "kl_options" else f"`{one.default}`",
-            "meaning": one.metadata["meaning"].replace("[", r"\[")
-            + (f" (one of {', '.join(f'`{each}`' for each in CHOICES[one.name])})" if one.name in CHOICES else ""),
+            "meaning": described["meaning"].replace("[", r"\[")
+            + (
+                f" (one of {', '.join(f'`{each}`' for each in described['choices'])})" if "choices" in described else ""
+            ),
         }
-        for one in dataclasses.fields(Settings)
+        for one, described in ((one, DESCRIBED[one.name]) for one in dataclasses.fields(Settings))
     ]
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from kltest.finetune.checkpoints import RunFolder
 from kltest.finetune.models import Models, load
 from kltest.finetune.objective import Objective
-from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import draw
 from kltest.finetune.run import Training
 from kltest.finetune.settings import Settings
@@ -38,17 +37,17 @@ Row = dict[str, Any]
 def record(seed: int, **changes: Any) -> list[Row]:
     """Rows of one seed: a reference and a policy are trained, and the policy's rollouts measured on the way."""
     settings = settings_for({**SAME, "seed": seed, "variant": "k1-reward", "beta": BETA, **changes})
-    task, processes = task_named(settings.task, settings.keys), Processes.here("cpu")
+    task = task_named(settings.task, settings.keys)
     torch.set_num_threads(1)
-    models = load(settings, task, processes.device)
-    training, files = Training(settings, task, models, Objective(settings), processes), RunFolder(None, settings)
+    models = load(settings, task, torch.device("cpu"))
+    training, files = Training(settings, task, models, Objective(settings)), RunFolder(None, settings)
     rows: list[Row] = []
     while training.step < settings.steps:
         training.next(files)
         last = training.step == settings.steps
         if last or training.step in LANGUAGE["updates"]:
             sizes = (int(LANGUAGE["rollouts" if last else "fewer"]), 1)
-            rollouts = draw(models.policy, task, settings, "held-out", (training.step,), *sizes, processes)
+            rollouts = draw(models.policy, task, settings, "held-out", (training.step,), *sizes)
             at = positions(models, rollouts, settings.temperature)
             rows.append({"what": "training", "update": training.step, **state(at, rollouts, settings)})
     return [{"seed": seed, **row} for row in (*rows, *measured(models, rollouts, settings, at))]

@@ -32,13 +32,14 @@ NO_BIAS = 1e-9
 def listing() -> int:
     """Every setting with its default and meaning, and every metric with what it is."""
     from kltest.finetune.metrics import METRICS
-    from kltest.finetune.settings import CHOICES, Settings
+    from kltest.finetune.settings import DESCRIBED, Settings
 
     print("Settings (--set NAME=VALUE):")
     for one in fields(Settings):
         default = "{}" if one.name == "kl_options" else one.default
-        choices = f" ({'|'.join(CHOICES[one.name])})" if one.name in CHOICES else ""
-        print(f"  {one.name} = {default}{choices}: {one.metadata['meaning']}")
+        described = DESCRIBED[one.name]
+        choices = f" ({'|'.join(described['choices'])})" if "choices" in described else ""
+        print(f"  {one.name} = {default}{choices}: {described['meaning']}")
     print("\nMetrics (metrics.jsonl):")
     for name, meaning in METRICS.items():
         print(f"  {name}: {meaning}")
@@ -68,7 +69,7 @@ def command(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="TASK", help="addition, countdown, jsonl:PATH, hub:ID, FILE.py:NAME [default: addition]"),
+        typer.Option(metavar="TASK", help="addition, countdown, jsonl:PATH, FILE.py:NAME [default: addition]"),
     ] = None,
     kl: Annotated[
         str | None,

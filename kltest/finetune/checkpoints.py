@@ -16,7 +16,7 @@ import torch
 
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_json, writable, write
-from kltest.finetune.settings import WITHOUT_EFFECT, Settings, settings_of
+from kltest.finetune.settings import GONE, WITHOUT_EFFECT, Settings, settings_of
 
 FILES = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 CHECKPOINT = "checkpoint.pt"
@@ -46,8 +46,10 @@ class RunFolder:
 
     def _check_same(self, written: Path) -> None:
         try:
-            # A run of an earlier version knew fewer settings.
-            before = settings_of(json.loads(written.read_text(encoding="utf-8")), str(written)).resolved.plain()
+            # A run of an earlier version knew other settings.
+            stored = json.loads(written.read_text(encoding="utf-8"))
+            known = {name: value for name, value in stored.items() if name not in GONE}
+            before = settings_of(known, str(written)).resolved.plain()
         except (OSError, ValueError, UsageError) as error:
             raise UsageError(f"{written} cannot be read: {error}; give another --output, or --again") from None
         now = self.settings.resolved.plain()

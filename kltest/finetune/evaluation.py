@@ -13,10 +13,8 @@ from torch import Tensor
 from kltest.errors import UsageError
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Objective, advantages, clipped, importance_ratios
-from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import AUTO, NONE, Settings
-from kltest.finetune.sharding import whole
 from kltest.finetune.tasks import Task
 from kltest.finetune.update import UpdateInfo, accumulate
 from kltest.language_models.generation import Rollouts
@@ -33,21 +31,20 @@ ROWS, LOGITS = 256, 2**27
 SKETCH = 2**20 - 1
 
 
-def evaluate(models: Models, task: Task, settings: Settings, step: int, processes: Processes) -> Record:
+def evaluate(models: Models, task: Task, settings: Settings, step: int) -> Record:
     """Return rewards and KL(π‖ref), held-out and out of distribution, entropy and length; names as in METRICS."""
     found: Record = {}
     for split in ("held-out", "out-of-distribution"):
         if not _has(task, split):
             continue
-        prompts = math.ceil(settings.eval_prompts / processes.count) * processes.count
-        rollouts = draw(models.policy, task, settings, split, (step,), prompts, 1, processes)
+        rollouts = draw(models.policy, task, settings, split, (step,), settings.eval_prompts, 1)
         assert rollouts.reward is not None
         name = split.replace("-", "_")
         own = rollouts.reward, rollouts.lengths.double(), *kl_and_entropy(models, rollouts, settings)
-        reward, length, kl, entropy = (processes.joint(one).cpu().numpy() for one in own)
+        reward, length, kl, entropy = (one.cpu().numpy() for one in own)
         found |= _mean(reward).named(f"reward_{name}")
         if rollouts.gold is not None:
-            found |= _mean(processes.joint(rollouts.gold).cpu().numpy()).named(f"gold_{name}")
+            found |= _mean(rollouts.gold.cpu().numpy()).named(f"gold_{name}")
         found |= _student(kl).named("kl" if split == "held-out" else f"kl_{name}")
         if split == "held-out":
             found["entropy"] = float(entropy.sum() / length.sum())
@@ -86,7 +83,6 @@ def compare_gradients(
     task: Task,
     settings: Settings,
     step: int,
-    processes: Processes,
     sampler: LanguageModel | None = None,
 ) -> Record:
     """Compare the KL term's expected gradient with ∇KL(π‖ref), from independent batches; names as in METRICS.
@@ -100,7 +96,7 @@ def compare_gradients(
     plain = {"normalise": NONE, "placement": AUTO, "credit": AUTO, "kl_options": {}, "truncated": "keep"}
     truth = Objective(replace(settings.resolved, kl="rao-blackwell", **plain), reward=False)  # type: ignore[arg-type]
     sketch = Sketch(models.policy.model, SKETCH)
-    gradients = partial(_gradients, models, task, settings, processes, sketch)
+    gradients = partial(_gradients, models, task, settings, sketch)
     parts = []
     for chunk in range(settings.gradient_chunks):
         if sampler is None:
@@ -145,7 +141,6 @@ def _gradients(
     models: Models,
     task: Task,
     settings: Settings,
-    processes: Processes,
     sketch: Sketch,
     numbers: tuple[int, int],
     *objectives: Objective,
@@ -154,9 +149,8 @@ def _gradients(
     """Sketches, one for each objective, of the mean gradient over batches of the run's size, the same for all."""
     batches = settings.gradient_batches
     sizes = (settings.prompts * batches, settings.group_size)
-    rollouts = draw(sampler or models.policy, task, settings, "gradient", numbers, *sizes, processes)
-    own = settings.rollouts // processes.count
-    size = settings.micro_batch or own
+    rollouts = draw(sampler or models.policy, task, settings, "gradient", numbers, *sizes)
+    size = settings.micro_batch or settings.rollouts
     scored = partial(score_in_parts, rollouts=rollouts, size=size, temperature=settings.temperature)
     old_logp = None if sampler is None else scored(sampler)
     rollouts = replace(rollouts, ref_logp=scored(models.reference), old_logp=old_logp)
@@ -164,13 +158,12 @@ def _gradients(
     found = []
     for objective in objectives:
         model.zero_grad(set_to_none=True)
-        for rows in rollouts.split(own):
-            accumulate(objective, models, rollouts.rows(rows), processes, longest=longest(settings, task))
-        processes.sum_gradients(sketch.weights)
+        for rows in rollouts.split(settings.rollouts):
+            accumulate(objective, models, rollouts.rows(rows), longest=longest(settings, task))
         vector = torch.zeros(sketch.size, dtype=sketch.dtype, device=models.policy.device)
         for weight in sketch.weights:
             if weight.grad is not None:
-                sketch.fold(weight, whole(weight.grad).to(vector.device), vector)
+                sketch.fold(weight, weight.grad, vector)
         found.append(vector.cpu() / batches)
     model.zero_grad(set_to_none=True)
     return found
@@ -207,11 +200,8 @@ def _wilson(values: np.ndarray) -> Interval:
     return Interval(mean, low, high)
 
 
-def of_batch(batch: Rollouts, info: UpdateInfo, end: tuple[int, ...], processes: Processes) -> Record:
-    """Return metrics of the joint batch at its first update; names as in METRICS.
-
-    `batch` holds this process's rollouts, of which alone `sampler_gap` is; `end` are the ids of end tokens.
-    """
+def of_batch(batch: Rollouts, info: UpdateInfo, end: tuple[int, ...]) -> Record:
+    """Return metrics of a batch at its first update, names as in METRICS; `end` are the ids of end tokens."""
     fields = info.fields
     reward, live = fields.reward, fields.mask  # (B,), (B, T)
     before = info.logp if batch.old_logp is None else batch.old_logp
@@ -222,7 +212,7 @@ def of_batch(batch: Rollouts, info: UpdateInfo, end: tuple[int, ...], processes:
     record = {
         "reward": float(reward.mean()),
         "length": float(live.sum() / len(live)),
-        "ended": float(processes.joint(batch.ended(end)).float().mean()),
+        "ended": float(batch.ended(end).float().mean()),
         "tied_groups": float((largest == smallest).to(reward).mean()),
         "sampler_gap": float(gap),
     }

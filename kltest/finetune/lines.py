@@ -1,4 +1,4 @@
-"""Problems that somebody wrote down: in a file of JSON lines, or in a data set of the hub."""
+"""Problems that somebody wrote down: in a file of JSON lines."""
 
 import json
 import re
@@ -17,7 +17,7 @@ FINAL = re.compile(r"(?:####|\\boxed\{|[Aa]nswer\s*(?:is)?\s*:)\s*([^\n}]*)")
 
 
 class Lines:
-    """`{"prompt": "2+3=", "answer": "5"}` on each line, or in each row of a data set.
+    """`{"prompt": "2+3=", "answer": "5"}` on each line.
 
     Optional keys are `completion`, a whole right text for supervised learning, and `split`: train, held-out or
     out-of-distribution, by default from a hash of the prompt.
@@ -48,21 +48,6 @@ class Lines:
         if not problems["train"]:
             raise UsageError(f"{name}: there is no problem in it to train on")
         return cls(name, problems)
-
-    @classmethod
-    def from_hub(cls, text: str, keys: str = "") -> Self:
-        """Return the problems of `ID[,CONFIGURATION][:SPLIT]`; the split is train by default."""
-        try:
-            from datasets import load_dataset
-        except ImportError:
-            raise UsageError("task hub: data sets need another library: python -m pip install datasets") from None
-        name, _, split = text.partition(":")
-        try:
-            rows = load_dataset(*name.split(","), split=split or "train")
-        except Exception as error:
-            words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UsageError(f"task hub: {text} cannot be loaded: {words}") from error
-        return cls.of(f"hub:{text}", ((f"{text}, row {number}", row) for number, row in enumerate(rows)), keys)
 
     @classmethod
     def read(cls, path: str, keys: str = "") -> Self:

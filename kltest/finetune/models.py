@@ -7,7 +7,6 @@ kept in a cache.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,8 @@ from torch import Tensor
 
 from kltest.errors import TargetError, UsageError
 from kltest.files import cache_folder
-from kltest.finetune.settings import Settings
+from kltest.finetune.settings import AUTO, Settings
 from kltest.finetune.tasks import Problem, Task
-from kltest.language_models.decoding import Decoder
 from kltest.language_models.generation import generate
 from kltest.language_models.language import LanguageModel, padded
 from kltest.language_models.models import (
@@ -71,9 +69,7 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
     policy = LanguageModel.of(model, tokenizer, compute_dtype, chat=settings.chat)
     reference = _with_adapters(policy, settings) if settings.lora else policy.frozen()
     if settings.compile:
-        policy = replace(policy, compiled=_compiled("compile", model, dynamic=True))
-    if settings.static_cache:
-        policy = replace(policy, decoder=Decoder(policy, partial(_compiled, "static_cache", mode="reduce-overhead")))
+        policy = replace(policy, compiled=_compiled(model))
     return Models(policy, reference, came)
 
 
@@ -92,14 +88,26 @@ def _with_adapters(policy: LanguageModel, settings: Settings) -> LanguageModel:
     return replace(policy, bare=True)
 
 
-def _compiled(setting: str, model: Any, **options: Any) -> Any:
+def _compiled(model: Any) -> Any:
     """The compiled model; UsageError if torch finds no compiler."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(2, device=next(model.parameters()).device))
     except Exception as error:
         words = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"{setting}: torch.compile does not work here ({words[0]}); set {setting}=false") from error
-    return torch.compile(model, **options)
+        raise UsageError(f"compile: torch.compile does not work here ({words[0]}); set compile=false") from error
+    return torch.compile(model, dynamic=True)
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device of a name; UsageError if it cannot be used. "auto" is a GPU if there is one."""
+    if name == AUTO:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
 
 
 def trained(settings: Settings, task: Task) -> tuple[Any, Any]:

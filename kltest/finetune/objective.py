@@ -1,8 +1,8 @@
 """The objective of a run, as its gradient with respect to the log-probs of the sampled tokens.
 
 A loss of rewards and a KL term depends on the model through the log-probs of the sampled tokens (or, for some KL
-terms, of all next tokens). Its gradient there is computed first, for the joint batch of all processes, and then pulled
-back through the model. Micro-batches and processes therefore do not change it. With advantages A_i, weights w_i (1/B,
+terms, of all next tokens). Its gradient there is computed first, for the whole batch, and then pulled back through the
+model. Micro-batches therefore do not change it. With advantages A_i, weights w_i (1/B,
 or less with `normalise`) and importance ratios c_t, the surrogate to be minimised is
 
     Σ_i w_i Σ_t [ −A_i c_t + β ∂(KL term)_i/∂log π_t ] · log π_t
@@ -11,7 +11,6 @@ with everything but the last factor constant. The KL term is any target that `kl
 `Rollout` and differentiated with respect to that.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -60,10 +59,6 @@ class Fields:
         ref_logp, old_logp = (logp if one is None else one for one in (rollouts.ref_logp, rollouts.old_logp))
         return cls(logp, ref_logp, old_logp, rollouts.mask, rollouts.tokens, rollouts.reward.to(logp), rollouts.group)
 
-    def each(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return the fields, each changed in the same way."""
-        return type(self)(**{name: change(value) for name, value in vars(self).items()})
-
 
 @dataclass(frozen=True)
 class LogProbGradient:
@@ -108,7 +103,7 @@ class Objective:
         return self.kl is not None and not self.takes_logits
 
     def weights(self, fields: Fields, longest: int) -> Tensor:
-        """Return the weights (B,) of rollouts in the joint batch; `longest` is max_tokens."""
+        """Return the weights (B,) of rollouts in the batch; `longest` is max_tokens."""
         rows = len(fields.mask)
         lengths = fields.mask.sum(dim=1).clamp(min=1).to(fields.logp)
         by = {NONE: torch.ones_like(lengths), "sequence": lengths, "constant": torch.full_like(lengths, longest)}
@@ -116,7 +111,7 @@ class Objective:
         return 1 / (rows * divisor)
 
     def gradient(self, fields: Fields, weights: Tensor) -> LogProbGradient:
-        """Return the gradient for a joint batch, without a KL term that reads logits."""
+        """Return the gradient for a batch, without a KL term that reads logits."""
         total, logged = torch.zeros_like(fields.logp), None
         if self.with_reward:
             total = total - self._ascent(fields) * weights[:, None]
@@ -144,7 +139,7 @@ class Objective:
         if split and (outcome.rows is None or (self.kl.spec is not None and self.kl.spec.couples)):
             raise UsageError(
                 f"{self.kl.name} takes all next tokens' log-probs and couples the rows of a batch, so that the batch "
-                "cannot be split: set micro_batch=0 and use one process"
+                "cannot be split: set micro_batch=0"
             )
         objective = outcome.objective if outcome.rows is None else (outcome.rows * weights.to(outcome.rows)).sum()
         found = leaf_gradients(self.kl, objective, rollout)
@@ -211,7 +206,7 @@ def _rollout(fields: Fields, logits: tuple[Tensor, Tensor] | None, *, beta: floa
     def at_home(value: Tensor) -> Tensor:
         return value.detach().to(home, value.dtype if value.dtype == torch.int64 else torch.float64)
 
-    given: dict[str, Any] = dict(vars(fields.each(at_home)))
+    given: dict[str, Any] = {name: at_home(value) for name, value in vars(fields).items()}
     given["advantage"] = advantages(given["reward"], given["group"], "mean", NONE)
     if logits is not None:
         policy, reference = (one.detach() for one in logits)

@@ -1,7 +1,7 @@
 """Rollouts of a training step, an evaluation or a measurement: prompts, completions and rewards.
 
 The random streams depend on the seed, the step and the purpose alone. Runs that differ in their KL term therefore meet
-the same prompts and uniforms; so do several processes and one, and a run that was resumed and one that was not.
+the same prompts and uniforms; so do a run that was resumed and one that was not.
 """
 
 from dataclasses import replace
@@ -13,9 +13,7 @@ import numpy as np
 import torch
 
 from kltest.finetune.models import rewards
-from kltest.finetune.processes import Processes
 from kltest.finetune.settings import Settings
-from kltest.finetune.sharding import gathered
 from kltest.finetune.tasks import Split, Task
 from kltest.language_models.generation import Rollouts, generate
 from kltest.language_models.language import LanguageModel
@@ -42,26 +40,21 @@ def draw(
     numbers: tuple[int, ...],
     prompts: int,
     group_size: int,
-    processes: Processes,
 ) -> Rollouts:
-    """Draw this process's share of prompts·group_size rollouts, with rewards.
+    """Draw prompts·group_size rollouts, with rewards.
 
     `purpose` chooses the random stream and the split, `numbers` say which draw of this purpose it is, such as (step,).
-    `prompts` is their number over all processes, `group_size` that of rollouts of each.
     """
     generator = np.random.default_rng([settings.seed, 1 + get_args(Purpose).index(purpose), *numbers])
     split: Split = "train" if purpose in ("train", "gradient") else purpose  # type: ignore[assignment]
     problems = task.draw(split, prompts, generator)
     uniforms = torch.from_numpy(generator.random((prompts * group_size, longest(settings, task))))  # (B, T)
-    share = processes.share(prompts, "prompts")
-    problems = problems[share]
-    rows = slice(share.start * group_size, share.stop * group_size)
     encoded = [sampler.encode(one.prompt) for one in problems]
-    with sampler.autocast(), gathered(sampler.model):  # Weights are cast and gathered once for the whole generation.
-        rollouts = generate(sampler, encoded, uniforms[rows], temperature=settings.temperature)
+    with sampler.autocast():  # weights are cast once for the whole generation
+        rollouts = generate(sampler, encoded, uniforms, temperature=settings.temperature)
     repeated = [one for one in problems for _ in range(group_size)]
     scored = partial(rewards, sampler, task, repeated, rollouts.tokens, rollouts.mask)
-    rollouts = replace(rollouts, reward=scored().to(sampler.device), group=rollouts.group + share.start)
+    rollouts = replace(rollouts, reward=scored().to(sampler.device))
     if purpose == "held-out" and hasattr(task, "gold"):
         rollouts = replace(rollouts, gold=scored(gold=True).to(sampler.device))
-    return rollouts.resized(processes.largest(rollouts.tokens.shape[1]))
+    return rollouts

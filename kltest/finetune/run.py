@@ -5,7 +5,9 @@ step: `_measure`, `_generate`, `_update`, `_optimise`. Behind them stand `kltest
 `update` and `objective` (the gradient), `evaluation` (what is measured) and `checkpoints` (the folder).
 """
 
+import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,19 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from kltest.errors import UsageError
-from kltest.finetune.checkpoints import CHECKPOINT, Record, RunFolder
+from kltest.errors import UsageError, did_you_mean
+from kltest.finetune.checkpoints import Record, RunFolder
 from kltest.finetune.evaluation import compare_gradients, evaluate, of_batch, of_ratios
-from kltest.finetune.models import Models, load
+from kltest.finetune.models import Models, device_of, load
 from kltest.finetune.objective import Objective
 from kltest.finetune.plot import plot
-from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import check_prompts, draw, longest
-from kltest.finetune.settings import Settings
-from kltest.finetune.sharding import as_split, split, wanted, whole
+from kltest.finetune.settings import NONE, Settings
 from kltest.finetune.stopping import interruptible, located
 from kltest.finetune.tasks import Task, task_named
-from kltest.finetune.trackers import tracker_of
 from kltest.finetune.update import NotFiniteError, UpdateInfo, accumulate
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.models import is_tiny, parameters_asked, save
@@ -50,39 +49,32 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
         KltestError: A number is not finite, or memory runs out.
         KeyboardInterrupt: After the step in which Ctrl-C was pressed, with everything kept.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "kltest finetune runs in one process: start it without accelerate launch or torchrun, with micro_batch if "
+            "memory is short; a trainer that spreads a model over devices can be measured with kltest.KLAuditCallback"
+        )
     _set_threads(settings)
-    processes = Processes.here(settings.device)
-    processes.share(settings.prompts // settings.minibatches, "prompts")
-    sharded = wanted(settings, processes)
     task = task_named(settings.task, settings.keys)
     task.draw("held-out", 1, np.random.default_rng(0))  # refuses a task that could not be measured
-    files = RunFolder(folder if processes.main else None, settings, again=again)
+    device = device_of(settings.device)
+    files = RunFolder(folder, settings, again=again)
     objective = Objective(settings)
-    # The main process loads first: it may have to train the reference of a tiny model, which the others then read.
-    if not processes.main:
-        processes.wait()
-    models = load(settings, task, torch.device("cpu") if sharded else processes.device)
-    if processes.main:
-        processes.wait()
-    if sharded:
-        split(models.policy.model, processes)
-        if models.reference.model is not models.policy.model:
-            split(models.reference.model, processes)
+    models = load(settings, task, device)
     check_prompts(models.policy, task, settings)
-    training = Training(settings, task, models, objective, processes)
-    training.restore(files, folder)
+    training = Training(settings, task, models, objective)
+    training.restore(files)
     label = f"{settings.resolved.kl}, β = {settings.beta:g}"
-    tracker = tracker_of(settings, folder) if processes.main else None
-    shown = not quiet and processes.main and training.step <= settings.steps
+    tracker = tracker_of(settings, folder)
+    shown = not quiet and training.step <= settings.steps
     bar = Progress(label, settings.steps + 1, done=training.step) if shown else nullcontext()
     with bar as progress, interruptible() as interrupted:
         while training.step <= settings.steps:
             record, seconds = training.next(files)
-            if processes.main:
-                files.add(record, {"step": record["step"], **seconds}, training.samples())
+            files.add(record, {"step": record["step"], **seconds}, training.samples())
             if tracker:
                 tracker.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
-            stopping = bool(processes.largest(int(interrupted.is_set())))
+            stopping = interrupted.is_set()
             due = settings.checkpoint_every and training.step % settings.checkpoint_every == 0
             if due or stopping or training.step > settings.steps:
                 files.save(training.state())
@@ -93,22 +85,16 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     if tracker:
         tracker.finish()
     if folder is not None:
-        model = models.policy.model.to(None if sharded else "cpu", models.dtype)
-        weights = whole(model.state_dict()) if sharded else None
-        if processes.main:
-            plot(files.records, folder / "run.svg")
-            save(model, models.policy.tokenizer, folder / "model", weights)
+        plot(files.records, folder / "run.svg")
+        save(models.policy.model.to("cpu", models.dtype), models.policy.tokenizer, folder / "model")
     return files.records
 
 
 class Training:
     """The policy, its optimiser and the number of the step: everything that changes in a run."""
 
-    def __init__(
-        self, settings: Settings, task: Task, models: Models, objective: Objective, processes: Processes
-    ) -> None:
-        self.settings, self.task, self.models = settings.resolved, task, models
-        self.objective, self.processes = objective, processes
+    def __init__(self, settings: Settings, task: Task, models: Models, objective: Objective) -> None:
+        self.settings, self.task, self.models, self.objective = settings.resolved, task, models, objective
         self.step = 0
         self.parameters = [one for one in models.policy.model.parameters() if one.requires_grad]
         kind = torch.optim.SGD if settings.optimiser == "sgd" else torch.optim.Adam
@@ -126,8 +112,6 @@ class Training:
         record: Record = {"step": self.step}
 
         def save_failed() -> Path | None:
-            if self.models.policy.sharded:  # the others may not take part
-                return None
             batch = None if self.batch is None else vars(self.batch)
             return files.save({**self.state(), "batch": batch}, "failed.pt")
 
@@ -142,7 +126,7 @@ class Training:
         return record, self._seconds
 
     def _measure(self) -> Record:
-        of = self.models, self.task, self.settings, self.step, self.processes
+        of = self.models, self.task, self.settings, self.step
         record: Record = {}
         if self._due(self.settings.eval_every, ends=True):
             record |= evaluate(*of)
@@ -160,7 +144,7 @@ class Training:
         settings = self.settings
         sizes = (settings.prompts, settings.group_size)
         policy = self.models.policy
-        batch = draw(policy, self.task, settings, "train", (self.step,), *sizes, self.processes)
+        batch = draw(policy, self.task, settings, "train", (self.step,), *sizes)
         if settings.truncated == "zero":
             assert batch.reward is not None
             batch = replace(batch, reward=batch.reward.where(batch.ended(policy.end), 0.0))
@@ -183,17 +167,16 @@ class Training:
         for epoch in range(settings.inner_epochs):
             if measured and epoch == settings.inner_epochs - 1:
                 with self._timed("measuring"):
-                    of = self.models, self.task, settings, self.step, self.processes
-                    record |= compare_gradients(*of, sampler)
+                    record |= compare_gradients(self.models, self.task, settings, self.step, sampler)
             infos = []
             for rows in batch.split(len(batch) // settings.minibatches):
                 self.optimiser.zero_grad(set_to_none=True)
                 most = longest(settings, self.task)
-                infos.append(accumulate(self.objective, self.models, batch.rows(rows), self.processes, longest=most))
+                infos.append(accumulate(self.objective, self.models, batch.rows(rows), longest=most))
                 norms.append(self._optimise(self.step * settings.updates + len(norms)))
             info = UpdateInfo.joined(infos)
             if epoch == 0:
-                record |= {**of_batch(batch, info, policy.end, self.processes), "gradient_norm": norms[0]}
+                record |= {**of_batch(batch, info, policy.end), "gradient_norm": norms[0]}
                 batch = self.batch = replace(batch, old_logp=info.logp if batch.old_logp is None else batch.old_logp)
         if settings.updates > 1:
             record |= {"gradient_norm_last": norms[-1], **of_ratios(info, self.objective.settings)}
@@ -202,9 +185,8 @@ class Training:
     def _optimise(self, update: int) -> float:
         """One step of the optimiser; the gradient's norm before it is shortened."""
         settings = self.settings
-        self.processes.sum_gradients(self.parameters)
         gradients = [one.grad for one in self.parameters if one.grad is not None]
-        norm = float(whole(torch.nn.utils.get_total_norm(gradients)))
+        norm = float(torch.nn.utils.get_total_norm(gradients))
         if not norm < float("inf"):
             raise NotFiniteError(f"the gradient's norm is {norm}")
         if settings.max_norm and norm > settings.max_norm:
@@ -239,26 +221,20 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Return the state that the rest of the run depends on; prompts and uniforms follow from the step."""
-        model, optimiser = (one.state_dict() for one in (self.models.policy.model, self.optimiser))
-        if self.models.policy.sharded:
-            model, optimiser = whole(model), whole(optimiser)
+        model, optimiser = self.models.policy.model.state_dict(), self.optimiser.state_dict()
         return {"step": self.step, "model": model, "optimiser": optimiser, "random": torch.get_rng_state()}
 
-    def restore(self, files: RunFolder, folder: Path | None) -> None:
-        """Continue from the last checkpoint of the folder; every process reads the same one."""
+    def restore(self, files: RunFolder) -> None:
+        """Continue from the last checkpoint of the folder."""
         state = files.restore()
-        if not self.processes.main and folder is not None and (folder / CHECKPOINT).exists():
-            state = torch.load(folder / CHECKPOINT, map_location="cpu", weights_only=True)
         if state is None:
             return
         try:
-            model, optimiser = self.models.policy.model, state["optimiser"]
-            model.load_state_dict(as_split(state["model"], model.state_dict()))
-            for number, moments in optimiser["state"].items():
-                optimiser["state"][number] = as_split(moments, dict.fromkeys(moments, self.parameters[number]))
-            self.optimiser.load_state_dict(optimiser)
+            self.models.policy.model.load_state_dict(state["model"])
+            self.optimiser.load_state_dict(state["optimiser"])
         except (RuntimeError, ValueError, KeyError) as error:
-            raise UsageError(f"the checkpoint in {folder} is of another model; start anew with --again") from error
+            where = files.folder
+            raise UsageError(f"the checkpoint in {where} is of another model; start anew with --again") from error
         torch.set_rng_state(state["random"])
         self.step = state["step"]
 
@@ -269,6 +245,32 @@ class Training:
         yield
         nested = sum(self._seconds.values()) - before
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started - nested
+
+
+def tracker_of(settings: Settings, folder: Path | None) -> Any:
+    """Return accelerate's tracker of that name, started; None if the settings name none.
+
+    Raises:
+        UsageError: There is no such tracker, or it is not installed.
+    """
+    if settings.tracker == NONE:
+        return None
+    try:
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        kinds = {str(name): kind for name, kind in LOGGER_TYPE_TO_CLASS.items()}
+        if settings.tracker not in kinds:
+            hint = did_you_mean(settings.tracker, kinds)
+            raise UsageError(f"tracker: {hint}{settings.tracker!r} is none of {', '.join(kinds)}")
+        PartialState(cpu=settings.device == "cpu")  # trackers ask which process is the first
+        kind = kinds[settings.tracker]
+        tracker = kind("kltest", **({"logging_dir": folder or "."} if kind.requires_logging_directory else {}))
+        tracker.start()
+    except ImportError as error:
+        raise UsageError(f"tracker: {settings.tracker} is not installed ({error})") from error
+    tracker.store_init_configuration({**settings.plain(), "kl_options": json.dumps(dict(settings.kl_options))})
+    return tracker
 
 
 def _set_threads(settings: Settings) -> None:

@@ -116,16 +116,19 @@ def _countdown_of(numbers: int, generator: np.random.Generator) -> Problem:
 def task_named(text: str, keys: str = "") -> Task:
     """Return the task `NAME[:OPTION]`, or that of a file of Python, `FILE.py:NAME`.
 
-    `keys` renames those of a file's or a data set's problems: "prompt=question,answer=solution".
+    `keys` renames those of a file's problems: "prompt=question,answer=solution".
 
     Raises:
         UsageError: There is no such task or option.
         TargetError: The file fails.
     """
     name, colon, option = text.partition(":")
-    read: dict[str, Callable[[str, str], Task]] = {"jsonl": Lines.read, "hub": Lines.from_hub}
-    if name in read:
-        return read[name](option, keys)
+    if name == "jsonl":
+        return Lines.read(option, keys)
+    if name == "hub":
+        raise UsageError(
+            "data sets of the hub are no tasks any more: save one with its to_json(PATH), and name it jsonl:PATH"
+        )
     if name.endswith(".py"):
         return _of_a_file(Path(name), option)
     kinds: dict[str, tuple[Callable[..., Task], int, int]] = {
@@ -134,8 +137,8 @@ def task_named(text: str, keys: str = "") -> Task:
     }
     if name not in kinds:
         raise UsageError(
-            f"there is no task {name!r}; {did_you_mean(name, (*kinds, *read))}tasks are addition[:DIGITS], "
-            "countdown[:NUMBERS], jsonl:PATH, hub:ID[:SPLIT] and FILE.py:NAME"
+            f"there is no task {name!r}; {did_you_mean(name, (*kinds, 'jsonl'))}tasks are addition[:DIGITS], "
+            "countdown[:NUMBERS], jsonl:PATH and FILE.py:NAME"
         )
     kind, low, high = kinds[name]
     if not colon:

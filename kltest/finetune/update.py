@@ -11,7 +11,6 @@ from torch import Tensor
 from kltest.errors import KltestError
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Fields, Objective
-from kltest.finetune.processes import Processes
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.scoring import score, score_in_parts
 
@@ -25,8 +24,8 @@ class UpdateInfo:
     """Inputs of an update.
 
     Attributes:
-        fields: The joint batch of all processes.
-        logp: (B, T) this process's log-probs.
+        fields: The batch.
+        logp: (B, T) log-probs of the policy.
         logged: The KL that the term logs, in nats a rollout; None if it logs nothing.
     """
 
@@ -47,12 +46,11 @@ def accumulate(
     objective: Objective,
     models: Models,
     rollouts: Rollouts,
-    processes: Processes,
     *,
     longest: int,
     row_weights: Tensor | None = None,
 ) -> UpdateInfo:
-    """Add this process's part of the gradient to `.grad`; `processes.sum_gradients` makes it that of the joint batch.
+    """Add the gradient of a batch to `.grad`.
 
     Rollouts are rewarded, and have the reference's log-probs if the objective needs them, and the sampler's unless that
     is the policy itself. `row_weights` (B,) stand instead of the objective's, as probabilities of enumerated rollouts.
@@ -76,31 +74,30 @@ def accumulate(
             logp[rows] = scores.logp.detach()
         elif number == 0:
             logp = score_in_parts(models.policy, rollouts, size, temperature=temperature)
-        # 2. The gradient at the log-probs, for the joint batch: advantages and couplings need all of its rows.
+        # 2. The gradient at the log-probs, for the whole batch: advantages and couplings need all of its rows.
         if once or number == 0:
             _check_finite(logp, rollouts.mask)
-            joint = Fields.of(rollouts, logp).each(processes.joint)
-            weights = objective.weights(joint, longest) if row_weights is None else row_weights  # (B,)
-            if objective.settings.truncated == "mask":
-                weights = weights.where(processes.joint(whole), 0.0)
-            found = objective.gradient(joint, weights)
-            at_logp, own_weights = processes.own(found.logp).where(whole[:, None], 0.0), processes.own(weights)
+            fields = Fields.of(rollouts, logp)
+            weights = objective.weights(fields, longest) if row_weights is None else row_weights  # (B,)
+            weights = weights.where(whole, 0.0)
+            found = objective.gradient(fields, weights)
+            at_logp = found.logp.where(whole[:, None], 0.0)
         # 3. Backward through the model: ∇ Σ g·log π with g constant.
         surrogate = (at_logp[rows] * scores.logp).sum()
         if scores.logits is not None:
             with torch.no_grad():
                 other = scored(models.reference, part)
             assert other.logits is not None
-            fields = replace(Fields.of(part, logp[rows]), ref_logp=other.logp)
-            split = len(parts) > 1 or processes.count > 1
-            kl = objective.kl_gradient(fields, own_weights[rows], (scores.logits, other.logits), split=split)
+            of_part = replace(Fields.of(part, logp[rows]), ref_logp=other.logp)
+            log_probs = scores.logits, other.logits
+            kl = objective.kl_gradient(of_part, weights[rows], log_probs, split=len(parts) > 1)
             along = (kl.logp * scores.logp).sum()
             if kl.logits is not None:
                 along = along + (kl.logits.to(scores.logits) * scores.logits).sum()
             surrogate = surrogate + along
             logged.append((kl.logged, len(part)))
         surrogate.backward()
-    return UpdateInfo(joint, logp, _mean([*logged, (found.logged, len(logp))], processes))
+    return UpdateInfo(fields, logp, _mean([*logged, (found.logged, len(logp))]))
 
 
 def _check_finite(logp: Tensor, mask: Tensor) -> None:
@@ -109,10 +106,7 @@ def _check_finite(logp: Tensor, mask: Tensor) -> None:
         raise NotFiniteError(f"the policy's log-prob of a token is {worst}: an update broke it; lower learning_rate")
 
 
-def _mean(logged: list[tuple[float | None, int]], processes: Processes) -> float | None:
-    """The mean over the rows of all processes."""
+def _mean(logged: list[tuple[float | None, int]]) -> float | None:
+    """The mean over rows of what parts logged."""
     known = [(value, rows) for value, rows in logged if value is not None]
-    if not known:
-        return None
-    mean = sum(value * rows for value, rows in known) / sum(rows for _, rows in known)
-    return float(processes.joint(torch.tensor([mean], dtype=torch.float64, device=processes.device)).mean())
+    return sum(value * rows for value, rows in known) / sum(rows for _, rows in known) if known else None

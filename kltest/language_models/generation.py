@@ -108,15 +108,11 @@ def generate(
     ids, mask = (part.to(device) for part in padded(prompts, language.pad))  # (N, P)
     language.check_length(ids.shape[1], longest)
     whole = None if bool(mask.all()) else mask
-    decoder, cache = language.decoder, None
-    if decoder is None:
-        logits, cache = language.forward(ids, whole, keep=1, cache=cache_for(language))
-        logits = logits[:, -1].repeat_interleave(each, dim=0)  # (B, V)
-        if each > 1 and cache is not None:
-            cache.batch_repeat_interleave(each)
+    logits, cache = language.forward(ids, whole, keep=1, cache=cache_for(language))
+    logits = logits[:, -1].repeat_interleave(each, dim=0)  # (B, V)
+    if each > 1 and cache is not None:
+        cache.batch_repeat_interleave(each)
     ids, mask = ids.repeat_interleave(each, dim=0), mask.repeat_interleave(each, dim=0)  # (B, P)
-    if decoder is not None:
-        logits = decoder.start(ids, mask, longest)  # (B, V)
     seen = None if whole is None else mask
     uniforms, ends = uniforms.to(device), torch.tensor(language.end, device=device)
     tokens = torch.full((rows, longest), language.pad, device=device)
@@ -135,15 +131,12 @@ def generate(
             left = int(alive.sum())
             if not left:
                 break
-            if device.type == "cpu" and decoder is None and left <= COMPACT_BELOW * len(here):
+            if device.type == "cpu" and left <= COMPACT_BELOW * len(here):
                 kept = alive.nonzero()[:, 0]
                 here, alive, token = here[kept], alive[kept], token[kept]
                 if cache is not None:
                     cache.batch_select_indices(kept)
                 seen = None if seen is None else seen[kept]
-        if decoder is not None:
-            logits = decoder.step(token)
-            continue
         seen = None if seen is None else torch.cat([seen, seen.new_ones(len(token), 1)], dim=1)
         # Without a cache the model reads everything again.
         more = token[:, None] if cache is not None else torch.cat([ids[here], tokens[here, : step + 1]], dim=1)

@@ -26,7 +26,6 @@ class LanguageModel:
         pad: Id at padded positions. It may be any id, an end token's included: masks say where the tokens are.
         compute_dtype: Dtype of forward passes if it is not that of the weights.
         compiled: The model as torch.compile returned it, for passes without a cache.
-        decoder: Generates with a cache of fixed size, if it is to (`kltest.language_models.decoding`).
         chat: True to send a prompt as a user message through the tokenizer's chat template.
         bare: True for a model without its adapters: the reference of a policy that shares its weights.
     """
@@ -37,7 +36,6 @@ class LanguageModel:
     pad: int
     compute_dtype: torch.dtype | None = None
     compiled: Any = None
-    decoder: Any = None
     chat: bool = False
     bare: bool = False
 
@@ -96,11 +94,6 @@ class LanguageModel:
         """True if a forward pass can continue from an earlier one."""
         return "past_key_values" in options_of(type(self.model).forward)
 
-    @property
-    def sharded(self) -> bool:
-        """True if FSDP splits the weights over processes, which must then make the same passes."""
-        return hasattr(self.model, "unshard")
-
     def frozen(self) -> "LanguageModel":
         """Return a copy with the present weights, which require no gradient.
 
@@ -109,7 +102,7 @@ class LanguageModel:
         """
         model = copy.deepcopy(self.model).requires_grad_(False)
         self.cast(model)
-        return replace(self, model=model, compiled=None, decoder=None)
+        return replace(self, model=model, compiled=None)
 
     def cast(self, model: nn.Module) -> None:
         """Change matrices without a gradient to `compute_dtype`."""

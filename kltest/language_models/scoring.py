@@ -47,8 +47,7 @@ def score(language: LanguageModel, rollouts: Rollouts, *, temperature: float = 1
         temperature: Divisor of the logits.
         logits: True to return the log-probs of all next tokens as well.
     """
-    alone = language.compiled is None and not language.sharded
-    if alone and language.device.type == "cpu" and language.caches:
+    if language.compiled is None and language.device.type == "cpu" and language.caches:
         return _by_length(language, rollouts, temperature, logits)
     return _scored(logits_of(language, rollouts), rollouts.tokens, temperature, logits)
 

@@ -10,7 +10,6 @@ from kltest.environments import Instance, ragged, sequence
 from kltest.estimators import registry
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Objective
-from kltest.finetune.processes import Processes
 from kltest.finetune.settings import Settings
 from kltest.finetune.update import accumulate
 from kltest.language_models.generation import Rollouts
@@ -22,7 +21,6 @@ from kltest.loss.resolve import resolve
 from kltest.moments import exact
 
 transformers = pytest.importorskip("transformers")
-ALONE = Processes(0, 1, torch.device("cpu"))
 PROMPT = [2, 1]
 
 
@@ -79,7 +77,7 @@ class Enumerated:
         self.policy.zero_grad()
         rollouts = self.rollouts(settings, objective)
         models = Models(self.language(self.policy), self.language(self.reference))
-        accumulate(objective, models, rollouts, ALONE, longest=3, row_weights=weights)
+        accumulate(objective, models, rollouts, longest=3, row_weights=weights)
         return {
             name: np.zeros(tuple(one.shape)) if one.grad is None else one.grad.numpy().copy()
             for name, one in self.policy.named_parameters()

@@ -15,7 +15,6 @@ pytest.importorskip("transformers")
 
 from kltest.finetune.models import load
 from kltest.finetune.objective import Objective
-from kltest.finetune.processes import Processes
 from kltest.finetune.rollouts import draw
 from kltest.finetune.run import Training, run
 from kltest.finetune.tasks import task_named
@@ -23,7 +22,6 @@ from kltest.finetune.update import accumulate
 
 SIZES = {"model": "tiny:30k", "task": "addition:1", "steps": 2, "prompts": 4, "group_size": 2, "reference_steps": 2}
 SMALL = Settings(**SIZES, eval_every=0, eval_prompts=4, gradient_every=0, kl="k3-loss", beta=0.5, device="cpu")
-ALONE = Processes(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +34,7 @@ def models_folder(tmp_path_factory):
 def gradient(models, settings, rollouts):
     """Of one batch, by parameter."""
     models.policy.model.zero_grad()
-    accumulate(Objective(settings), models, rollouts, ALONE, longest=5)
+    accumulate(Objective(settings), models, rollouts, longest=5)
     return [one.grad.clone() for one in models.policy.model.parameters()]
 
 
@@ -62,9 +60,9 @@ def test_masked_rollouts_have_no_gradient(kl):
     """The gradient is that of the rollouts that ended; where it couples rows, of their log-probs."""
     settings = replace(SMALL, kl=kl, max_tokens=5, truncated="mask", baseline="none")
     task = task_named(settings.task)
-    models = load(settings, task, ALONE.device)
+    models = load(settings, task, torch.device("cpu"))
     models.policy.model.lm_head.weight.data.mul_(1.5)
-    rollouts = draw(models.policy, task, settings, "train", (0,), 16, 2, ALONE)
+    rollouts = draw(models.policy, task, settings, "train", (0,), 16, 2)
     rollouts = replace(rollouts, ref_logp=rollouts.sampled_logp - 0.3, reward=torch.arange(32.0).double())
     ended = rollouts.ended(models.policy.end)
     assert 0 < int(ended.sum()) < 32
@@ -75,7 +73,7 @@ def test_masked_rollouts_have_no_gradient(kl):
         share = float(ended.double().mean())
         for one, other in zip(masked, alone, strict=True):
             torch.testing.assert_close(one, share * other, rtol=1e-3, atol=1e-6)  # sums in another order, in float32
-    training = Training(replace(settings, truncated="zero", prompts=16), task, models, Objective(settings), ALONE)
+    training = Training(replace(settings, truncated="zero", prompts=16), task, models, Objective(settings))
     drawn = training._generate()
     assert (drawn.reward[~drawn.ended(models.policy.end)] == 0).all()
 
@@ -128,7 +126,7 @@ def test_what_a_run_leaves_for_people(tmp_path, monkeypatch):
 def test_adapters_are_all_that_is_trained(tmp_path):
     pytest.importorskip("peft")
     settings = replace(SMALL, lora=2, learning_rate=1e-2, warmup=0, kl="k1-loss")
-    whole = load(SMALL, task_named(SMALL.task), ALONE.device).policy.model.state_dict()
+    whole = load(SMALL, task_named(SMALL.task), torch.device("cpu")).policy.model.state_dict()
     records = run(settings, tmp_path, quiet=True)
     assert records[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     assert records[-1]["kl"] > 1e-4

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,6 @@ from kltest.finetune.settings import Settings
 
 pytest.importorskip("transformers")
 
-import safetensors.torch
 
 from kltest.finetune import run as running
 from kltest.finetune.checkpoints import RunFolder
@@ -31,7 +29,6 @@ from kltest.finetune.evaluation import compare_gradients, compared, evaluate
 from kltest.finetune.metrics import METRICS
 from kltest.finetune.models import load
 from kltest.finetune.objective import advantages
-from kltest.finetune.processes import Processes
 from kltest.finetune.run import run
 from kltest.finetune.tasks import task_named
 from kltest.language_models import generation
@@ -41,7 +38,6 @@ SIZES = {"model": "tiny:30k", "task": "addition:1", "steps": 6, "prompts": 4, "g
 MEASURED = {"eval_every": 3, "eval_prompts": 16, "gradient_every": 4, "gradient_chunks": 3, "gradient_batches": 1}
 REFERENCE = {"reference_steps": 200, "reference_reward": 0.3}
 SMALL = Settings(**SIZES, **MEASURED, **REFERENCE, learning_rate=1e-3, beta=0.1, kl="k1-reward")
-ALONE = Processes(0, 1, torch.device("cpu"))
 ARGUMENTS = [
     item for name, value in SMALL.plain().items() if name != "kl_options" for item in ("--set", f"{name}={value}")
 ]
@@ -296,163 +292,6 @@ def test_micro_batches_give_the_same_run(finished):
     assert of(cut, "gradient_norm")[1] == pytest.approx(of(whole, "gradient_norm")[1], rel=1e-4)
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-from kltest.finetune.run import run
-from kltest.finetune.settings import settings_of, changes_of
-run(settings_of(changes_of(sys.argv[2:])), Path(sys.argv[1]), quiet=True)
-"""
-
-
-def launched(*command):
-    """Two processes on the CPU, as `accelerate launch` starts them."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    return ran(*launch, *command, env={**os.environ, "ACCELERATE_USE_CPU": "true"}, timeout=600)
-
-
-@pytest.mark.parametrize("kl", ["k1-reward", pytest.param("rao-blackwell", marks=pytest.mark.scheduled)])
-def test_two_processes_follow_the_gradient_of_the_joint_batch(tmp_path, kl, models_folder):
-    """As `accelerate launch` starts them; after a step of plain gradient the weights are those of one process."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    changes = {"kl": kl, "steps": 2, "gradient_every": 1, "dtype": "float64", "optimiser": "sgd", "max_norm": 0.0}
-    settings = replace(SMALL, **changes, device="cpu", inner_epochs=2, normalise="tokens")
-    run(settings, tmp_path / "one", quiet=True)
-    arguments = [f"{name}={value}" for name, value in settings.plain().items() if name != "kl_options"]
-    done = launched("--cpu", program, tmp_path / "two", *arguments)
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, two = (torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in ("one", "two"))
-    start = load(settings, task_named(settings.task), torch.device("cpu")).policy.model.state_dict()
-    for name, value in one.items():
-        moved = float((value - start[name]).abs().max())
-        assert moved > 0
-        # Sums of a few rows in another order, in float64.
-        assert float((two[name] - value).abs().max()) <= 1e-9 * moved
-    first, second = ((tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("one", "two"))
-    assert len(first) == len(second) == 3
-    for one, two in zip(first, second, strict=True):
-        logged, joint = json.loads(one).get("kl_logged"), json.loads(two).get("kl_logged")
-        # The mean over all rows, not over those of the first process.
-        assert (joint is None) == (logged is None)
-        assert joint == (logged if logged is None else pytest.approx(logged, rel=1e-9, abs=1e-12))
-        # Measurements are shared: each process has half of their rollouts.
-        names = [name for name in json.loads(one) if name.startswith(("kl", "stale", "reward_", "entropy", "length_"))]
-        for name in names:
-            assert json.loads(two)[name] == pytest.approx(json.loads(one)[name], rel=1e-6, abs=1e-12), name
-
-
-WATCHED = """
-import sys
-from contextlib import contextmanager
-from pathlib import Path
-import torch.distributed
-from kltest.finetune import rollouts
-from kltest.finetune.run import run
-from kltest.finetune.settings import settings_of, changes_of
-
-folder, calls = Path(sys.argv[1]), []
-name = "all_gather_single" if hasattr(torch.distributed, "all_gather_single") else "all_gather_into_tensor"
-gather, gathered = getattr(torch.distributed, name), rollouts.gathered
-
-
-def counted(*given, **options):
-    calls.append(1)
-    return gather(*given, **options)
-
-
-@contextmanager
-def watched(model):
-    sizes = [(one.to_local().numel(), one.numel()) for one in model.parameters()]
-    before = len(calls)
-    with gathered(model):
-        during = len(calls)
-        yield
-        assert len(calls) == during > before, (before, during, len(calls))
-    share = sum(one for one, _ in sizes) / sum(one for _, one in sizes)
-    assert 0.4 < share < 0.6, share
-    (folder / "seen").touch()
-
-
-setattr(torch.distributed, name, counted)
-rollouts.gathered = watched
-run(settings_of(changes_of(sys.argv[2:])), folder, quiet=True)
-"""
-
-
-@pytest.mark.scheduled
-@pytest.mark.parametrize("changes", [{"kl": "leave-one-out", "micro_batch": 3}, {"kl": "rao-blackwell", "lora": 2}])
-def test_split_weights_follow_the_gradient_of_whole_ones(tmp_path, monkeypatch, models_folder, changes):
-    """Two processes go on by FSDP from a checkpoint of one, and write what that one does, up to rounding.
-
-    Updates are clipped, gradients compared, and the model is saved in one piece. Each process holds half of the
-    weights; generation gathers them once, and none for a token.
-    """
-    if "lora" in changes:
-        pytest.importorskip("peft")
-    save, folders = RunFolder.save, [tmp_path / name for name in ("one", "two")]
-
-    def copied(files, state, *name):
-        path = save(files, state, *name)
-        if state["step"] == 1:
-            shutil.copytree(*folders)
-        return path
-
-    settings = {"steps": 3, "gradient_every": 2, "gradient_batches": 8, "dtype": "float64", "max_norm": 0.01}
-    settings = replace(SMALL, **settings, **changes, learning_rate=1e-2, warmup=0, checkpoint_every=1, device="cpu")
-    with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "save", copied)
-        run(settings, folders[0], quiet=True)
-    program = tmp_path / "program.py"
-    program.write_text(WATCHED)
-    arguments = [f"{name}={value}" for name, value in settings.plain().items() if name != "kl_options"]
-    fsdp = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
-    done = launched(*fsdp, program, folders[1], *arguments)
-    assert done.returncode == 0, done.stderr
-    assert (folders[1] / "seen").exists()
-    one, two = map(of_file, folders)
-    for record, same in zip(one, two, strict=True):
-        # Sums in another order, in float64; Adam divides by the roots of small squares.
-        assert same == {name: pytest.approx(value, rel=1e-6, abs=1e-9) for name, value in record.items()}
-    assert any("kl_gradient_size" in record for record in two)
-    assert all(record.get("gradient_norm", 1) > settings.max_norm for record in two)
-    states = [torch.load(folder / "checkpoint.pt", weights_only=True) for folder in folders]
-    for kind in ("model", "optimiser"):
-        torch.testing.assert_close(states[1][kind], states[0][kind], rtol=1e-6, atol=1e-9)
-    saved = [{file.name: file for file in (folder / "model").iterdir()} for folder in folders]
-    assert saved[0].keys() == saved[1].keys()
-    (weights,) = ([each[name] for each in saved] for name in saved[0] if name.endswith(".safetensors"))
-    torch.testing.assert_close(*map(safetensors.torch.load_file, weights), rtol=1e-5, atol=1e-7)  # in float32
-
-
-@pytest.mark.parametrize(
-    ("launch", "changes", "words"),
-    [
-        ({"FSDP_VERSION": "1"}, {}, "launch with --fsdp_version 2"),
-        ({"FSDP_OFFLOAD_PARAMS": "true"}, {}, "--fsdp_offload_params false"),
-        ({}, {"compile": True}, "set compile=false and static_cache=false"),
-        ({}, {"inner_epochs": 2}, "set gradient_every=0"),
-    ],
-)
-def test_what_cannot_be_done_with_split_weights_is_refused(monkeypatch, launch, changes, words):
-    two = Processes(0, 2, torch.device("cpu"))
-    monkeypatch.setattr(Processes, "here", classmethod(lambda cls, device: two))
-    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **launch}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=f"FSDP: .*{words}"):
-        run(replace(SMALL, **changes), quiet=True)
-
-
-def test_prompts_that_processes_cannot_share(monkeypatch):
-    from kltest.finetune.processes import Processes
-
-    three = Processes(0, 3, torch.device("cpu"))
-    monkeypatch.setattr(Processes, "here", classmethod(lambda cls, device: three))
-    with pytest.raises(UsageError, match="prompts: 4 cannot be shared evenly by 3"):
-        run(SMALL, quiet=True)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -465,6 +304,12 @@ def test_prompts_that_processes_cannot_share(monkeypatch):
 def test_devices_and_models_that_there_are_not(tmp_path, change, words):
     with pytest.raises(UsageError, match=words):
         run(replace(SMALL, **(change or {"model": str(tmp_path)})), quiet=True)
+
+
+def test_several_processes_are_refused_with_what_to_do(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"runs in one process: .*micro_batch.*KLAuditCallback"):
+        run(SMALL, quiet=True)
 
 
 def test_without_transformers(monkeypatch):
@@ -531,7 +376,7 @@ def test_the_kl_that_is_measured_is_that_of_the_models(monkeypatch):
         return original(language, prompts, *rest, **options)
 
     monkeypatch.setattr("kltest.finetune.rollouts.generate", watched)
-    found = evaluate(models, task, settings, 0, ALONE)
+    found = evaluate(models, task, settings, 0)
     expected = []
     for prompt in seen[0]:
         with torch.no_grad():
@@ -578,8 +423,8 @@ def away(models_folder):
 def test_a_sampler_that_is_the_policy_changes_nothing(away):
     models, task = away[0], task_named(STALE.task)
     settings = replace(STALE, kl="k3-ratio", max_tokens=4)
-    fresh = compare_gradients(models, task, settings, 3, ALONE)
-    stale = compare_gradients(models, task, settings, 3, ALONE, models.policy.frozen())
+    fresh = compare_gradients(models, task, settings, 3)
+    stale = compare_gradients(models, task, settings, 3, models.policy.frozen())
     assert set(stale) == {name.replace("kl_gradient", "stale_gradient") for name in fresh}
     for name, value in fresh.items():
         assert stale[name.replace("kl_gradient", "stale_gradient")] == pytest.approx(value, rel=1e-3), name
@@ -589,8 +434,8 @@ def test_a_stale_gradient_is_that_of_stale_rollouts(away):
     """On single tokens k3 with its ratio follows ∇KL(π‖ref) even so; k2 in the loss does with fresh rollouts alone."""
     (models, sampler), task = away, task_named(STALE.task)
     ratio, none = (replace(STALE, kl=name, gradient_batches=16) for name in ("k3-ratio", "k2-loss"))
-    unbiased, biased = (compare_gradients(models, task, one, 3, ALONE, sampler) for one in (ratio, none))
-    fresh = compare_gradients(models, task, none, 3, ALONE)
+    unbiased, biased = (compare_gradients(models, task, one, 3, sampler) for one in (ratio, none))
+    fresh = compare_gradients(models, task, none, 3)
     for found, name in ((unbiased, "stale_gradient"), (fresh, "kl_gradient")):
         for what in ("cosine", "size"):
             assert found[f"{name}_{what}_low"] < 1 < found[f"{name}_{what}_high"], (name, what)
@@ -602,7 +447,7 @@ def test_the_last_inner_epoch_is_measured_with_the_sampler_of_the_step(monkeypat
     """By what is handed over: the policy as it was before the step, and as it is after all but one of its updates."""
     met, optimise = [], running.Training._optimise
 
-    def spy(models, task, settings, step, processes, sampler=None):
+    def spy(models, task, settings, step, sampler=None):
         copies = [one and one.model.lm_head.weight.detach().clone() for one in (models.policy, sampler)]
         met.append((step, *copies))
         return {} if sampler is None else {"stale_gradient_size": 1.0}

@@ -2,9 +2,6 @@
 
 import json
 import math
-import sys
-from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from kltest.finetune.tasks import Addition, Countdown, task_named
 transformers = pytest.importorskip("transformers")
 
 from kltest.finetune.models import rewards  # noqa: E402
-from kltest.language_models.decoding import Decoder  # noqa: E402
 from kltest.language_models.generation import Rollouts, generate  # noqa: E402
 from kltest.language_models.language import LanguageModel, padded  # noqa: E402
 from kltest.language_models.models import in_double, parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
@@ -103,60 +99,6 @@ def of_kind(kind, **options):
     sizes = {**({} if kind == "gpt2" else sizes), **SHAPES[kind], "vocab_size": 12, "initializer_range": 0.3}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
     return LanguageModel(model.eval() if options else model.double().eval(), None, (1,), 0, **options)
-
-
-def same_tokens(here, fixed, rows=6):
-    """Prompts of three lengths, of which two are padded on the left, and prompts of one."""
-    for prompts in (PROMPTS, [[3, 4, 5], [6, 7, 8], [9, 3, 4]]):
-        uniforms = torch.from_numpy(np.random.default_rng(0).random((rows, 9)))
-        grown, static = (generate(one, prompts, uniforms) for one in (here, fixed))
-        assert static.tokens.tolist() == grown.tokens.tolist()
-        assert static.mask.tolist() == grown.mask.tolist()
-        difference = (static.sampled_logp - grown.sampled_logp)[grown.mask]
-        assert float(difference.abs().max()) < 1e-10  # float64
-        assert 1 < int(grown.lengths.min()) < int(grown.lengths.max())
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_a_cache_of_fixed_size_changes_no_token(kind):
-    """Also beyond a sliding window of four tokens, and when the cache is used again."""
-    here = of_kind(kind)
-    same_tokens(here, replace(here, decoder=Decoder(here, lambda model: model)))
-
-
-@pytest.mark.scheduled
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_a_compiled_step_with_a_cache_of_fixed_size_changes_no_token(kind):
-    """Traced as for the compiler, which takes minutes; of sixteen steps, a window that fills up is traced anew."""
-    here, traced = of_kind(kind), []
-
-    def compiled(model):
-        def backend(graph, inputs):
-            traced.append(graph)
-            return graph
-
-        return torch.compile(model, backend=backend, fullgraph=True)
-
-    same_tokens(here, replace(here, decoder=Decoder(here, compiled)))
-    assert 1 <= len(traced) <= (3 if kind == "mistral" else 1)
-
-
-def test_a_cache_of_fixed_size_has_the_weights_of_the_moment_or_is_refused():
-    """In bfloat16 another copy of the weights generates; its log-probs are the policy's, up to rounding."""
-    here = of_kind("llama", compute_dtype=torch.bfloat16)
-    fixed = replace(here, decoder=Decoder(here, lambda model: model))
-    assert fixed.decoder.language.model.lm_head.weight.dtype == torch.bfloat16
-    uniforms = torch.from_numpy(np.random.default_rng(0).random((6, 9)))
-    before = generate(fixed, PROMPTS, uniforms)
-    with torch.no_grad():
-        here.model.lm_head.weight.mul_(-1)
-    gaps = [
-        float((score(here, one).logp.detach() - one.sampled_logp)[one.mask].abs().max())
-        for one in (generate(fixed, PROMPTS, uniforms), before)
-    ]
-    assert gaps[0] < 0.1 < 1 < gaps[1]
-    with pytest.raises(UsageError, match="cache of MambaForCausalLM cannot have a fixed size; set static_cache=false"):
-        Decoder(of_kind("mamba"), lambda model: model)
 
 
 def test_tokens_come_as_often_as_their_probabilities_say():
@@ -316,30 +258,24 @@ def test_tasks_that_there_are_not(name):
         task_named(name)
 
 
-def test_keys_of_a_file_and_of_a_data_set_are_renamed(tmp_path, monkeypatch):
+def test_keys_of_a_file_are_renamed(tmp_path):
     """As those of grade-school problems, whose answers end with a mark; other keys are left alone."""
     row = {"question": "1+1=", "solution": "one and one #### 2", "url": None, "split": "train"}
-    keys = "prompt=question,answer=solution"
-    asked = []
-
-    def load_dataset(*names, split):
-        asked.append((*names, split))
-        return [row, {**row, "question": "2+2="}]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    for name in (lines_file(tmp_path, row), "hub:some/set,main", "hub:some/set:test"):
-        task = task_named(name, keys)
-        (problem,) = task.draw("train", 1, np.random.default_rng(0))
-        assert problem.prompt in ("1+1=", "2+2=")
-        assert [task.reward(problem, text) for text in ("#### 2", "2", "one")] == [1, 1, 0]
-    assert asked == [("some/set", "main", "train"), ("some/set", "test")]
-    with pytest.raises(UsageError, match='some/set, row 0: "nothing" must be a text'):
-        task_named("hub:some/set", "prompt=nothing,answer=solution")
+    task = task_named(lines_file(tmp_path, row), "prompt=question,answer=solution")
+    (problem,) = task.draw("train", 1, np.random.default_rng(0))
+    assert problem.prompt == "1+1="
+    assert [task.reward(problem, text) for text in ("#### 2", "2", "one")] == [1, 1, 0]
+    with pytest.raises(UsageError, match='line 1: "nothing" must be a text'):
+        task_named(lines_file(tmp_path, row), "prompt=nothing,answer=solution")
     with pytest.raises(UsageError, match="write prompt=NAME,answer=NAME"):
-        task_named("hub:some/set", "question")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match="pip install datasets"):
+        task_named(lines_file(tmp_path, row), "question")
+
+
+def test_what_is_gone_says_what_to_do_instead():
+    with pytest.raises(UsageError, match=r"no tasks any more: save one with its to_json\(PATH\)"):
         task_named("hub:some/set")
+    with pytest.raises(UsageError, match=r"static_cache is no setting any more; .*lower prompts"):
+        settings_of({"static_cache": True})
 
 
 TASK = """

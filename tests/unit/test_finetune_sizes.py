@@ -20,7 +20,6 @@ from kltest.files import write  # noqa: E402
 from kltest.finetune import evaluation, update  # noqa: E402
 from kltest.finetune.checkpoints import RunFolder  # noqa: E402
 from kltest.finetune.models import Models  # noqa: E402
-from kltest.finetune.processes import Processes  # noqa: E402
 from kltest.finetune.run import run  # noqa: E402
 from kltest.language_models import models as loading  # noqa: E402
 from kltest.language_models import scoring  # noqa: E402
@@ -201,7 +200,7 @@ def test_the_policy_is_scored_once_unless_rows_are_coupled(monkeypatch, kl, pass
     part = replace(part, reward=torch.arange(4.0).double(), ref_logp=part.sampled_logp - 0.1)
     objective = update.Objective(replace(SHORT, kl=kl, micro_batch=1))
     models = Models(policy, policy)
-    update.accumulate(objective, models, part, Processes(0, 1, torch.device("cpu")), longest=3)
+    update.accumulate(objective, models, part, longest=3)
     assert rows == [1] * 4 * passes
 
 
