@@ -126,10 +126,8 @@ class Adapter:
         repository: address that git clones the library from, if no package index has it. Its version is a commit then.
         folder: folder of the repository that holds its package.
         standalone: returns a program that shows a setting's gradient with the library and torch (or JAX) alone, or ""
-            if there is none. Its last line of output is a JSON object: `vocabulary` V and `length` T of an environment
-            of fixed length; `policy`, `reference` and `sampler` (null if it is the policy) as (C, V) probabilities;
-            `expected` (C, V), the gradient with respect to logits summed over all rollouts with their probabilities.
-            Contexts come in breadth-first order.
+            if there is none; with `batch=2`, in pairs of rollouts. Its last line of output is the gradient with respect
+            to logits, (C, V), expected in the environment of `kltest.adapters.standalone`.
     """
 
     name: str
@@ -146,7 +144,7 @@ class Adapter:
     imports: tuple[str, ...] = ()
     repository: str = ""
     folder: str = "."
-    standalone: Callable[[Setting], str] | None = None
+    standalone: Callable[..., str] | None = None
 
     def setting(self, name: str) -> Setting | None:
         """The known setting of that name."""

@@ -18,7 +18,7 @@ from kltest.render.tables import wrap
 from kltest.render.words import one_line
 from kltest.scoreboard import recorded
 from kltest.scoreboard.history import history
-from kltest.scoreboard.rows import matches, summary
+from kltest.scoreboard.rows import Row, matches, summary
 from kltest.scoreboard.run import Request, asked_for, check_patterns, libraries
 
 
@@ -47,25 +47,36 @@ def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
 
 def program(target: str) -> int:
     """Print the standalone program of `LIBRARY:SETTING`; UsageError if the adapter writes none."""
+    from kltest.scoreboard.programs import standalone
+
     name, setting = _setting(target)
-    text = find(name).standalone
-    code = text(setting) if text else ""
+    row = _recorded(name, setting) or {"gradients": []}
+    code = standalone(find(name), setting, (each["batch"] for each in row["gradients"]))
     if not code:
         raise UsageError(
             f"the adapter of {name} writes no programs; `kltest libraries {name} --setting '{setting.name}'` measures "
             "the setting and writes one if its function can be imported"
         )
-    print(code, end="")
+    print(code)
     return 0
 
 
 def report(target: str) -> int:
-    """Print what one would file upstream on the setting `LIBRARY:SETTING`; nothing is sent."""
-    from kltest.scoreboard.upstream import upstream
+    """Print what is recorded of the setting `LIBRARY:SETTING`, with its program; nothing is sent."""
+    from kltest.scoreboard.pages import facts
 
     name, setting = _setting(target)
-    print(upstream(find(name), setting), end="")
+    row = _recorded(name, setting)
+    if row is None or not row["gradients"]:
+        raise UsageError(f"nothing is recorded of {target}; `kltest libraries {name}` measures it")
+    print(facts(row))
     return 0
+
+
+def _recorded(library: str, setting: Setting) -> Row | None:
+    """The row of a setting in the newest version that is recorded, None if there is none."""
+    wanted = find(library).name, setting.name
+    return next((row for row in recorded.read() if (row["library"], row["setting"]) == wanted), None)
 
 
 def _setting(target: str) -> tuple[str, Setting]:
@@ -107,7 +118,7 @@ def command(
         typer.Option(
             "--report",
             metavar="LIBRARY:SETTING",
-            help="Print what one would file upstream on a recorded setting: numbers, a program, a proposed change.",
+            help="Print what is recorded of a setting and the program that shows it, as one would file it upstream.",
         ),
     ] = None,
     setting: Annotated[

@@ -6,9 +6,8 @@ A program is run before it is printed, and printed only if it gives the numbers 
 import contextlib
 import io
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
@@ -50,7 +49,11 @@ def with_program(
         if isinstance(loss.function, JaxLoss):
             raise NoSourceError("the loss is written for JAX, and these programs are for torch")
         source = source_of(loss.function, loss.name, NAMES)
-        for code in _Program(loss, declared, environment, example, source).variants():
+        form = (example.batch, example.returned, example.summed)
+        writer = Program(loss, declared, environment, source, *form)
+        # The loss may be one of several results, and may not depend on the policy.
+        for first, start in product(("", "[0]", ".loss", "['loss']"), ("", "0 * logits.sum() + ")):
+            code = writer.text(first, start)
             if _agrees(code, example, TOLERANCES.get(dtype, LOW_PRECISION)):
                 return replace(example, code=code)
     except NoSourceError as reason:
@@ -59,54 +62,61 @@ def with_program(
 
 
 @dataclass
-class _Program:
-    """Writes the program for an environment, the parameters of a loss and its placement."""
+class Program:
+    """Writes the program for an environment, the parameters of a loss and its placement.
+
+    `returned` says if the loss gives a scalar, a number per row or a number per token; if `summed`, it adds up the rows
+    of a batch. With `named`, all arguments are passed by name.
+    """
 
     loss: Loss
     declared: Combination
     environment: SmallEnvironment
-    example: CounterExample
     source: Source
+    batch: int = 1
+    returned: str = "tokens"
+    summed: bool = False
+    named: bool = False
 
     def __post_init__(self) -> None:
-        example, form = self.example, self.loss.form
+        form = self.loss.form
         if self.loss.less == "reference":
             raise NoSourceError("what it returns with the policy as reference is subtracted")
         if "rollout" in self.loss.takes:
             raise NoSourceError("it reads the rollout as an object of kltest")
         self.instance = self.environment.instance()
-        self.moved = example.drawn_from_sampler
+        self.moved = self.environment.sampler is not None
         self.chance = "q" if self.moved else "p.detach()"
-        self.rows = ", ".join(ROWS[: example.batch])
+        self.rows = ", ".join(ROWS[: self.batch])
         # Index that selects the rollouts of a batch.
         self.at = f"[[{self.rows}]]"
-        self.mask = f"mask{self.at}" if example.ends else ""
+        self.mask = f"mask{self.at}" if self.environment.ends else ""
         self.float, self.of_mask = ("", "") if form is None else (_cast(form.floats), _cast(form.mask))
 
-    def variants(self) -> Iterator[str]:
-        """Programs to try: the loss may be one of several results, and may not depend on the policy."""
-        example, takes, lines = self.example, self.loss.takes, self.source.lines
-        environment, paths = self.environment, self.instance.paths
+    def text(self, first: str = "", start: str = "") -> str:
+        """Return the program; `first` picks the loss from what is returned, `start` is added to the expectation."""
+        environment, takes, lines, paths = self.environment, self.loss.takes, self.source.lines, self.instance.paths
         tables = {"logits": environment.policy, "ref": environment.reference, "old": environment.sampler}
         rewarded = (takes & ROW_FIELDS and not self.loss.unrewarded) or "expected_reward" in self.declared
-        text = partial(
-            template(TEMPLATE).render,
+        call, expected = self._expected(first, start)
+        text = template(TEMPLATE).render(
             future=FUTURE if FUTURE in lines else "",
             definitions=[line for line in lines if line != FUTURE],
             tables={name: _rows(table) for name, table in tables.items() if table is not None},
             width=WIDTH,
             paths=paths,
-            masked=example.ends,
+            masked=environment.ends,
             takes=takes,
             moved=self.moved,
             has_old=any(ATLAS[name].stale for name in self.declared) or takes & {"old_logp", "old_logits"},
-            summed=lambda of: summed(of, "mask" if example.ends else ""),
+            summed=lambda of: summed(of, "mask" if environment.ends else ""),
             rewards=self.instance.environment.returns(paths).tolist() if rewarded else None,
-            declared=as_torch(self.declared, masked=example.ends),
+            declared=as_torch(self.declared, masked=environment.ends),
+            call=call,
+            expected=expected,
+            has_stubs="SimpleNamespace(" in call + expected,
         )
-        for first, start in product(("", "[0]", ".loss", "['loss']"), ("", "0 * logits.sum() + ")):
-            call, expected = self._expected(first, start)
-            yield text(call=call, expected=expected, has_stubs="SimpleNamespace(" in call + expected).rstrip("\n")
+        return str(text).rstrip("\n")
 
     def _expected(self, first: str, start: str) -> tuple[str, str]:
         """A lambda, "" if none is needed, and the sum over all batches that may use it."""
@@ -124,7 +134,7 @@ class _Program:
         return f"{self.rows}, beta: {call}", start + self._sum(cost)
 
     def _sum(self, cost: str) -> str:
-        rows = ROWS[: self.example.batch]
+        rows = ROWS[: self.batch]
         chance = " * ".join(f"{self.chance}[{row}]" for row in rows)
         loops = " ".join(f"for {row} in range({len(self.instance.paths)})" for row in rows)
         return f"sum({chance} * {self._placed(cost)} {loops})"
@@ -132,10 +142,10 @@ class _Program:
     def _placed(self, cost: str) -> str:
         """The scalar whose gradient one batch gives, for a placement and a credit."""
         mask, logp, fixed, credit = self.mask, f"logp{self.at}", f"{cost}.detach()", self.loss.credit
-        mean = ".sum()" if self.example.batch == 1 else ".mean()"
-        tokens = self.example.returned == "tokens"
+        mean = ".sum()" if self.batch == 1 else ".mean()"
+        tokens = self.returned == "tokens"
         whole, whole_fixed = (summed(each, mask) if tokens else each for each in (cost, fixed))
-        as_loss = whole if self.example.returned == "scalar" else f"{whole}{mean}"
+        as_loss = whole if self.returned == "scalar" else f"{whole}{mean}"
         if credit == "return" or not tokens:
             last = f"[{mask}.cumsum(-1) == {mask}.sum(-1, keepdim=True)]" if mask else "[:, -1]"
             score = f"{logp}{last}" if credit == "immediate" else summed(logp, mask)
@@ -145,14 +155,14 @@ class _Program:
             charged = f"{live}.flip(1).cumsum(1).flip(1)" if credit == "to-go" else live
             as_reward = f"({charged} * {score}).sum(-1){mean}"
         placed = {"loss": as_loss, "reward": as_reward}.get(self.loss.placement, f"({as_loss} + {as_reward})")
-        share = f" / {self.example.batch}" if self.example.summed else ""
+        share = f" / {self.batch}" if self.summed else ""
         return placed.replace(".sum(-1).sum()", ".sum()") + share
 
     def _call(self) -> str:
         """The call with its arguments: by position until a parameter is left out, then by name."""
         fillings = self.loss.fillings
         begin = takewhile(lambda one: one.name in fillings and one.kind is not one.KEYWORD_ONLY, self.loss.parameters)
-        by_position = [parameter.name for parameter in begin]
+        by_position = [] if self.named else [parameter.name for parameter in begin]
         parts = [] if self.loss.receiver is None else [self._value(self.loss.receiver)]
         parts += [self._value(fillings[name]) for name in by_position]
         parts += [f"{name}={self._value(filling)}" for name, filling in fillings.items() if name not in by_position]
@@ -190,7 +200,7 @@ class _Program:
             **{each: f"{each}{self.at}{self.float}" for each in ("logp", "ref_logp", "old_logp")},
             "mask": f"mask{self.at}{self.of_mask}",
             "tokens": f"y{self.at}",
-            "group": f"torch.zeros({self.example.batch}, dtype=torch.int64)",
+            "group": f"torch.zeros({self.batch}, dtype=torch.int64)",
             "beta": "beta",
         }
         return fields[name]
@@ -198,9 +208,9 @@ class _Program:
     def _per_rollout(self, name: str) -> str:
         value = f"reward{self.at}"
         if self.loss.unrewarded:
-            value = f"torch.zeros({self.example.batch}, dtype=torch.float64)"
+            value = f"torch.zeros({self.batch}, dtype=torch.float64)"
         elif name == "advantage" and any(map(any, self.environment.reward or ())):
-            mean = f"{self.chance} @ reward" if self.example.batch == 1 else f"{value}.mean()"
+            mean = f"{self.chance} @ reward" if self.batch == 1 else f"{value}.mean()"
             value = f"({value} - {mean})"
         if self.loss.form is not None and self.loss.form.per_token:
             value += f"[:, None].repeat(1, {self.instance.paths.shape[1]})"

@@ -11,9 +11,10 @@ from pandas import DataFrame
 from kltest.adapters import DEPTHS
 from kltest.checks import CHECKS
 from kltest.render.html import STYLE
+from kltest.scoreboard import recorded
 from kltest.scoreboard.classes import CLASSES
 from kltest.scoreboard.rows import Row
-from kltest.scoreboard.table import COLUMNS, FRESH, MOST, OURS, SUMMARY, TONES, defaults, frame, summary
+from kltest.scoreboard.table import COLUMNS, FRESH, MOST, OURS, SUMMARY, TONES, defaults, following, frame, summary
 from kltest.scoreboard.templating import template
 
 FOLDER = Path(__file__).parent / "templates"
@@ -40,6 +41,16 @@ def files(rows: Sequence[Row]) -> dict[str, str]:
 def markdown(table: DataFrame) -> str:
     """Return the scoreboard, as `table.frame` gives it, in Markdown."""
     return _rendered("libraries.md.j2", table)
+
+
+def facts(row: Row) -> str:
+    """Return what is recorded of a setting, and the program that shows its gradient, in Markdown."""
+    line = frame([row]).iloc[0].to_dict()
+    same = [each for each in recorded.read() if (each["library"], each["version"]) == (row["library"], row["version"])]
+    right = following(frame(same, programs=False), off_policy=line["kind"] == "on-policy").to_dict("records")
+    instead = [each for each in right if each["setting"] != row["setting"] and each["family"] == line["family"]]
+    words = {"columns": COLUMNS, "ours": OURS, "fresh": FRESH, "sentence": CLASSES[line["kind"]].sentence}
+    return template("facts.md.j2").render(line=line, row=row, instead=instead, **words)
 
 
 def html(table: DataFrame) -> str:

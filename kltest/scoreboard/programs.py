@@ -7,14 +7,15 @@ import os
 import runpy
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kltest.adapters import NAMES, Adapter, Setting
-from kltest.counterexample.environment import SmallEnvironment, kind
+from kltest.adapters.standalone import LENGTH, environment
+from kltest.counterexample.environment import kind
 from kltest.errors import KltestError
 from kltest.grading.isolated import Child, describe
 from kltest.report import Report
@@ -23,11 +24,18 @@ from kltest.truth import combine
 SECONDS = 300.0
 # Relative to the norm of the gradient: rounding, and coefficients that are given to a few digits.
 AGREE = {"float64": 1e-6, "float32": 2e-3}
-KEYS = ("vocabulary", "length", "policy", "reference", "sampler", "expected")
 
 
 class ProgramError(KltestError):
     """A program did not run, or what it printed is not what grading found."""
+
+
+def standalone(library: Adapter, setting: Setting, batches: Iterable[int]) -> str:
+    """Return the program that an adapter writes, "" if none; in pairs if no batch of one rollout was graded."""
+    if library.standalone is None:
+        return ""
+    alone = min(batches, default=1) == 1
+    return (library.standalone(setting) if alone else library.standalone(setting, batch=2)).strip()
 
 
 def program(library: Adapter, setting: Setting, report: Report) -> dict[str, Any]:
@@ -43,8 +51,8 @@ def program(library: Adapter, setting: Setting, report: Report) -> dict[str, Any
     example = report.smallest or report.example
     if not report.gradients:
         return fields
-    if code := library.standalone(setting) if library.standalone else "":
-        note, known = compared(_printed(code), report), library.name in NAMES
+    if code := standalone(library, setting, (row.batch for row in report.gradients)):
+        note, known = compared(_printed(code), report, stale="\nq = " in code), library.name in NAMES
         return {"program": "" if known else code, "program_of_adapter": known, "program_note": note}
     if example is None or setting.target.startswith("kltest."):
         called = setting.target.startswith("kltest.")
@@ -54,8 +62,8 @@ def program(library: Adapter, setting: Setting, report: Report) -> dict[str, Any
     return {**fields, "program": example.code, "program_note": example.note}
 
 
-def _printed(code: str) -> dict[str, Any]:
-    """The JSON object on the last line that a program prints, run in a folder of its own.
+def _printed(code: str) -> np.ndarray:
+    """The gradient on the last line that a program prints, run in a folder of its own.
 
     It runs in a child of this process, which has imported the library already.
     """
@@ -66,12 +74,11 @@ def _printed(code: str) -> dict[str, Any]:
             step = child.step(SECONDS)
     if step.kind != "value":
         raise ProgramError(f"the standalone program {step.message}")
-    lines = str(step.value).strip().splitlines() or ["nothing"]
+    last = (str(step.value).strip().splitlines() or ["nothing"])[-1]
     try:
-        answer = json.loads(lines[-1])
-        return {key: answer[key] for key in KEYS}
-    except (ValueError, KeyError, TypeError):
-        raise ProgramError(f"the standalone program does not end with its JSON object: {lines[-1][:100]}") from None
+        return np.array(json.loads(last), dtype=float)
+    except (ValueError, TypeError):
+        raise ProgramError(f"the standalone program does not end with its gradient: {last[:100]}") from None
 
 
 def _run(file: str) -> Iterator[str]:
@@ -93,20 +100,19 @@ def _run(file: str) -> Iterator[str]:
     yield printed.getvalue()
 
 
-def compared(printed: dict[str, Any], report: Report) -> str:
+def compared(found: np.ndarray, report: Report, *, stale: bool) -> str:
     """Compare the gradient that a program printed with the identified one; return a note if that is unnamed.
 
     Raises:
         ProgramError: they differ.
     """
-    length, sampler = printed["length"], printed["sampler"]
-    instance = SmallEnvironment(printed["policy"], printed["reference"], sampler, length).instance()
-    wanted = kind(length, ends=False), "current" if sampler is None else "stale"
+    instance = environment(stale=stale).instance()
+    wanted = kind(LENGTH, ends=False), "stale" if stale else "current"
     rows = [row for row in report.gradients if (row.environment, row.sampler) == wanted]
     row = next((row for row in rows if row.batch == 1), rows[0] if rows else None)
     if row is None or row.identified is None:
         return "its gradient is unnamed, so there is nothing to compare it with"
-    truth, found = combine(row.identified, instance), np.array(printed["expected"])
+    truth = combine(row.identified, instance)
     scale = max(float(np.linalg.norm(truth)), float(np.linalg.norm(combine({"reverse_kl": 1.0}, instance))))
     if found.shape != truth.shape:
         raise ProgramError(f"the standalone program prints a gradient of shape {found.shape}, not {truth.shape}")

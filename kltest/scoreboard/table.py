@@ -149,11 +149,13 @@ def _line(each: Row, programs: bool) -> dict[str, Any]:
 
 def _program(each: Row) -> str:
     """The text of a row's standalone program, as it was kept or as the adapter writes it."""
-    library = find(each["library"]) if each.get("program_of_adapter") and each["library"] in NAMES else None
-    if library is None or library.standalone is None:
+    from kltest.scoreboard.programs import standalone
+
+    if not each.get("program_of_adapter") or each["library"] not in NAMES:
         return each.get("program", "").strip()
     fields = ("target", "arguments", "options", "depth", "default", "recipe")
-    return library.standalone(Setting(each["setting"], **{name: each[name] for name in fields})).strip()
+    setting = Setting(each["setting"], **{name: each[name] for name in fields})
+    return standalone(find(each["library"]), setting, (row["batch"] for row in each["gradients"]))
 
 
 def _follows(each: Row, kind: str) -> str:

@@ -1,6 +1,5 @@
 """Programs without kltest are run before they are given out: as main modules, where there is no kltest."""
 
-import json
 import sys
 
 import pytest
@@ -8,20 +7,12 @@ import pytest
 from kltest.scoreboard import programs
 from kltest.scoreboard.programs import ProgramError
 
-SAID = {
-    "vocabulary": 2,
-    "length": 1,
-    "policy": [[0.5, 0.5]],
-    "reference": [[0.4, 0.6]],
-    "sampler": None,
-    "expected": [[0.1, -0.1]],
-}
-GOOD = f"""
+GOOD = """
 import json, os, sys, torch
 assert __name__ == "__main__" and not any(name.split(".")[0] == "kltest" for name in sys.modules if sys.modules[name])
 print("words that come first")
 open("left.txt", "w").close()
-print(json.dumps(json.loads('{json.dumps(SAID)}')))
+print([[0.1, -0.1]])
 """
 
 
@@ -37,7 +28,7 @@ def said(monkeypatch, tmp_path):
 
 
 def test_what_is_printed_last_is_read(said):
-    assert said(GOOD) == SAID
+    assert said(GOOD).tolist() == [[0.1, -0.1]]
 
 
 @pytest.mark.parametrize(
@@ -45,10 +36,9 @@ def test_what_is_printed_last_is_read(said):
     [
         ("1 / 0", "failed: ZeroDivisionError: division by zero"),
         ("import sys; sys.exit(3)", "the standalone program failed"),
-        ("print('no JSON')", "does not end with its JSON object: no JSON"),
-        ("pass", "does not end with its JSON object: nothing"),
-        ("print('{}')", "does not end with its JSON object: {}"),
-        ("print('[]')", "does not end with its JSON object"),
+        ("print('no numbers')", "does not end with its gradient: no numbers"),
+        ("pass", "does not end with its gradient: nothing"),
+        ("print('{}')", "does not end with its gradient: {}"),
     ],
 )
 def test_what_goes_wrong_is_said(said, code, words):
@@ -58,7 +48,7 @@ def test_what_goes_wrong_is_said(said, code, words):
 
 def test_a_program_that_needs_kltest_fails_in_a_fork_of_a_process_that_has_it():
     with pytest.raises(ProgramError, match="kltest"):
-        programs._printed(f"import kltest\nprint({json.dumps(SAID)!r})")
+        programs._printed("import kltest\nprint([[0.1, -0.1]])")
 
 
 @pytest.mark.parametrize(

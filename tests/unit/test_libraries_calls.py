@@ -1,26 +1,19 @@
-"""Adapters to verl, OpenRLHF and Liger-Kernel, without the libraries: names, versions, programs, recipes.
+"""Adapters to verl, OpenRLHF and Liger-Kernel, without the libraries: names, versions, recipes.
 
 What each setting follows is held against its derivation in test_libraries_recorded.py.
 """
 
-import ast
 import sys
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 
 import kltest
-from kltest.adapters import NAMES, find
+from kltest.adapters import find
 from kltest.adapters.installed import called, part, taken
 from kltest.adapters.liger.recipes import charged
 from kltest.adapters.openrlhf.recipes import sequence_kl
-from kltest.cli.libraries import program
 
-LIBRARIES = ("verl", "openrlhf", "liger")
-EXAMPLES = ("verl:kl_penalty/low_var_kl", "tunix:compute_kl_divergence/low_var_kl")
-ROOT = Path(__file__).resolve().parents[2]
 SOURCE = '''
 def step(logp, mask):
     """Cannot be called with one live token, as whitening cannot."""
@@ -35,60 +28,6 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "kltest_made_up_names.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     return "kltest_made_up_names"
-
-
-@cache
-def programs(name):
-    """Settings of a library, each with its program."""
-    library = find(name)
-    return [(setting, library.standalone(setting)) for setting in library.settings]
-
-
-@pytest.mark.parametrize("name", [*LIBRARIES, "torchrl", "tunix", "unsloth-zoo"])
-def test_every_setting_of_ours_has_a_program_without_kltest(name):
-    ours = [(setting, code) for setting, code in programs(name) if setting.target.startswith("kltest.")]
-    assert ours
-    for setting, code in ours:
-        compile(code, setting.name, "exec")
-        assert "kltest" not in code, setting.name
-        assert f"STALE = {setting.recipe}  #" in code
-
-
-def test_functions_of_the_libraries_own_have_programs_too():
-    """They import the function; OpenRLHF's is loaded as for grading."""
-    for name in ("tunix", "verl", "openrlhf", "liger"):
-        for setting, code in programs(name):
-            if setting.target.startswith("kltest."):
-                continue
-            compile(code, setting.name, "exec")
-            assert "kltest" not in code
-            module, _, function = setting.target.partition(":")
-            call = f'found("{module}", "{function}")(' if name == "openrlhf" else f"from {module} import {function}\n"
-            assert call in code, setting.name
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_no_name_of_a_program_hides_a_function_of_the_library(name):
-    """What the program's own functions and tables are called is no name of the lines that it takes over."""
-    for setting, code in programs(name):
-        tree = ast.parse(code)
-        start = next(number for number, node in enumerate(tree.body) if ast.unparse(node).startswith("V, T ="))
-        taken_over = {node.name for node in tree.body[:start] if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-        stored = {
-            inner.id if isinstance(inner, ast.Name) else inner.name
-            for node in tree.body[start:]
-            for inner in ast.walk(node)
-            if isinstance(inner, ast.FunctionDef) or (isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store))
-        }
-        assert not taken_over & stored, setting.name
-
-
-@pytest.mark.parametrize("target", EXAMPLES)
-def test_examples_are_what_the_command_prints(target, capsys):
-    """A function of torch and one of JAX; renewed by `kltest libraries --program TARGET`."""
-    assert program(target) == 0
-    file = ROOT / "examples" / "libraries" / f"{target.partition(':')[0]}.py"
-    assert file.read_text(encoding="utf-8") == capsys.readouterr().out
 
 
 def test_what_a_version_does_not_have_is_said_and_not_swallowed():

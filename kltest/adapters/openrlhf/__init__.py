@@ -4,6 +4,7 @@ import importlib
 import types
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from kltest.adapters import PAIRS, Adapter, Setting, label
 from kltest.adapters.installed import called, costly, found, loaded
@@ -140,10 +141,10 @@ def loss(kind: str, **settings: object) -> Setting:
     return LOSS.variant({"kl_estimator": kind, **settings}, label(kind, **settings))
 
 
-def standalone(setting: Setting) -> str:
+def standalone(setting: Setting, **others: Any) -> str:
     """The program of a setting; its files are loaded as for grading, without what the full installation wants."""
-    old = {"log_probs_old": "old_logp"} if "unbiased_gradient" in setting.arguments else {}
-    return program(setting, {"log_probs": "logp", "log_probs_base": "ref_logp", **old}, find=found)
+    old = ("log_probs_old",) if "unbiased_gradient" in setting.arguments else ()
+    return program(setting, ("log_probs", "log_probs_base", *old), find=found, **others)
 
 
 ADAPTER = Adapter(

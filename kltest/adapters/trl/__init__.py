@@ -86,16 +86,16 @@ def corrected(use_bias_correction_kl: bool) -> tuple[Setting, ...]:
     return (of(GRPO, **switch), *both[0], *both[1])
 
 
-def standalone(setting: Setting) -> str:
+def standalone(setting: Setting, **others: Any) -> str:
     """A program with TRL, transformers and torch alone; completions are stale if that gradient has a name."""
     own = setting.arguments
     if setting.target == GKD.target:
-        return program(setting, modules=["tabular.py", "trainers.py", "trl/gkd.py"])
+        return program(setting, modules=["tabular.py", "trainers.py", "trl/gkd.py"], **others)
     by_token = own.get("importance_sampling_level", "token") == "token"
     weighted = own.get("use_bias_correction_kl") is True and by_token and "num_iterations" in own
     recipes = ["trl/recipes.py"] if "recipe" in own else []
     modules = ["tabular.py", *recipes, "trl/trainers.py", "trl/calls.py"]
-    return program(setting, modules=modules, stale="recipe" in own or weighted)
+    return program(setting, modules=modules, stale="recipe" in own or weighted, **others)
 
 
 ADAPTER = Adapter(

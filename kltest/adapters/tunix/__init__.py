@@ -70,5 +70,5 @@ ADAPTER = Adapter(
             "What the model gives at padding must be finite, as it is (KL502).",
         ),
     ),
-    standalone=partial(program, fields={"per_token_logps": "logp", "ref_per_token_logps": "ref_logp"}, backend="jax"),
+    standalone=partial(program, parameters=("per_token_logps", "ref_per_token_logps"), backend="jax"),
 )

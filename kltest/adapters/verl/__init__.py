@@ -119,5 +119,5 @@ ADAPTER = Adapter(
         charged("remax", SUMMED),
         recipe(),
     ),
-    standalone=partial(program, fields={"logprob": "logp", "ref_logprob": "ref_logp"}),
+    standalone=partial(program, parameters=("logprob", "ref_logprob")),
 )
