@@ -1,9 +1,6 @@
 """The two pages of the scoreboard, in Markdown and in HTML, with the programs that they link to."""
 
-import base64
-import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from pandas import DataFrame
@@ -17,7 +14,6 @@ from kltest.scoreboard.rows import Row
 from kltest.scoreboard.table import COLUMNS, FRESH, MOST, OURS, SUMMARY, TONES, defaults, following, frame, summary
 from kltest.scoreboard.templating import template
 
-FOLDER = Path(__file__).parent / "templates"
 PROGRAMS = "programs"
 # Programs of up to so many characters are shown on the page itself.
 SHORT = 4_000
@@ -54,10 +50,8 @@ def facts(row: Row) -> str:
 
 
 def html(table: DataFrame) -> str:
-    """Return the scoreboard as one page: nothing is loaded from elsewhere, and only its own script may run."""
-    script = (FOLDER / "script.js.j2").read_text(encoding="utf-8").strip()
-    digest = base64.b64encode(hashlib.sha256(f"\n{script}\n".encode()).digest()).decode()
-    return _rendered("libraries.html.j2", table, script=script, digest=digest, base_style=STYLE)
+    """Return the scoreboard as one static page: nothing is loaded from elsewhere, and no script runs."""
+    return _rendered("libraries.html.j2", table, base_style=STYLE)
 
 
 def _rendered(name: str, table: DataFrame, **values: Any) -> str:
@@ -74,8 +68,6 @@ def _rendered(name: str, table: DataFrame, **values: Any) -> str:
         fresh=FRESH,
         table=table,
         libraries=list(table.groupby("title", sort=False)),
-        pairs=[(name, name) for name in table["library"].unique()],
-        kinds=[(name, each.words) for name, each in CLASSES.items()],
         # For rows of which no message was kept.
         findings={code: check.title for code, check in CHECKS.items()},
         programs=PROGRAMS,
