@@ -1,12 +1,10 @@
-"""Plain text for terminals and issues: the first screen; then, if asked for, tables, fixes and what was noted."""
+"""Plain text for terminals and issues: the first screen, or all of it: tables, fixes and what was noted behind it."""
 
-from collections.abc import Sequence
-from typing import Any
-
-from markupsafe import Markup
+import textwrap
+from collections.abc import Iterator, Sequence
 
 from kltest.render.changes import Changes
-from kltest.render.screen import title
+from kltest.render.screen import headline, notation_of, screen, title
 from kltest.render.tables import PLAIN, Terminal, paint, table, wrap
 from kltest.render.words import (
     cells_of,
@@ -14,13 +12,15 @@ from kltest.render.words import (
     note_of,
     one_line,
     passed,
+    remedy,
+    settings,
     shown,
     skipped,
     time_spent,
     value_rows,
     visible,
 )
-from kltest.report import Report
+from kltest.report import CheckResult, CounterExample, Report
 
 HEADS = ("environment", "sampler", "expected gradient", "rel. bias", "cosine", "rel. variance", "")
 STYLES = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
@@ -28,49 +28,65 @@ MARKS = {True: ("agrees", "green"), False: ("differs", "red"), None: ("open", "y
 EXCUSED = ("expected", "yellow")
 LABEL = 10
 """Width of the first screen's labels in columns."""
+MORE = "--verbose shows every environment, the fixes with code and the smallest failing environment"
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
-    return _rendered("report.txt.j2", terminal, reports=reports).rstrip("\n")
+    if terminal.quiet:
+        return "\n".join(_quiet(report, terminal) for report in reports)
+    blocks = [[*_short(report, terminal), *(_long(report, terminal) if terminal.verbose else ())] for report in reports]
+    blocks += [[*_summary(reports, terminal)]] if len(reports) > 1 else []
+    blocks += [[*_legend(reports, terminal)]] if notation_of(*reports) else []
+    return "\n\n".join("\n".join(lines) for lines in blocks)
 
 
 def render_changes(changes: Changes, terminal: Terminal = PLAIN) -> str:
     """Return what changed since an earlier report, a block per target; unchanged targets share one line."""
-    return _rendered("changes.txt.j2", terminal, changes=changes)
+    lines = [paint(f"changes since {one_line(changes.since)}", "bold", terminal)]
+    for change in changes.moved:
+        lines.append(one_line(change.target) + (f": {change.status}" if change.status else ""))
+        lines += [_table(change.table(), terminal)] if change.differences else []
+    lines += _wrapped(f"as before: {', '.join(changes.same)}", terminal) if changes.same else []
+    return "\n".join(lines) + "\n"
 
 
-def _rendered(name: str, terminal: Terminal, **values: Any) -> str:
-    from kltest.render.templating import environment  # Jinja2 is loaded when something is rendered
-
-    def wrapped(text: str, indent: int = 0, first: str | None = None) -> Markup:
-        return Markup("\n".join(wrap(visible(text), terminal, indent=" " * indent, first=first)))
-
-    def tabulated(rows: Sequence[Sequence[str]]) -> Markup:
-        return Markup(table(rows[0], [[*map(visible, row)] for row in rows[1:]], indent=2, terminal=terminal))
-
-    made = environment(visible)
-    made.filters |= {
-        "wrap": wrapped,
-        "labelled": lambda text, label: wrapped(text, LABEL, f"{label:<{LABEL}}"),
-        "paint": lambda text, style: Markup(paint(visible(text), style, terminal)),
-        "table": tabulated,
-        "gradients": lambda report: _gradients(report, terminal),
-        "titled": lambda report: _titled(report, terminal),
-        "notes": _notes,
-        "shown": shown,
-    }
-    made.globals |= {"terminal": terminal, "styles": STYLES}
-    return made.get_template(name).render(**values)
+def _quiet(report: Report, terminal: Terminal) -> str:
+    """A report on one line."""
+    expected = " with expected failures" if report.verdict == "confirmed" and report.expected_failures else ""
+    why = one_line(report.error) if report.error else headline(report)
+    warned = f"; warnings {', '.join(check.code for check in report.warnings)}" if report.warnings else ""
+    verdict = paint(report.verdict.upper(), STYLES[report.verdict], terminal)
+    return f"{verdict}{expected}  {one_line(report.target)}: {visible(why)}{warned}"
 
 
-def _titled(report: Report, terminal: Terminal) -> Markup:
+def _short(report: Report, terminal: Terminal) -> Iterator[str]:
+    """The first screen: the verdict, what is followed and declared, errors and warnings, and how far was looked."""
     verdict, _, more = title(report).partition(" ")
     words = f"{f'{verdict.upper()} {more}'.strip()}  {one_line(report.target)}"
-    text = "\n".join(wrap(words, terminal, indent=" " * LABEL, first=""))
-    return Markup(text.replace(verdict.upper(), paint(verdict.upper(), STYLES[report.verdict], terminal), 1))
+    head = "\n".join(wrap(words, terminal, indent=" " * LABEL, first=""))
+    yield head.replace(verdict.upper(), paint(verdict.upper(), STYLES[report.verdict], terminal), 1)
+    for line in screen(report):
+        for number, text in enumerate(line.texts):
+            yield from _labelled(text, "" if number else line.label, terminal)
+    for text in visible(report.error).splitlines():
+        yield from _wrapped(text, terminal, len(text) - len(text.lstrip()))
 
 
-def _gradients(report: Report, terminal: Terminal) -> Markup:
+def _long(report: Report, terminal: Terminal) -> Iterator[str]:
+    """What stands behind the first screen."""
+    yield from ("", *_wrapped(settings(report), terminal))
+    if report.gradients:
+        yield from ("", *_gradients(report, terminal))
+    for check in shown(report):
+        yield from ("", *_check(check, terminal))
+    if report.smallest:
+        yield from ("", *_counter_example(report.smallest, terminal))
+    for number, note in enumerate(_notes(report)):
+        yield from ("",) if number == 0 else ()
+        yield from _wrapped(note, terminal, 2, "· ")
+
+
+def _gradients(report: Report, terminal: Terminal) -> Iterator[str]:
     """A table of the rows, and their notes with the rows that each is about."""
     from rich.text import Text
 
@@ -80,10 +96,29 @@ def _gradients(report: Report, terminal: Terminal) -> Markup:
         mark, style = EXCUSED if row.excused else MARKS[row.agrees]
         cells.append([*map(visible, cells_of(row)), Text(mark, style=style)])
         places.setdefault(note_of(row), []).append(f"{row.environment} ({row.sampler})")
-    lines = [table(HEADS, cells, right=HEADS[3:6], whole={*HEADS} - {"expected gradient"}, terminal=terminal)]
+    yield table(HEADS, cells, right=HEADS[3:6], whole={*HEADS} - {"expected gradient"}, terminal=terminal)
     for note, where in places.items():
-        lines += wrap(f"{', '.join(where)}: {note}", terminal, indent="    ", first="  ") if note else []
-    return Markup("\n".join(lines))
+        yield from wrap(f"{', '.join(where)}: {note}", terminal, indent="    ", first="  ") if note else ()
+
+
+def _check(check: CheckResult, terminal: Terminal) -> Iterator[str]:
+    """A failed check, and how to mend what it found."""
+    fix, code = remedy(check)
+    head = f"{'warning ' if check.warns else ''}{check.code} {one_line(check.name)}"
+    yield paint(head, "yellow" if check.warns else "red", terminal)
+    yield from _wrapped(one_line(check.message), terminal, 2)
+    yield from _wrapped(f"Fix: {fix}", terminal, 2) if fix else ()
+    yield from ("", _code(code)) if code else ()
+
+
+def _counter_example(smallest: CounterExample, terminal: Terminal) -> Iterator[str]:
+    yield paint("smallest environment in which it fails", "bold", terminal)
+    yield from (*_wrapped(smallest.setting, terminal, 2), "", _table(smallest.table(), terminal))
+    if smallest.note:
+        yield from ("", *_wrapped(smallest.note, terminal, 2))
+    if smallest.code:
+        yield from ("", "  the same without kltest (prints both gradients, a row per prefix):", "")
+        yield _code(visible(smallest.code))
 
 
 def _notes(report: Report) -> list[str]:
@@ -93,3 +128,37 @@ def _notes(report: Report) -> list[str]:
     found += [f"time: {spent}"] if (spent := time_spent(report.seconds, report.calling, report.calls)) else []
     found += [f"passed: {', '.join(codes)}"] if (codes := passed(report)) else []
     return [*found, *(f"skipped: {', '.join(codes)} ({why})" for why, codes in skipped(report).items())]
+
+
+def _summary(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:
+    """A line a target: its verdict and the codes of what failed."""
+    yield paint(f"{len(reports)} targets", "bold", terminal)
+    width = max(len(report.verdict) for report in reports)
+    for report in reports:
+        codes = ", ".join(check.code for check in shown(report))
+        verdict = paint(report.verdict.ljust(width), STYLES[report.verdict], terminal)
+        yield f"{verdict}  {one_line(report.target)}" + (f"  {codes}" if codes else "")
+
+
+def _legend(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:
+    """What the symbols mean, and how to see more: once for all reports."""
+    yield from _labelled(notation_of(*reports), "notation", terminal)
+    if not terminal.verbose:
+        codes = [check.code for report in reports for check in shown(report)]
+        yield from _labelled(f"{MORE}; kltest explain {codes[0]}" if codes else MORE, "more", terminal)
+
+
+def _wrapped(text: str, terminal: Terminal, indent: int = 0, first: str | None = None) -> list[str]:
+    return wrap(visible(text), terminal, indent=" " * indent, first=first)
+
+
+def _labelled(text: str, label: str, terminal: Terminal) -> list[str]:
+    return _wrapped(text, terminal, LABEL, f"{label:<{LABEL}}")
+
+
+def _table(rows: Sequence[Sequence[str]], terminal: Terminal) -> str:
+    return table(rows[0], [[*map(visible, row)] for row in rows[1:]], indent=2, terminal=terminal)
+
+
+def _code(text: str) -> str:
+    return textwrap.indent(text, " " * 6)

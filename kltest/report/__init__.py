@@ -178,7 +178,7 @@ class Report:
         smallest: The smallest environment in which the gradient differs from the declared one, if one was found.
         example: The gradient in a small environment, if nothing is wrong with it.
         error: Why the loss could not be graded, with the frame in which it failed.
-        traceback: Traceback of an error in kltest itself.
+        traceback: Empty; a key of the JSON.
         unfinished: What was not reached in time; empty if everything was.
         calls: Number of calls of the loss.
         seconds: Time that grading took; not in the JSON, which is the same in every rerun.

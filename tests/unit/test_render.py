@@ -72,16 +72,13 @@ REFUTED = replace(
     notes=["lifted out of loss.py"],
 )
 INCONCLUSIVE = replace(CONFIRMED, verdict="inconclusive", gradients=[row(agrees=None, note="rows are coupled")])
-ERROR = replace(
-    CONFIRMED, verdict="error", gradients=[], checks=[], error="the loss raised ValueError: no", traceback='File "x.py"'
-)
+ERROR = replace(CONFIRMED, verdict="error", gradients=[], checks=[], error="the loss raised ValueError: no")
 HOSTILE = replace(
     REFUTED,
     target=NASTY,
     expect=NASTY,
     notes=[NASTY],
     error=NASTY,
-    traceback=NASTY,
     gradients=[row(agrees=False, note=NASTY), *REFUTED.gradients],
     checks=[CheckResult("KL102", NASTY, "fail", NASTY, NASTY), CheckResult("KL103", NASTY, "skip", NASTY)],
 )
@@ -593,7 +590,7 @@ def test_markdown_neutralises_markup():
 @given(st.text(max_size=40), st.sampled_from(FORMATS))
 def test_any_text_anywhere_keeps_every_format_readable(text, name):
     check = CheckResult("KL102", text, "fail", text, text)
-    report = replace(REFUTED, target=text, notes=[text], error=text, traceback=text, checks=[check])
+    report = replace(REFUTED, target=text, notes=[text], error=text, checks=[check])
     rendered = render(name, [report])
     rendered.encode("utf-8")
     if name == "json":
