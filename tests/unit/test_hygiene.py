@@ -211,30 +211,6 @@ def test_a_clamp_of_the_mean_of_a_batch_is_found_though_other_rollouts_are_mild(
     assert zones(mean)[1].low > math.sqrt(2 * 100 * (mild + 1)) - 1
 
 
-def clamped_by_call(logp, ref_logp):
-    """Another bound among many rollouts than among four."""
-    bound = 7.0 if len(logp) > 4 else 3.0
-    return (logp - ref_logp).clamp(-bound, bound)
-
-
-def clamped_in_float32(logp, ref_logp):
-    return (logp.float() - ref_logp.float()).clamp(-7, 9).square()
-
-
-@pytest.mark.parametrize(
-    ("loss", "at_most"),
-    [(registry()["k3-clamped"].function, 100), (clamped_in_float32, 100), (clamped_by_call, 300)],
-    ids=["k3", "float32", "by call"],
-)
-def test_zones_from_few_calls_are_those_from_a_call_each(loss, at_most, monkeypatch):
-    few = bind(loss)
-    found = Scan(Experiment(few), "gradient", 3).zones()
-    monkeypatch.setattr(Scan, "_in_one_call", None)
-    assert len(found) == 2
-    assert found == zones(loss)
-    assert few.calls.count <= at_most
-
-
 def test_a_gradient_that_stands_still_is_a_plateau_and_its_bound_is_told():
     """Huber's is u up to its bound and the bound beyond; the declared one goes on with u."""
 

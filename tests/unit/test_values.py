@@ -9,7 +9,6 @@ import torch
 from zoo.clean_values import live, penalty, sampled_k3
 
 from kltest.checks import CHECKS
-from kltest.checks.logged_values import kl603_metric_mutated as recorded
 from kltest.grading.grader import grade
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
@@ -212,35 +211,14 @@ def test_what_moves_with_padding_is_told_only_where_there_is_some():
     assert next(check.status for check in unpadded.checks if check.code == "KL604") == "skip"
 
 
-def trace_of(function, beta=None):
-    loss = bind(function, Call())
-    rollout = Rollout.of(instances("sequence", 0)[0], sampler="stale").take([0, 5, 9, 20])
-    return recorded.changes(loss, rollout, beta)
-
-
-def test_the_watch_sees_the_line_the_way_and_the_holder():
-    def through_data(logp, ref_logp, mask):
+def test_what_was_recorded_through_data_is_changed_with_it():
+    def through_data(logp, ref_logp, mask, beta):
         kl = live(logp - ref_logp, mask).sum(-1).detach()
         logged = kl.data
-        kl += 1
-        return penalty(logp, ref_logp, mask), {"kl": logged}
+        kl *= beta
+        return kl * live(logp, mask).sum(-1), {"kl": logged}
 
-    def under_its_own_name(logp, ref_logp, mask):
-        kl = live(logp - ref_logp, mask).sum(-1).detach()
-        kl += 1
-        return penalty(logp, ref_logp, mask), {"kl": kl}
-
-    def while_it_is_held(logp, ref_logp, mask):
-        kl = live(logp - ref_logp, mask).sum(-1).detach()
-        metrics = {"kl": kl}
-        kl += 1
-        return penalty(logp, ref_logp, mask), metrics
-
-    alias, own, held = map(trace_of, (through_data, under_its_own_name, while_it_is_held))
-    assert own[1] == []
-    for final, steps in (alias, held):
-        assert [step.line for step in steps] == ["kl += 1"]
-        assert final == pytest.approx(steps[0].before + 1)
+    assert "KL603" in codes(grade(through_data, beta=0.1, select="KL603"))
 
 
 def test_a_metric_that_was_wrong_before_is_not_blamed_on_the_change():
@@ -270,10 +248,8 @@ def test_each_step_is_judged_by_what_it_found():
             total *= factor
         return penalty(logp, ref_logp, mask), kept
 
-    for loss, line in ((upwards, "buffer *= beta"), (downwards, "total *= factor")):
-        report = grade(loss, beta=0.1, select="KL603")
-        assert "KL603" in codes(report), loss.__name__
-        assert f"`{line}`" in message(report, "KL603")
+    for loss in (upwards, downwards):
+        assert "KL603" in codes(grade(loss, beta=0.1, select="KL603")), loss.__name__
 
 
 def test_a_metric_of_tokens_is_shown_as_the_mean_of_its_sums():

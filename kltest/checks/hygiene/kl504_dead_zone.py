@@ -31,11 +31,8 @@ STEPS = np.geomspace(1e-3, 1e3, 63)
 FADED = 1e-9
 USUAL = 2.0
 HALVINGS = 40
-# If rows of a call give what they give alone at every STRIDE-th log-ratio and beside equal levels, the others are not
-# called alone; then DEPTH halvings share a call.
-STRIDE, DEPTH = 4, 6
-# Log-ratios of the grid above 700 in absolute value, where an exponential overflows, on both sides; a few to spare.
-OVERFLOWING = 8
+# Beyond it an exponential overflows in float64, and the level is not finite.
+FINITE = 700.0
 # The largest |u| at which a plateau counts. For a token to which the reference gives a millionth of the policy's
 # probability nothing is left to pull at, and near 1e-8 code begins to guard against zero. A sequence's log-ratio goes
 # on to grow.
@@ -93,7 +90,7 @@ class Scan:
     """Levels (gradient size or value) of one rollout of one token whose log-ratio goes through the grid."""
 
     def __init__(self, experiment: Experiment, what: Quantity, companions: int, finest: float = 0.0) -> None:
-        self.experiment, self.what, self.companions, self.dtype = experiment, what, companions, "float64"
+        self.experiment, self.what, self.companions = experiment, what, companions
         steps = STEPS[finest <= STEPS]
         self.grid = np.concatenate([-steps[::-1], [0.0], steps])
 
@@ -113,52 +110,20 @@ class Scan:
         return Found(f"{words} {more}".rstrip(), level="error" if reached else "warning")
 
     def _intervals(self, wanted: Callable[[float], bool]) -> list[Zone]:
-        # One call for all is enough if no two levels are equal, without the few log-ratios that overflow alone as well.
+        # One call of the whole grid is enough if no two levels are equal. Rewards alternate, and with them the level of
+        # a clamped advantage.
         with suppress(KltestError):
             together = self._levels(self.grid)
-            infinite = self.grid[~np.isfinite(together)]
-            if 0 < len(infinite) <= OVERFLOWING and not np.isfinite([self.level(u) for u in infinite]).any():
-                together = self._levels(np.setdiff1d(self.grid, infinite))
-            # Rewards alternate, and with them the level of a clamped advantage.
             parts = together, together[::2], together[1::2]
-            if np.isfinite(together).all() and not any(wanted(p[run[0]]) for p in parts for run in self._equal(p)):
+            finite = np.isfinite(together[np.abs(self.grid) < FINITE]).all()
+            if finite and not any(wanted(part[run[0]]) for part in parts for run in self._equal(part)):
                 return []
-        return [self._ends(self._one_by_one, *run) for run in self._runs(self._one_by_one, wanted)]
+        return [self._ends(*run) for run in self._runs(wanted)]
 
     @cached_property
-    def _one_by_one(self) -> np.ndarray:
+    def _alone(self) -> np.ndarray:
         """Levels from a call each, so that a clamp on the batch's mean is not hidden by the other rollouts."""
-        return np.array([self.level(u) for u in self.grid]) if self._in_one_call is None else self._in_one_call
-
-    @cached_property
-    def _in_one_call(self) -> np.ndarray | None:
-        """Levels from one call of all log-ratios, if they stand for those from a call each; else None.
-
-        They do if they are the same, up to a factor, among every other one of them and in some calls of one; around
-        those few that are not, as where rounding leaves nothing of a level, each is called.
-        """
-        places = np.arange(len(self.grid))
-        with suppress(KltestError):
-            together = self._levels(self.grid)
-            runs = self._equal(together)
-            ends = [place for run in runs for place in (run[0] - 1, *run, run[1] + 1)]
-            lone = {*places[::STRIDE].tolist(), *np.clip(ends, 0, places[-1]).astype(int).tolist()}
-            alone = {place: self.level(self.grid[place]) for place in sorted(lone)}
-            parts = [(part, self._levels(self.grid[part])) for part in (places[::2], places[1::2])]
-            parts.append((np.array([*alone]), np.array([*alone.values()])))
-            shares = [_share(together[part], found, self.dtype) for part, found in parts]
-            other = np.concatenate([part[unlike] for (part, _), (_, unlike) in zip(parts, shares, strict=True)])
-            unequal = any(len({alone[place] for place in lone if first <= place <= last}) > 1 for first, last in runs)
-            if unequal or len(other) * STRIDE > len(places):
-                return None
-            near = (np.abs(places[:, None] - other) < STRIDE).any(axis=1)
-            alone |= {int(place): self.level(self.grid[place]) for place in places[near] if place not in alone}
-            levels = together * shares[-1][0]
-            for run in runs:
-                levels[run[0] : run[1] + 1] = alone[run[0]]
-            levels[near] = [alone[place] for place in places[near]]
-            return levels
-        return None
+        return np.array([self.level(u) for u in self.grid])
 
     def of_sequences(self, zones: list[Zone]) -> bool:
         """Return True if three tokens whose sum lies in a zone, each nearer to 0 than the zone, count as in it."""
@@ -176,15 +141,15 @@ class Scan:
 
     def _levels(self, log_ratios: np.ndarray, length: int = 1) -> np.ndarray:
         result = self.experiment.call(batch_of(log_ratios.tolist(), self.companions, length=length))
-        self.dtype = result.outcome.dtype
         if self.what == "gradient":
             return result.row_sizes[: len(log_ratios)].numpy()
         value = result.value
         value = value.sum(dim=1) if value.dim() == 2 else value
         return value[: len(log_ratios)].numpy() if value.dim() == 1 else value.reshape(1).numpy()
 
-    def _runs(self, levels: np.ndarray, wanted: Callable[[float], bool]) -> list[tuple[int, int]]:
+    def _runs(self, wanted: Callable[[float], bool]) -> list[tuple[int, int]]:
         """(first, last) of the runs of equal levels that are wanted and did not fade."""
+        levels = self._alone
         usual = levels[np.abs(self.grid) <= USUAL]
         scale = np.nanmax(np.abs(usual - (usual.mean() if self.what == "value" else 0.0)))
         if not scale > 0:
@@ -199,42 +164,18 @@ class Scan:
         runs = (list(run) for _, run in groupby(range(len(levels)), key=levels.__getitem__))
         return [(run[0], run[-1]) for run in runs if len(run) > 1 and np.isfinite(levels[run[0]])]
 
-    def _ends(self, levels: np.ndarray, first: int, last: int) -> Zone:
-        low = -np.inf if first == 0 else self._halve(levels, first, first - 1)
-        high = np.inf if last == len(levels) - 1 else self._halve(levels, last, last + 1)
-        return Zone(low, high, float(levels[first]))
+    def _ends(self, first: int, last: int) -> Zone:
+        low = -np.inf if first == 0 else self._end(first, first - 1)
+        high = np.inf if last == len(self.grid) - 1 else self._end(last, last + 1)
+        return Zone(low, high, float(self._alone[first]))
 
-    def _halve(self, levels: np.ndarray, within: int, beyond: int) -> float:
+    def _end(self, within: int, outside: int) -> float:
         """The end of an interval between two points of the grid, by bisection."""
-        ends = inside, outside = self.grid[within], self.grid[beyond]
-        depths = [DEPTH] * (HALVINGS // DEPTH) + [HALVINGS % DEPTH] if self._in_one_call is not None else []
-        for depth in depths:
-            middles = _middles(inside, outside, depth)
-            same, *found = self._levels(np.array([inside, *middles]))
-            equal = dict(zip(middles, found, strict=True))
-            for _ in range(depth):
-                middle = (inside + outside) / 2
-                inside, outside = (middle, outside) if equal[middle] == same else (inside, middle)
-        if depths and self.level(inside) == levels[within] != self.level(outside):
-            return float(inside)
-        inside, outside = ends
+        ends = self.grid[[within, outside]]
         for _ in range(HALVINGS):
-            middle = (inside + outside) / 2
-            inside, outside = (middle, outside) if self.level(middle) == levels[within] else (inside, middle)
-        return float(inside)
-
-
-def _share(levels: np.ndarray, others: np.ndarray, dtype: str) -> tuple[float, np.ndarray]:
-    """The number by which most levels have to be multiplied to be the others, and for each if that leaves another."""
-    usual = np.isfinite(levels) & (levels != 0) & np.isfinite(others) & (others != 0)
-    share = float(np.median(others[usual] / levels[usual])) if usual.any() else 1.0
-    return share, ~np.isclose(share * levels, others, rtol=TOLERANCES[dtype].rows, atol=0.0, equal_nan=True)
-
-
-def _middles(inside: float, outside: float, depth: int) -> list[float]:
-    """Every number that so many halvings of an interval may come to."""
-    middle = (inside + outside) / 2
-    return [middle, *_middles(inside, middle, depth - 1), *_middles(middle, outside, depth - 1)] if depth else []
+            equal = self.level(ends.mean()) == self._alone[within]
+            ends[0 if equal else 1] = ends.mean()
+        return float(ends[0])
 
 
 def clamped(logp, ref_logp, mask):

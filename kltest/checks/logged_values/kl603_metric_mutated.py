@@ -1,19 +1,13 @@
 """KL603: the logged KL is changed after it was recorded.
 
-A logged tensor may share memory with one that the loss changes in place later: `kl.detach()` does. All steps in place
-are noted, with the content before each. Those that compute the metric are no defect. So a step counts only if the final
-metric is no KL and was one before the step, and if the step was made on another tensor that shares its memory, or while
-the logged one was kept under "kl" or under a second name.
+A logged tensor may share memory with one that the loss changes in place later: `kl.detach()` does. The content of that
+memory before each step in place is compared with the final metric: the metric is changed if it is no KL, and was one
+before a step. A step on the logged tensor itself may compute the metric: it counts if a dictionary held it as "kl".
 """
 
-import linecache
-import sys
-from collections.abc import Mapping
 from contextlib import suppress
-from itertools import dropwhile, takewhile
 from traceback import walk_stack
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,19 +24,7 @@ from kltest.loss.calling import Loss
 from kltest.moments.differentiate import leaf_gradients
 from kltest.rollout import Rollout
 
-# Modules of the frames between a step of the loss and the mode that notes it.
-NOT_THE_LOSS = ("torch", "kltest.loss", "kltest.checks", "contextlib", "functools")
-
 moot = no_kl
-
-
-class Step(NamedTuple):
-    """A step in place: its line in the loss, the tensor, its content before; `kept`: a mapping held it under "kl"."""
-
-    line: str
-    tensor: Tensor
-    before: np.ndarray
-    kept: bool
 
 
 @shared
@@ -79,13 +61,11 @@ def _within_the_call(findings: Findings, instance: Instance, rollout: Rollout, b
     alone = [changes(findings.loss, every.take([row]), beta) for row in range(len(every))]
     if _is_a_kl([last for last, _ in alone], instance):
         return ""
-    for step in steps:
-        # A rollout that is not changed there keeps what it had.
-        before = [next((one.before for one in mine if one.line == step.line), last) for last, mine in alone]
-        if _is_a_kl(before, instance):
+    for place, before in enumerate(steps):
+        if all(place < len(mine) for _, mine in alone) and _is_a_kl([mine[place] for _, mine in alone], instance):
             at = f" at β = {beta:g}" if beta else ""
             return (
-                f"What was recorded is changed in place: `{step.line}` turned {number(step.before)}, the mean over "
+                f"What was recorded is changed in place: a step turned {number(before)}, the mean over "
                 f"{len(rollout)} rollouts{at}, into {number(final)}."
             )
     return ""
@@ -100,70 +80,45 @@ def _is_a_kl(contents: list[np.ndarray], instance: Instance) -> bool:
     return found is not None
 
 
-def changes(loss: Loss, rollout: Rollout, beta: float | None) -> tuple[np.ndarray, list[Step]]:
-    """Call the loss; return the metric and the steps that changed it, in numbers per token only at live positions."""
+def changes(loss: Loss, rollout: Rollout, beta: float | None) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Call the loss; return the metric, and what it was before each step in place, per token only at live positions."""
     live = rollout.peek("mask").numpy() != 0
-    with (noted := _InPlace()):
+    with (writes := _Writes()):
         logged = loss.returned(rollout.replace(), beta).logged
     if not isinstance(logged, Tensor | np.ndarray):
         return np.zeros(0), []
-
-    def shown(content: np.ndarray) -> np.ndarray:
-        return np.where(live, content, 0.0) if content.shape == live.shape else content
-
     final, memory = _content(logged), _memory(logged)
-    steps = [
-        step._replace(before=shown(step.before))
-        for step in noted.steps
-        if _memory(step.tensor) == memory and step.before.size == final.size
-        if step.tensor is not logged or step.kept
+    before = [
+        was
+        for tensor, was, recorded in writes.steps
+        if _memory(tensor) == memory and was.size == final.size and (recorded or tensor is not logged)
     ]
-    return shown(final), steps
+    shown = [np.where(live, one, 0.0) if one.shape == live.shape else one for one in (final, *before)]
+    return shown[0], shown[1:]
 
 
-class _InPlace(TorchFunctionMode):
-    """Mode that notes every step which changes a tensor that it is given."""
+class _Writes(TorchFunctionMode):
+    """Mode that stores each tensor that is changed in place, its content before, and if a dictionary held it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[tuple[Tensor, np.ndarray, bool]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before: list[tuple[Tensor, np.ndarray]] = []
+        given: list[tuple[Tensor, int, np.ndarray]] = []
         for part in (*args, *(kwargs or {}).values()):
             if isinstance(part, Tensor):
-                with suppress(RuntimeError, TypeError):  # sparse ones, and those that vmap maps over
-                    before.append((part, _content(part)))
+                with suppress(RuntimeError, TypeError):  # sparse ones, those that vmap maps over, inference tensors
+                    given.append((part, part._version, _content(part)))
         made = func(*args, **(kwargs or {}))
-        for part, was in before:
-            if not np.array_equal(was, _content(part), equal_nan=True):
-                frames = _frames_of_the_loss(sys._getframe(1))
-                self.steps.append(Step(_line(frames), part, was, _keeps(frames, part)))
+        self.steps += [(part, was, _recorded(part)) for part, version, was in given if part._version != version]
         return made
 
 
-def _frames_of_the_loss(step: FrameType) -> list[FrameType]:
-    """Frames between a step of the loss and the code that calls it, the innermost first."""
-
-    def foreign(frame: FrameType) -> bool:
-        return frame.f_globals.get("__name__", "").startswith(NOT_THE_LOSS)
-
-    inside = dropwhile(foreign, (frame for frame, _ in walk_stack(step)))
-    return list(takewhile(lambda frame: not foreign(frame), inside))
-
-
-def _line(frames: list[FrameType]) -> str:
-    if not frames:
-        return "a step"
-    code, line = frames[0].f_code, frames[0].f_lineno
-    return linecache.getline(code.co_filename, line).strip() or f"{code.co_name}, a step"
-
-
-def _keeps(frames: list[FrameType], item: Any) -> bool:
-    """Return True if the loss holds this tensor under "kl" in a mapping, or under two names."""
-    scopes = [list(frame.f_locals.values()) for frame in frames]
-    twice = any(sum(value is item for value in scope) > 1 for scope in scopes)
-    return twice or any(isinstance(value, Mapping) and value.get("kl") is item for scope in scopes for value in scope)
+def _recorded(item: Tensor) -> bool:
+    """Return True if a function that is running holds this tensor under "kl" in a dictionary."""
+    held = (value for frame, _ in walk_stack(None) for value in frame.f_locals.values() if isinstance(value, dict))
+    return any(value.get("kl") is item for value in held)
 
 
 def _content(item: Tensor | np.ndarray) -> np.ndarray:
