@@ -10,7 +10,7 @@ import pytest
 
 from kltest.errors import TargetError, UsageError
 from kltest.grading import jobs as grade_jobs
-from kltest.grading.isolated import TAIL, Child, Output
+from kltest.grading.isolated import TAIL, Child, Children, Output
 from kltest.grading.jobs import Job
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups and signals")
@@ -57,12 +57,9 @@ def gone(pid):
         return True
 
 
-@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
-def test_values_come_one_step_at_a_time_and_prints_are_kept(method, monkeypatch):
-    if method == "forkserver":
-        pytest.skip("is not used")
-    monkeypatch.setattr("kltest.grading.isolated.sys.platform", "linux" if method == "fork" else "darwin")
-    with Child(counts, 3) as child:
+@pytest.mark.parametrize("fresh", [False, True])
+def test_values_come_one_step_at_a_time_and_prints_are_kept(fresh):
+    with Child(counts, 3, fresh=fresh) as child:
         assert (child.step(60).value, child.output.lines) == (3, 1)
         assert child.step(60).value == 4
         assert child.step(60).kind == "crashed"
@@ -132,14 +129,13 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
 
 @pytest.mark.parametrize("count", [0, 3, 5000])
 def test_a_timeout_says_where_without_mixing_it_into_what_was_printed(count):
-    for _ in range(5):
-        with Child(prints_and_sleeps, count) as child:
-            assert child.step(60).kind == "value"
-            step = child.step(0.2)
-        assert "in deep at" in step.message
-        assert child.output.lines == count + 1
-        assert child.output.last(1) == ["and then"]
-        assert b"File" not in child.output.tail
+    with Child(prints_and_sleeps, count) as child:
+        assert child.step(60).kind == "value"
+        step = child.step(0.2)
+    assert "in deep at" in step.message
+    assert child.output.lines == count + 1
+    assert child.output.last(1) == ["and then"]
+    assert b"File" not in child.output.tail
 
 
 def test_output_counts_all_lines_and_keeps_the_last():
@@ -150,6 +146,40 @@ def test_output_counts_all_lines_and_keeps_the_last():
     assert output.lines == 10_001
     assert output.last(2) == ["line 9999", "unfinished \\xff"]
     assert len(output.tail) <= TAIL
+
+
+def sleeps(seconds):
+    yield os.getpid()
+    time.sleep(seconds)
+    yield seconds
+
+
+def slept(seconds):
+    """A piece of work: the child's number, and the value or the failure of its second step."""
+    with Child(sleeps, seconds) as child:
+        first = yield child.ask(60)
+        second = yield child.ask(1)
+    return first.value, second.value or second.message
+
+
+def test_several_children_work_at_once_and_a_slow_one_holds_no_other_up():
+    with Children(2) as children:
+        for number, seconds in enumerate([300, 0.01, 0.02, 0.03]):
+            children.add(number, slept(seconds))
+        assert list(children.finished(block=False)) == []
+        found = list(children.finished())
+    assert [number for number, _ in found] == [1, 2, 3, 0]
+    assert [value for _, (_, value) in found[:3]] == [0.01, 0.02, 0.03]
+    assert "did not return within 1 s" in found[3][1][1]
+    assert all(gone(pid) for _, (pid, _) in found)
+
+
+def test_what_is_not_finished_ends_with_the_block():
+    with Children(1) as children:
+        children.add("slow", slept(300))
+        children.add("waiting", slept(0.01))
+        (running,) = multiprocessing.active_children()
+    assert gone(running.pid)
 
 
 def test_more_targets_than_may_wait_are_all_graded_in_order():

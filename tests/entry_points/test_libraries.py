@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -20,10 +19,9 @@ import yaml
 from packaging.requirements import Requirement
 from processes import ran
 
-from kltest.adapters import NAMES, before, find, named, tunix
+from kltest.adapters import NAMES, before, find, named
 from kltest.cli.libraries import Request, libraries, listing, program
-from kltest.errors import UsageError
-from kltest.loss.state import places_of
+from kltest.errors import KltestError, UsageError
 from kltest.scoreboard import history as releases_of
 from kltest.scoreboard import recorded, run
 from kltest.scoreboard.installation import NEEDED, exact_version, install
@@ -197,16 +195,6 @@ def test_the_program_shows_the_same_without_kltest(measured, made_up):
     assert max(abs(x) for row in found for x in row) < 1e-12
 
 
-def test_what_is_done_is_not_done_again_and_what_failed_is(measured, made_up):
-    _, folder, _ = measured
-    before = (folder / "runs.jsonl").read_text().splitlines()
-    asked = Request(settings=("penalty/linear", "penalty/raises"))
-    assert libraries([str(made_up)], output=str(folder), request=asked) == 3
-    *same, last = (folder / "runs.jsonl").read_text().splitlines()
-    assert same == before
-    assert json.loads(last)["configuration"]["setting"] == "penalty/raises"
-
-
 def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, capsys):
     """2.0 doubles one gradient and has a setting more."""
     *_, rows = measured
@@ -226,30 +214,23 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
     assert {version for version, _ in versions} == {"1.0", "2.0"}
 
 
-def test_a_library_that_takes_its_process_down_stops_no_other(made_up, tmp_path, capsys):
-    asked = Request(settings=("penalty/raises",))
-    names = [f"{made_up}==3.0", f"{made_up}==4.0", f"{made_up}==1.0"]
-    assert libraries(names, output=str(tmp_path), request=asked) == 3
-    out = (tmp_path / "libraries.md").read_text()
-    assert "exit code 9: about to leave" in out
-    assert "4.0" in out
-    assert "kltest-made-up==4.0" in out  # what pip was asked for
-    assert "`penalty/raises`" in out
-    assert list(rows_of(tmp_path)) == [("1.0", "penalty/raises")]
-
-
-def test_a_library_that_cannot_be_imported_is_said_once_and_mended_by_a_package(made_up, tmp_path, monkeypatch, capsys):
-    """With the environment's path, what is missing, and how to add it; and its environment has the command."""
+def test_a_library_that_breaks_down_stops_no_other_and_is_mended_by_a_package(made_up, tmp_path, monkeypatch, capsys):
+    """With its environment's path, what is missing, and how to add it; and its environment has the command."""
     asked = Request(settings=("penalty/square",))
-    assert libraries([f"{made_up}==5.0"], output=str(tmp_path), request=asked) == 3
-    said = capsys.readouterr().err
+    assert (
+        libraries([f"{made_up}=={version}" for version in ("3.0", "4.0", "5.0")], output=str(tmp_path), request=asked)
+        == 3
+    )
+    out, said = (tmp_path / "libraries.md").read_text(), capsys.readouterr().err
+    assert "exit code 9: about to leave" in out
+    assert "kltest-made-up==4.0" in out  # what pip was asked for
     assert said.count("cannot be imported") == 1
     (home,) = re.findall(r"kltest-made-up cannot be imported in (\S+): ModuleNotFoundError", said)
     assert "No module named 'kltest_needed'" in said
     assert "--with kltest_needed adds a package" in said
     assert not (tmp_path / "runs.jsonl").read_text()
-    done = ran(f"{home}/bin/kltest", "list")
-    assert "k2-loss" in done.stdout, done.stdout + done.stderr
+    done = ran(f"{home}/bin/kltest", "--version")
+    assert done.stdout.startswith("kltest "), done.stdout + done.stderr
     monkeypatch.setenv("PIP_FIND_LINKS", str(made_up.parent))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     asked = Request(settings=("penalty/square",), more=("kltest_needed",))
@@ -307,12 +288,11 @@ def test_a_history_goes_on_where_it_was_and_leaves_no_environment(made_up, tmp_p
     assert releases_of.history([str(made_up)], asked, str(tmp_path)) == 0
 
 
-def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):
+def test_a_grading_that_was_killed_goes_on_with_what_is_left_and_what_failed(made_up, tmp_path):
     """The command is killed once a row is on the disk; started again it measures the others alone."""
     command = [sys.executable, "-m", "kltest.cli", "libraries", str(made_up), "--output", str(tmp_path)]
-    settings = tuple(f"penalty/{kind}" for kind in ("linear", "square", "leaves", "hangs"))
-    for setting in settings:
-        command += ["--setting", setting]
+    settings = tuple(f"penalty/{kind}" for kind in ("linear", "square", "raises"))
+    command += [f"--setting={setting}" for setting in settings]
     store = tmp_path / "runs.jsonl"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         for line in process.stderr:
@@ -320,9 +300,24 @@ def test_a_grading_that_was_killed_goes_on(made_up, tmp_path):
                 process.kill()
     before = store.read_bytes()
     assert 1 <= len(before.splitlines()) <= 3
-    assert libraries([str(made_up)], output=str(tmp_path), request=Request(settings=settings)) == 3
+    for _ in range(2):
+        assert libraries([str(made_up)], output=str(tmp_path), request=Request(settings=settings)) == 3
+    lines = [json.loads(line)["configuration"]["setting"] for line in store.read_bytes().splitlines()]
     assert store.read_bytes().startswith(before)
+    assert {name: lines.count(name) for name in settings[:2]} == dict.fromkeys(settings[:2], 1)
+    assert lines.count("penalty/raises") >= 2
     assert list(rows_of(tmp_path)) == [("1.0", setting) for setting in settings]
+
+
+def test_what_cannot_be_kept_is_printed_all_the_same(made_up, tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise KltestError("cannot write runs.jsonl: File too large")
+
+    monkeypatch.setattr(run.Store, "add", full)
+    assert libraries([str(made_up)], output=str(tmp_path), request=Request(settings=("penalty/linear",))) == 3
+    out, said = capsys.readouterr()
+    assert "File too large" in said
+    assert "  penalty/linear" in out
 
 
 def test_a_terminated_command_ends_what_it_started(made_up, tmp_path):
@@ -349,28 +344,6 @@ def test_a_terminated_command_ends_what_it_started(made_up, tmp_path):
         time.sleep(0.05)
 
 
-def test_a_full_disk_loses_nothing(measured, made_up, tmp_path):
-    """No file may grow beyond one row: both settings come out all the same, and the next run has the other."""
-    names = ("penalty/linear", "penalty/square")
-    lines = (measured[1] / "runs.jsonl").read_bytes().splitlines(keepends=True)
-    sizes = [len(line) for line in lines if json.loads(line)["configuration"]["setting"] in names]
-    most = max(sizes) + 100
-    assert most < sum(sizes)
-    command = [sys.executable, "-m", "kltest.cli", "libraries", str(made_up), "--output", str(tmp_path)]
-    command += [f"--setting={name}" for name in names]
-    limit = (resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-    unwritten = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = ran(*command, preexec_fn=lambda: resource.setrlimit(*limit), env=unwritten)
-    assert done.returncode == 3
-    assert re.search("cannot write to .*File too large", done.stderr)
-    assert sorted(re.findall(r"^  (penalty/\S+)", done.stdout, re.M)) == list(names)
-    (kept,) = (tmp_path / "runs.jsonl").read_bytes().splitlines(keepends=True)
-    assert kept.endswith(b"\n")
-    assert libraries([str(made_up)], output=str(tmp_path), request=Request(settings=names)) == 0
-    assert (tmp_path / "runs.jsonl").read_bytes().startswith(kept)
-    assert list(rows_of(tmp_path)) == [("1.0", name) for name in names]
-
-
 @pytest.mark.parametrize(
     ("names", "words"),
     [
@@ -385,11 +358,6 @@ def test_a_question_wrongly_put_is_answered_before_any_work(names, words, tmp_pa
     with pytest.raises(UsageError, match=re.escape(words)):
         libraries(names, output=str(tmp_path / "never"))
     assert not (tmp_path / "never").exists()
-
-
-def test_an_unknown_setting_is_named(made_up, tmp_path):
-    with pytest.raises(UsageError, match="penalty/none"):
-        libraries([str(made_up)], output=str(tmp_path), request=Request(settings=("penalty/none",)))
 
 
 def test_measuring_needs_no_package_that_is_not_installed_beside_a_library():
@@ -431,12 +399,6 @@ def test_only_an_index_that_does_not_answer_is_unreachable(made_up, tmp_path, mo
     with pytest.raises(InstallError) as failed:
         install(own, "1.0")
     assert not isinstance(failed.value, UnreachableError)
-
-
-def test_the_version_is_the_one_asked_for_or_the_one_that_was_tried(made_up):
-    library = find(str(made_up))
-    assert exact_version(library, None) == "1.0"
-    assert exact_version(library, "0.9.post1") == "0.9.post1"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -492,19 +454,6 @@ def test_settings_are_chosen_by_patterns(made_up, capsys):
     assert re.findall(r"^(\S+) \(https", out, re.M) == ["trl", "torchtune"]
     with pytest.raises(UsageError, match="none of these libraries has such a setting"):
         listing(["trl"], ["grpo/*", "ppo/*"])
-
-
-def test_a_listing_writes_laws(capsys):
-    assert listing(["trl"], ["grpo/defaults"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "sequence, current: 1/T*local_reverse_kl; sequence, stale: 1/T*local_reverse_kl@rollouts;" in out
-    assert "0.333" not in out
-
-
-def test_the_listing_fits_a_terminal(capsys):
-    assert listing() == 0
-    long = [line for line in capsys.readouterr().out.splitlines() if len(line) > 100]
-    assert all(line.split()[0] == line.strip() for line in long), "only a name that must not be broken is longer"
 
 
 @pytest.mark.parametrize(
@@ -586,15 +535,6 @@ def test_rounding_is_no_news_and_a_sign_is(measured):
     assert len(changes([*older, *rows], nudged)) == 1
 
 
-def test_every_line_of_the_board_says_how_to_see_it_again(measured):
-    table = frame(list(measured[2].values()))
-    for form in (markdown(table), html(table)):
-        for line in table.itertuples():
-            assert line.command.partition(" --setting")[0] in form
-            assert line.setting in form
-    assert all(line.command == f"kltest libraries made-up==1.0 --setting {line.setting}" for line in table.itertuples())
-
-
 def test_nothing_that_a_library_says_is_taken_for_markup(measured):
     """A reason with markup in it stays text, in a table and on the page."""
     rows = json.loads(json.dumps(list(measured[2].values())))
@@ -613,8 +553,3 @@ def test_every_library_is_graded_in_its_newest_release_on_schedule():
     (graded,) = [run.split() for run in runs if run.startswith("kltest libraries")]
     assert set(graded) - {"kltest", "libraries", "--diff"} == {f"{name}==newest" for name in NAMES}
     assert any(re.search(r"changes\.md \S*libraries\.md >> ", run) for run in runs)
-
-
-def test_what_tunix_has_compiled_is_not_reset_between_calls():
-    """Grading resets what a loss's module keeps from call to call; compiling a batch again takes a second each time."""
-    assert not [place.name for place in places_of(tunix.grpo, {}) if "compiled" in place.name]

@@ -19,10 +19,8 @@ import torch
 import kltest
 from kltest.counterexample.environment import counter_example
 from kltest.counterexample.program import with_program
-from kltest.counterexample.shrink import MILD, MILD_RATIO, MOST_CALLS, SIMPLE, Search, Shape, unrelated
+from kltest.counterexample.shrink import MILD, MILD_RATIO, SIMPLE, Shape, unrelated
 from kltest.counterexample.sources import NoSourceError, source_of
-from kltest.identify.findings import Findings, Row
-from kltest.identify.measure import Measure
 from kltest.loss.calling import bind
 from kltest.render import render
 from kltest.report import CounterExample, Prefix
@@ -209,67 +207,6 @@ def test_where_nothing_is_wrong_an_example_shows_that(name):
         assert place.policy != place.reference
 
 
-def test_rows_that_are_added_up_are_divided_by_their_number():
-    """The mean with the rollout in it takes half of the gradient in batches of two, averaged or added up."""
-    for loss in (losses.baseline_of_the_group, losses.baseline_of_the_group_added_up):
-        (place,) = smallest(loss).contexts
-        assert place.found == pytest.approx([truth / 2 for truth in place.truth], rel=1e-9)
-
-
-def test_the_same_bytes_every_time():
-    one, two = (kltest.grade(losses.k3_scalar, environment="ragged", select=NO_EXPERIMENT).to_json() for _ in range(2))
-    assert one == two
-
-
-def test_it_costs_little_beside_the_grading(monkeypatch):
-    calls = {"all": 0, "shrinking": 0}
-
-    def counted(logp, ref_logp, mask):
-        calls["all"] += 1
-        return losses.square_root(logp, ref_logp, mask)
-
-    original = Search.smallest
-
-    def smallest(self):
-        before = calls["all"]
-        found = original(self)
-        calls["shrinking"] += calls["all"] - before
-        return found
-
-    monkeypatch.setattr(Search, "smallest", smallest)
-    assert kltest.grade(counted).smallest is not None
-    assert 0 < calls["shrinking"] < 0.1 * calls["all"]
-
-
-def searching(loss, row: Row, rows: list[Row] | None = None, coupled: bool = False) -> Search:
-    """A search in findings that only know how rows combine."""
-    measure = Measure(loss, {"reverse_kl": 1.0}, frozenset())
-    measure.observed.reductions.append("coupled" if coupled else "mean")
-    findings = Findings({"reverse_kl": 1.0}, "loss", ("bandit",), ("current",), measure, rows or [row])
-    return Search(findings, row)
-
-
-def a_row(environment="bandit", sampler="current", agrees=False, batch=1) -> Row:
-    return Row(environment, sampler, None, 1.0, None, 1.0, 1.0, "exact", 4, 4, agrees=agrees, batch=batch)
-
-
-def test_a_search_that_finds_nothing_ends():
-    def right(logp, ref_logp, mask):
-        return 0.5 * (logp - ref_logp).where(mask > 0, 0.0).sum(-1) ** 2
-
-    search = searching(bind(right), a_row())
-    assert search.smallest() is None
-    assert 0 < search.calls <= MOST_CALLS + 1
-
-
-def test_kinds_in_which_the_loss_is_right_are_not_searched():
-    rows = [a_row("bandit", agrees=True), a_row("sequence", agrees=True), a_row("ragged")]
-    shapes = list(searching(None, rows[2], rows).shapes())
-    assert all(shape.length > 1 and shape.ends for shape in shapes)
-    assert shapes[0] == Shape(2, 2, ends=True, moved=False, batch=1)
-    assert shapes == sorted(shapes, key=lambda shape: (shape.length, shape.actions))
-
-
 @pytest.mark.parametrize("actions", SIMPLE)
 def test_simple_numbers_are_probabilities_that_can_be_copied(actions):
     for row in SIMPLE[actions]:
@@ -346,89 +283,72 @@ def test_every_named_gradient_can_be_declared_in_a_program(name, ends):
 # Where a loss comes from.
 
 
-def numbers(found) -> list:
-    return [[getattr(place, part) for place in found.contexts] for part in ("truth", "found")]
+FILES = {
+    "mine/my_losses.py": "def bad(logp, ref_logp):\n    return logp - ref_logp\n",
+    "lifted.py": "import a_package_that_is_not_there\nimport torch\nHALF = 0.5\n\n"
+    "def square(x):\n    return torch.square(x)\n\n"
+    "def bad(logp, ref_logp):\n    '''Half the square.'''\n    return HALF * square(logp - ref_logp)  # k2\n",
+    # Its check is made by a file whose annotations are never evaluated: that must not be lent to the program.
+    "annotated.py": "import a_package_that_is_not_there\nfrom typing import Optional\nimport torch\nSCALE = 0.5\n\n"
+    "def bad(logp: torch.Tensor, ref_logp: Optional[torch.Tensor], *, scale: float = SCALE) -> torch.Tensor:\n"
+    "    return scale * (logp - ref_logp).exp()\n",
+}
+WEIGHT = 0.25
 
 
-def test_a_target_in_a_file_is_imported_from_there(tmp_path, monkeypatch, run):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "my_losses.py").write_text("def bad(logp, ref_logp):\n    return logp - ref_logp\n")
-    monkeypatch.chdir(tmp_path)
-    found = smallest("mine/my_losses.py:bad")
-    assert "from my_losses import bad" in found.code
-    assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
-    assert "my_losses" not in sys.modules
-
-
-def test_a_lifted_target_brings_its_lines_along(tmp_path, monkeypatch, run):
-    (tmp_path / "trainer.py").write_text(
-        "import a_package_that_is_not_there\nimport torch\nHALF = 0.5\n\n"
-        "def square(x):\n    return torch.square(x)\n\n"
-        "def bad(logp, ref_logp):\n    '''Half the square.'''\n    return HALF * square(logp - ref_logp)  # k2\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    found = smallest("trainer.py:bad", "bandit,sequence")
-    assert "HALF = 0.5" in found.code
-    assert "def square(x):" in found.code
-    assert "# k2" in found.code
-    assert "Half the square" not in found.code
-    assert np.allclose(run(found.code, Path("/")), numbers(found), atol=1e-12)
-
-
-def test_a_function_made_on_the_way_brings_what_it_closes_over(tmp_path, run):
-    weight = 0.25
-
+def closes_over(weight=WEIGHT):
     def helper(x):
         return x * x
 
     def bad(logp, ref_logp):
         return -weight * helper(logp - ref_logp)
 
-    found = smallest(bad)
-    assert "weight = 0.25" in found.code
-    assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
+    return bad
 
 
-def test_a_program_needs_no_name_of_an_annotation_and_every_name_of_a_default(tmp_path, monkeypatch, run):
-    """Its check is made by a file whose annotations are never evaluated: that must not be lent to the program."""
-    (tmp_path / "annotated.py").write_text(
-        "import a_package_that_is_not_there\nfrom typing import Optional\nimport torch\nSCALE = 0.5\n\n"
-        "def bad(logp: torch.Tensor, ref_logp: Optional[torch.Tensor], *, scale: float = SCALE) -> torch.Tensor:\n"
-        "    return scale * (logp - ref_logp).exp()\n"
-    )
+def with_an_inner_function(logp, ref_logp):
+    return -(lambda u: math.pi * u * u)(logp - ref_logp)
+
+
+def after_a_keyword(logp, scale=1.0, *, ref_logp):
+    return -scale * (logp - ref_logp) ** 2
+
+
+def after_one_that_is_left_out(logp, scale=1.0, ref_logp=None):
+    return -scale * (logp - ref_logp) ** 2
+
+
+def inlined(function):
+    """A loss that can be imported from nowhere, so that its lines are taken over."""
+    function.__qualname__ = f"<locals>.{function.__name__}"
+    return function
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("mine/my_losses.py:bad", ["from my_losses import bad"]),
+        ("lifted.py:bad", ["HALF = 0.5", "def square(x):", "# k2"]),
+        ("annotated.py:bad", ["from __future__ import annotations\nimport torch\n", "SCALE = 0.5"]),
+        (closes_over(), ["weight = 0.25"]),
+        (inlined(with_an_inner_function), ["import math"]),
+        (inlined(after_a_keyword), ["ref_logp="]),
+        (inlined(after_one_that_is_left_out), ["ref_logp="]),
+    ],
+    ids=lambda each: getattr(each, "__name__", each) if not isinstance(each, list) else "",
+)
+def test_a_program_brings_along_what_its_loss_needs(loss, words, tmp_path, monkeypatch, run):
+    """An import where there is one, else its lines, with what they use and no docstring."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    found = smallest("annotated.py:bad")
-    assert found.code.startswith("from __future__ import annotations\nimport torch\n"), found.note
-    assert "SCALE = 0.5" in found.code
-    assert np.allclose(run(found.code, Path("/")), numbers(found), atol=1e-12)
-
-
-def test_what_inner_functions_use_is_brought_along(tmp_path, run):
-    def bad(logp, ref_logp):
-        return -(lambda u: math.pi * u * u)(logp - ref_logp)
-
-    found = smallest(bad)
-    assert "import math" in found.code, found.note
-    assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
-
-
-def test_arguments_after_one_that_is_left_out_and_those_that_need_a_name_have_one(tmp_path, run):
-    def bad(logp, scale=1.0, *, ref_logp):
-        return -scale * (logp - ref_logp) ** 2
-
-    def worse(logp, scale=1.0, ref_logp=None):
-        return -scale * (logp - ref_logp) ** 2
-
-    for loss in (bad, worse):
-        found = smallest(loss)
-        assert "ref_logp=" in found.code, found.note
-        assert np.allclose(run(found.code, tmp_path), numbers(found), atol=1e-12)
-
-
-def test_only_a_program_with_an_object_to_stand_in_makes_one(tmp_path):
-    plain = smallest(losses.k3_per_token)
-    method = smallest(f"{losses.__name__}:Trainer.loss", "bandit,sequence", arguments={"self.coefficient": 0.5})
-    assert ["SimpleNamespace" in found.code for found in (plain, method)] == [False, True]
+    found = smallest(loss, "bandit,sequence")
+    assert all(each in found.code for each in words), found.note or found.code
+    assert "Half the square" not in found.code
+    numbers = [[getattr(place, part) for place in found.contexts] for part in ("truth", "found")]
+    assert np.allclose(run(found.code, tmp_path), numbers, atol=1e-12)
+    assert "my_losses" not in sys.modules
 
 
 def test_a_module_of_the_same_name_is_left_where_it_was(tmp_path, monkeypatch):
