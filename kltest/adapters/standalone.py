@@ -70,7 +70,7 @@ def program(
     """
     # Torch is not imported where settings are only listed.
     from kltest.counterexample.program import Program
-    from kltest.counterexample.sources import Source, source_of
+    from kltest.counterexample.sources import Definition, source_of
     from kltest.loss.calling import bind
     from kltest.loss.outcome import Call
 
@@ -89,11 +89,12 @@ def program(
     options = setting.options
     call = Call(options.get("placement"), options.get("credit"), None, setting.arguments)
     graded_stale = setting.recipe and options.get("sampler") != "current"
+    lines = [*sorted({*imports, *IMPORTS[backend]}), *definitions, "", "", *wrapper.splitlines()]
     written = Program(
         loss=bind(function, call, setting.name),
         declared={"reverse_kl": 1.0},
         environment=environment(stale=graded_stale if stale is None else stale),
-        source=Source((*sorted({*imports, *IMPORTS[backend]}), *definitions, "", "", *wrapper.splitlines()), "graded"),
+        source=Definition(tuple(lines), "graded"),
         batch=batch,
         named=True,
     )

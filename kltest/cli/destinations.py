@@ -73,19 +73,19 @@ def write(
     Raises:
         KltestError: If a file could not be written, after all others are.
     """
-    told = changes is None
+    shown_changes = changes is None
 
     def text(destination: Destination, shown: Terminal) -> str:
-        nonlocal told
+        nonlocal shown_changes
         written = render(destination.form, reports, replace(shown, quiet=quiet))
         if changes is not None and (words := render_changes(destination.form, changes, shown)):
-            written, told = f"{written}\n{words}", True
+            written, shown_changes = f"{written}\n{words}", True
         return written
 
     try:
         deliver(where, text, verbose=verbose)
     finally:
-        if changes is not None and not told:
+        if changes is not None and not shown_changes:
             sys.stderr.write(render_changes("text", changes, PLAIN))
 
 

@@ -90,14 +90,14 @@ def command(
         print(f"kltest: {words}", file=sys.stderr)
     if verbose and quiet:
         raise UsageError("--verbose and --quiet exclude each other; give one of them")
-    told = {"verbose": verbose, "quiet": quiet} if verbose or quiet else configuration.told
+    verbosity = {"verbose": verbose, "quiet": quiet} if verbose or quiet else configuration.verbosity
     where = destinations(output or configuration.outputs or ["text"])
     old = None if diff is None else (diff, read(diff))
     jobs = _jobs(targets or [], given, configuration)
     if not jobs:
         print(_nothing(configuration), file=sys.stderr)
         return NOTHING
-    return _run(jobs, where, old, told)
+    return _run(jobs, where, old, verbosity)
 
 
 def _parameter(option: Option) -> inspect.Parameter:
@@ -135,7 +135,7 @@ def _nothing(configuration: Configuration) -> str:
     )
 
 
-def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, told: Mapping[str, bool]) -> int:
+def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, verbosity: Mapping[str, bool]) -> int:
     found: dict[int, Report] = {}
     misused = interrupted = False
     try:
@@ -147,7 +147,7 @@ def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, tol
         interrupted = True
     reports = [report for _, report in sorted(found.items(), key=itemgetter(0))]
     if reports:
-        write(reports, where, None if old is None else compare(*old, reports), **told)
+        write(reports, where, None if old is None else compare(*old, reports), **verbosity)
     if interrupted:
         missing = ", ".join(job.name for number, job in enumerate(jobs) if number not in found)
         print(f"kltest: interrupted; {len(reports)} of {len(jobs)} graded, not graded: {missing}", file=sys.stderr)

@@ -18,14 +18,14 @@ from kltest.render.tables import wrap
 from kltest.render.words import one_line
 from kltest.scoreboard import recorded
 from kltest.scoreboard.history import history
-from kltest.scoreboard.rows import Row, matches, summary
-from kltest.scoreboard.run import Request, asked_for, check_patterns, libraries
+from kltest.scoreboard.measurement import Measurement, check_patterns, libraries, requested
+from kltest.scoreboard.rows import BoardRow, matches, summary
 
 
 def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
     """Print the known settings, or those that fit patterns, and what was last recorded of them."""
     known = recorded.read()
-    libraries = [find(name) for name, _ in asked_for(names)]
+    libraries = [find(name) for name, _ in requested(names)]
     check_patterns(settings, [setting.name for library in libraries for setting in library.settings])
     for library in libraries:
         rows = {each["setting"]: each for each in known if each["library"] == library.name}
@@ -73,7 +73,7 @@ def report(target: str) -> int:
     return 0
 
 
-def _recorded(library: str, setting: Setting) -> Row | None:
+def _recorded(library: str, setting: Setting) -> BoardRow | None:
     """The row of a setting in the newest version that is recorded, None if there is none."""
     wanted = find(library).name, setting.name
     return next((row for row in recorded.read() if (row["library"], row["setting"]) == wanted), None)
@@ -159,7 +159,7 @@ def command(
     if list_only:
         return listing(names or [], setting or [])
     longest = None if timeout is None else seconds(timeout, "--timeout")
-    request = Request(tuple(setting or ()), longest, again, tuple(more or ()), releases, checkout)
+    request = Measurement(tuple(setting or ()), longest, again, tuple(more or ()), releases, checkout)
     if releases:
         return history(names or [], request, output, record=record)
     return libraries(names or [], request=request, output=output, diff=diff, record=record)

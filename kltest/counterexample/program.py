@@ -17,7 +17,7 @@ import torch
 
 from kltest.counterexample.declared import as_torch, summed
 from kltest.counterexample.environment import SmallEnvironment
-from kltest.counterexample.sources import FROM_FILE, FUTURE, NoSourceError, Source, is_literal, source_of
+from kltest.counterexample.sources import FROM_FILE, FUTURE, Definition, NoSourceError, is_literal, source_of
 from kltest.files import template
 from kltest.identify.findings import Combination
 from kltest.loss.arguments import Stub, field_asked, given_to
@@ -72,7 +72,7 @@ class Program:
     loss: Loss
     declared: Combination
     environment: SmallEnvironment
-    source: Source
+    source: Definition
     batch: int = 1
     returned: str = "tokens"
     summed: bool = False

@@ -1,4 +1,4 @@
-"""Source of a loss for a program without kltest: an import, or the lines of the loss itself."""
+"""Definition of a loss for a program without kltest: an import, or the lines of the loss itself."""
 
 import ast
 import builtins
@@ -26,14 +26,14 @@ class NoSourceError(Exception):
     """Raised for a loss that a few lines cannot define; the message says why, as half a sentence."""
 
 
-class Source(NamedTuple):
+class Definition(NamedTuple):
     """Lines that define or import a callable, and the name that it has after them."""
 
     lines: tuple[str, ...]
     name: str
 
 
-def source_of(function: Callable[..., Any], target: str, taken: frozenset[str]) -> Source:
+def source_of(function: Callable[..., Any], target: str, taken: frozenset[str]) -> Definition:
     """Return an import if the loss can be imported, else its lines with the helpers and constants that it uses.
 
     Args:
@@ -48,20 +48,20 @@ def source_of(function: Callable[..., Any], target: str, taken: frozenset[str]) 
     if file is not None and _module_name(function).startswith(FROM_FILE):
         path = Path(file["path"])
         found = _imported(path.stem, file["names"], taken)
-        return Source(("import sys", f"sys.path.insert(0, {str(path.parent)!r})", *found.lines), found.name)
+        return Definition(("import sys", f"sys.path.insert(0, {str(path.parent)!r})", *found.lines), found.name)
     if address := _address(function):
         return _imported(*address, taken)
     if not inspect.isroutine(function) and not isinstance(function, partial) and (address := _address(type(function))):
         made = _imported(*address, taken)
-        return Source(made.lines, f"{made.name}()")
+        return Definition(made.lines, f"{made.name}()")
     return _inlined(function, taken)
 
 
-def _imported(module: str, names: str, taken: frozenset[str]) -> Source:
+def _imported(module: str, names: str, taken: frozenset[str]) -> Definition:
     head, _, rest = names.partition(".")
     alias = f"graded_{head}" if head in taken else head
     line = f"from {module} import {head}" + (f" as {alias}" if alias != head else "")
-    return Source((line,), f"{alias}.{rest}" if rest else alias)
+    return Definition((line,), f"{alias}.{rest}" if rest else alias)
 
 
 def _module_name(thing: Any) -> str:
@@ -80,7 +80,7 @@ def _address(thing: Any) -> tuple[str, str] | None:
     return (module, name) if found is thing else None
 
 
-def _inlined(function: Callable[..., Any], taken: frozenset[str]) -> Source:
+def _inlined(function: Callable[..., Any], taken: frozenset[str]) -> Definition:
     function = inspect.unwrap(function)
     if not inspect.isfunction(function):
         raise NoSourceError("it is an object that was made while the program ran")
@@ -91,7 +91,7 @@ def _inlined(function: Callable[..., Any], taken: frozenset[str]) -> Source:
         raise NoSourceError(f"a name in its source, {sorted(clash)[0]}, is one that the program needs")
     imports = sorted({line for line in lines if line.startswith(("import ", "from "))})
     rest = (part for line in lines if line not in imports for part in ([""] * line.startswith("def ") + [line]))
-    return Source((*imports, *rest), name)
+    return Definition((*imports, *rest), name)
 
 
 def _definitions(function: Any, seen: set[str]) -> Iterator[str]:

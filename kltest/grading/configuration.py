@@ -26,16 +26,16 @@ class Target:
 class Configuration:
     """Contents of `[tool.kltest]`: checked defaults by their Python names, targets and outputs.
 
-    Files that it names are relative to the folder of pyproject.toml, wherever `kltest` is called from. `told` says how
-    much is printed (`verbose`, `quiet` or neither), `deprecated` has a sentence for each old name, and `scan` is the
-    table of `kltest scan` as it stands.
+    Files that it names are relative to the folder of pyproject.toml, wherever `kltest` is called from. `verbosity` says
+    how much is printed (`verbose`, `quiet` or neither), `deprecated` has a sentence for each old name, and `scan` is
+    the table of `kltest scan` as it stands.
     """
 
     path: Path | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[Target, ...] = ()
     outputs: tuple[str, ...] = ()
-    told: Mapping[str, bool] = field(default_factory=dict)
+    verbosity: Mapping[str, bool] = field(default_factory=dict)
     deprecated: tuple[str, ...] = ()
     scan: Mapping[str, Any] = field(default_factory=dict)
 
@@ -78,10 +78,10 @@ class _Reader:
         scan = settings.pop("scan", {})
         if not isinstance(scan, dict):
             raise UsageError(f"{self.place('scan')} must be a table [tool.kltest.scan], not {scan!r}")
-        told: dict[str, bool] = {
+        verbosity: dict[str, bool] = {
             key: switch(settings.pop(key), self.place(key)) for key in ("verbose", "quiet") if key in settings
         }
-        if all(told.get(key) for key in ("verbose", "quiet")):
+        if all(verbosity.get(key) for key in ("verbose", "quiet")):
             raise UsageError(f"{self.place('quiet')} and verbose exclude each other; set one of them")
         without_effect = []
         if "cache" in settings:
@@ -94,7 +94,7 @@ class _Reader:
             options=self.options(settings, also=("targets", "output", "verbose", "quiet", "cache", "scan")),
             targets=tuple(self.target(entry) for entry in targets),
             outputs=() if output is None else tuple(map(self.output, outputs(output, self.place("output")))),
-            told=told,
+            verbosity=verbosity,
             deprecated=(
                 *(f"{self.place(new)} is deprecated; write {new}" for new in self.old_names),
                 *without_effect,

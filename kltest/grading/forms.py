@@ -123,12 +123,12 @@ def _code(code: Any, where: str) -> str:
     return code
 
 
-def _form(asked: str, accepts: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda value: value) -> Form:
-    """The form of values that `accepts` takes, each returned as its `kind`; `asked` says what to give."""
+def _form(expected: str, accepts: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda value: value) -> Form:
+    """The form of values that `accepts` takes, each returned as its `kind`; `expected` says what to give."""
 
     def form(value: object, where: str) -> Any:
         if not accepts(value):
-            raise UsageError(f"{where}: give {asked}; it is {value!r}")
+            raise UsageError(f"{where}: give {expected}; it is {value!r}")
         return kind(value)
 
     return form

@@ -42,7 +42,7 @@ class Job:
 
     @classmethod
     def all_of(cls, target: str, given: Mapping[str, Any], folder: str | None = None) -> "list[Job]":
-        """Return the jobs that a target stands for: one, or one for each setting of a library.
+        """Return the jobs of a target: one, or one for each setting of a library.
 
         `given` holds checked options. Raises UsageError for a library or a setting that is not there.
         """

@@ -1,4 +1,4 @@
-"""What is said of a grading whose time was over: what stands, what was not reached, and whether the loss hangs."""
+"""Words for a grading whose time was over: what stands, what was not reached, and whether the loss hangs."""
 
 from collections.abc import Sequence
 from dataclasses import replace

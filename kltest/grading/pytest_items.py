@@ -83,17 +83,17 @@ def assert_gradient(report: Report) -> None:
     from kltest.render.words import cells_of
 
     wrong = [cells_of(row) for row in report.gradients if row.agrees is not True]
-    told = "\n".join("  {} ({}): {}, relative bias {}".format(*cells) for cells in wrong)
+    rows = "\n".join("  {} ({}): {}, relative bias {}".format(*cells) for cells in wrong)
     if any(row.refutes for row in report.gradients):
-        raise RefutedError(f"{report.target} does not follow {report.expect}:\n{told}")
+        raise RefutedError(f"{report.target} does not follow {report.expect}:\n{rows}")
     if not report.gradients or any(row.agrees is None for row in report.gradients):
-        notes = "\n".join([told, *report.notes])
+        notes = "\n".join([rows, *report.notes])
         raise RefutedError(f"{report.target} could not be compared with {report.expect} (inconclusive):\n{notes}")
     if codes := {code for row in report.gradients for code in row.excused}:
         pytest.xfail(
             " ".join(f"{check.code}: {check.excused}" for check in report.expected_failures if check.code in codes)
         )
-        raise RefutedError(f"{report.target} does not follow {report.expect}:\n{told}")
+        raise RefutedError(f"{report.target} does not follow {report.expect}:\n{rows}")
 
 
 def assert_check(report: Report, check: CheckResult, expected: str = "") -> None:
@@ -110,9 +110,9 @@ def assert_check(report: Report, check: CheckResult, expected: str = "") -> None
         warnings.warn(words, KltestWarning, stacklevel=3)
     elif check.status != "pass":
         if expected:
-            told = (
+            words = (
                 f"{check.code} is expected to fail for {report.target}, but the check could not be made here: "
                 f"{check.message}"
             )
-            warnings.warn(told, KltestWarning, stacklevel=3)
+            warnings.warn(words, KltestWarning, stacklevel=3)
         pytest.skip(check.message or "no reason given")

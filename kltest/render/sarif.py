@@ -28,7 +28,7 @@ VERDICTS = {
 
 
 @dataclass(frozen=True)
-class Found:
+class Finding:
     """One finding: a check's code, or a key of VERDICTS, on lines of a file ("" if it has none).
 
     `known_by` says which finding it is whatever its lines are, which move.
@@ -48,7 +48,7 @@ def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
     return document(found for report in reports for found in _findings(report))
 
 
-def document(found: Iterable[Found]) -> str:
+def document(found: Iterable[Finding]) -> str:
     """Return the whole document; errors come first."""
     ordered = sorted(found, key=lambda each: LEVELS.index(each.level))[:MOST_RESULTS]
     codes = sorted({each.code for each in ordered})
@@ -67,15 +67,15 @@ def in_checkout(file: str) -> str:
     return (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
 
 
-def _findings(report: Report) -> Iterator[Found]:
+def _findings(report: Report) -> Iterator[Finding]:
     from kltest.render import screen, words
 
     given = re.match(r"(.+\.py):\w", report.target)
     path, line = report.source or (given[1] if given else "", 1)
 
-    def found(code: str, level: str, text: str) -> Found:
+    def found(code: str, level: str, text: str) -> Finding:
         target = in_checkout(given[1]) + report.target[given.end(1) :] if given else report.target
-        return Found(code, level, f"{report.target}: {text}", path, line, line, report.target, (target, code))
+        return Finding(code, level, f"{report.target}: {text}", path, line, line, report.target, (target, code))
 
     for check in (*report.failed, *report.unexpected_passes):
         warns = check.warns and not check.passed_unexpectedly
@@ -105,7 +105,7 @@ def _rule(code: str) -> dict[str, Any]:
     }
 
 
-def _result(found: Found, number: int) -> dict[str, Any]:
+def _result(found: Finding, number: int) -> dict[str, Any]:
     known_by = "\0".join(found.known_by).encode("utf-8", "backslashreplace")
     function = {"fullyQualifiedName": visible(found.function), "kind": "function"}
     place: dict[str, Any] = {"logicalLocations": [function]}

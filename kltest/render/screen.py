@@ -1,6 +1,6 @@
 """The first screen of a report: verdict, gradient followed and declared, errors, warnings, and how far was looked.
 
-Formats that people read begin with these lines; what is behind them comes after, or when it is asked for.
+Formats that people read begin with these lines; the rest comes after, or with `--verbose`.
 """
 
 import re
@@ -15,7 +15,7 @@ from kltest.truth import ATLAS, parse, plain, render
 MOST_ERRORS, MOST_OPEN, MOST_GRADIENTS = 6, 3, 3
 """Lines of the first screen that errors and open questions take, and gradients that are named one by one."""
 MOST_IN_FULL, MOST_OF_A_FINDING = 2, 240
-"""Errors whose finding is told in full, and its characters."""
+"""Errors whose finding is printed in full, and its characters."""
 SAMPLERS = {"current": "sampler = policy", "stale": "stale sampler"}
 SYMBOLS = {
     r"π": "π is the policy",
@@ -32,7 +32,7 @@ SYMBOLS = {
     r"ρ_t": "ρ_t = π/μ of a token",
     r"ρ̄": "ρ̄ the geometric mean of a rollout's π/μ",
 }
-"""What the symbols of a formula mean, each told if it occurs."""
+"""What the symbols of a formula mean, each printed if it occurs."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The report of a scan for code hosts, on the lines of the terms: annotations of GitHub Actions, and SARIF 2.1.0."""
 
 from kltest.render.github import DATA, PROPERTY
-from kltest.render.sarif import Found, document, in_checkout
+from kltest.render.sarif import Finding, document, in_checkout
 from kltest.render.words import visible
 from kltest.scanning.rows import OPEN, Scan
 
@@ -25,7 +25,7 @@ def sarif(scan: Scan) -> str:
              for row in scan.rows if row.status in ("finding", "known") for code in row.codes]  # fmt: skip
     found += [(row, code, "warning") for row in scan.rows for code in row.warnings if code not in row.ignored]
     return document(
-        Found(
+        Finding(
             code,
             level,
             " ".join(filter(None, (row.said(code)[0], row.sentence, row.said(code)[1]))),

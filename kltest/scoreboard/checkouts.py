@@ -5,22 +5,24 @@ from pathlib import Path
 
 from kltest.adapters import Adapter
 from kltest.errors import UsageError
-from kltest.scoreboard.releases import InstallError, said
+from kltest.scoreboard.releases import InstallError, output_of
 
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 # Digits of a commit that is written.
 DIGITS = 10
 
 
-def commit_of(library: Adapter, asked: str | None, newest: str) -> str:
-    """Return the commit to check out: the one asked for, the one of the adapter if None, or that of the branch."""
-    if asked is None:
+def commit_of(library: Adapter, wanted: str | None, newest: str) -> str:
+    """Return the commit to check out: the one that is wanted, the one of the adapter if None, or that of the branch."""
+    if wanted is None:
         return library.version
-    if asked == newest:
+    if wanted == newest:
         return _git("ls-remote", library.repository, "HEAD").split()[0][:DIGITS]
-    if not COMMIT.fullmatch(asked):
-        raise UsageError(f"{library.name}=={asked}: {asked!r} is no commit; give at least 7 digits of one, or {newest}")
-    return asked[:DIGITS]
+    if not COMMIT.fullmatch(wanted):
+        raise UsageError(
+            f"{library.name}=={wanted}: {wanted!r} is no commit; give at least 7 digits of one, or {newest}"
+        )
+    return wanted[:DIGITS]
 
 
 def check_out(library: Adapter, commit: str, home: Path, packages: Path) -> Path:
@@ -46,7 +48,7 @@ def check_out(library: Adapter, commit: str, home: Path, packages: Path) -> Path
 
 def _git(*arguments: str) -> str:
     try:
-        return said(["git", *arguments], " ".join(["git", *arguments]))
+        return output_of(["git", *arguments], " ".join(["git", *arguments]))
     except FileNotFoundError:
         raise InstallError("git is not installed, and no package index has this library") from None
     except InstallError as error:

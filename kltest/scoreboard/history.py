@@ -15,9 +15,9 @@ from kltest.adapters import Adapter, find
 from kltest.files import writable
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import borrows
+from kltest.scoreboard.measurement import CHECKOUT, FOLDER, Measurement, code, environment, log, measured, requested
 from kltest.scoreboard.releases import minors
-from kltest.scoreboard.rows import Row, matches
-from kltest.scoreboard.run import CHECKOUT, FOLDER, Request, asked_for, code, environment, log, measured
+from kltest.scoreboard.rows import BoardRow, matches
 from kltest.sweeps.store import Store
 
 PATH = Path(__file__).parent / "history.jsonl"
@@ -26,12 +26,12 @@ NAME = PATH.name
 DEAD_ZONE = "KL504"
 
 
-def history(names: Sequence[str], request: Request, output: str | None = None, *, record: bool = False) -> int:
+def history(names: Sequence[str], request: Measurement, output: str | None = None, *, record: bool = False) -> int:
     """Measure the defaults and main settings of the releases of libraries (`NAME`, or `NAME==VERSION` for one)."""
     folder = writable(Path(output or FOLDER))
     path = recorded.checked(PATH, CHECKOUT) if record else folder / NAME
     failed = 0
-    for name, version in asked_for(names):
+    for name, version in requested(names):
         library = find(name)
         releases = minors(library.distribution, library.since, first=borrows(library))
         chosen = [version] if version else half_years_first(releases)
@@ -41,7 +41,9 @@ def history(names: Sequence[str], request: Request, output: str | None = None, *
     return 3 if failed else 0
 
 
-def _recorded(name: str, version: str, uploaded: datetime | None, request: Request, folder: Path, path: Path) -> bool:
+def _recorded(
+    name: str, version: str, uploaded: datetime | None, request: Measurement, folder: Path, path: Path
+) -> bool:
     """Measure a release and add its rows to the table; return False if something was not graded."""
     library, within = find(name), folder / "environments"
     try:
@@ -75,7 +77,7 @@ def _known(library: Adapter, version: str, settings: Sequence[str], path: Path) 
     return bool(there) and all(any(matches(one, [pattern]) for one in there) for pattern in settings)
 
 
-def changed(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+def changed(rows: Sequence[BoardRow]) -> list[tuple[BoardRow, BoardRow]]:
     """Return pairs of rows of a setting, of a release and of the next one measured, whose gradients differ."""
     found = []
     for line in lines(rows).values():
@@ -83,15 +85,15 @@ def changed(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     return found
 
 
-def lines(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+def lines(rows: Sequence[BoardRow]) -> dict[tuple[str, str], list[BoardRow]]:
     """Return the rows of each library and setting, oldest release first."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    found: dict[tuple[str, str], list[BoardRow]] = {}
     for row in reversed(rows):
         found.setdefault((row["library"], row["setting"]), []).append(row)
     return found
 
 
-def followed(row: Row) -> dict[str, Any]:
+def followed(row: BoardRow) -> dict[str, Any]:
     """Return the gradient of a row in each environment, coefficients to three digits, and its dead zone if any."""
     zone = [each["code"] for each in row["failed"] if each["code"] == DEAD_ZONE]
     return {"dead zone": zone} | {

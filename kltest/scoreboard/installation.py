@@ -31,7 +31,7 @@ from kltest.adapters import Adapter, before
 from kltest.errors import KltestError, UsageError
 from kltest.files import cache_folder
 from kltest.scoreboard.checkouts import check_out, commit_of
-from kltest.scoreboard.releases import AFTER, InstallError, configured, run_pip, said, uploads
+from kltest.scoreboard.releases import AFTER, InstallError, configured, output_of, run_pip, uploads
 
 # Packages that grading needs beside torch.
 NEEDED = ("numpy", "scipy", "typer", "joblib", "jinja2")
@@ -94,29 +94,29 @@ class Installed:
             raise KltestError(f"measuring ended with exit code {code}: {words[-1]} (all of it: {log})")
 
 
-def exact_version(library: Adapter, asked: str | None) -> str:
-    """Return the version to install: the one asked for, the one of the adapter if None, or the newest there is."""
+def exact_version(library: Adapter, wanted: str | None) -> str:
+    """Return the version to install: the one that is wanted, the one of the adapter if None, or the newest there is."""
     if library.repository:
-        return commit_of(library, asked, NEWEST)
-    if asked is None:
+        return commit_of(library, wanted, NEWEST)
+    if wanted is None:
         return library.version
-    if asked == NEWEST:
+    if wanted == NEWEST:
         printed = run_pip("index", "versions", library.distribution)
         found = re.search(rf"{re.escape(library.distribution)} \(({VERSION.pattern})\)", printed)
         if found is None:
             raise InstallError(f"the newest version of {library.distribution} cannot be read: {printed.strip()[:200]}")
         return found[1]
-    if not VERSION.fullmatch(asked):
+    if not VERSION.fullmatch(wanted):
         raise UsageError(
-            f"{library.name}=={asked}: {asked!r} is no version; give one such as {library.version}, or {NEWEST}"
+            f"{library.name}=={wanted}: {wanted!r} is no version; give one such as {library.version}, or {NEWEST}"
         )
-    if library.since and before(asked, library.since):
+    if library.since and before(wanted, library.since):
         raise UsageError(
-            f"{library.name}=={asked}: the adapter covers releases since {library.since}; a function of an older one "
-            f"is graded from its files: `pip download --no-deps {library.distribution}=={asked}`, unpack it, "
+            f"{library.name}=={wanted}: the adapter covers releases since {library.since}; a function of an older one "
+            f"is graded from its files: `pip download --no-deps {library.distribution}=={wanted}`, unpack it, "
             "`kltest grade PATH/file.py:function`"
         )
-    return asked
+    return wanted
 
 
 def borrows(library: Adapter) -> bool:
@@ -228,4 +228,4 @@ def _run_uv(*arguments: str, certificates: str | None = None) -> str:
             run_pip("install", "--quiet", "--upgrade", "--target", str(home), "uv")
     environment = {**os.environ, **({"SSL_CERT_FILE": certificates} if certificates else {})}
     shown = [each for each in arguments if not each.startswith(("http", "file:", "/")) or each.endswith("python")]
-    return said([uv, *arguments], " ".join(["uv", *shown]), environment)
+    return output_of([uv, *arguments], " ".join(["uv", *shown]), environment)

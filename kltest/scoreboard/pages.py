@@ -10,7 +10,7 @@ from kltest.checks import CHECKS
 from kltest.render.html import STYLE
 from kltest.scoreboard import recorded
 from kltest.scoreboard.classes import CLASSES
-from kltest.scoreboard.rows import Row
+from kltest.scoreboard.rows import BoardRow
 from kltest.scoreboard.table import COLUMNS, FRESH, MOST, OURS, SUMMARY, TONES, defaults, following, frame, summary
 from kltest.scoreboard.templating import template
 
@@ -19,7 +19,7 @@ PROGRAMS = "programs"
 SHORT = 4_000
 
 
-def files(rows: Sequence[Row]) -> dict[str, str]:
+def files(rows: Sequence[BoardRow]) -> dict[str, str]:
     """Return the files of the scoreboard by their path below one folder.
 
     Args:
@@ -39,7 +39,7 @@ def markdown(table: DataFrame) -> str:
     return _rendered("libraries.md.j2", table)
 
 
-def facts(row: Row) -> str:
+def facts(row: BoardRow) -> str:
     """Return what is recorded of a setting, and the program that shows its gradient, in Markdown."""
     line = frame([row]).iloc[0].to_dict()
     same = [each for each in recorded.read() if (each["library"], each["version"]) == (row["library"], row["version"])]

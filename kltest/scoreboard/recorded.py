@@ -15,7 +15,7 @@ from typing import Any
 from kltest.adapters import NAMES, find
 from kltest.errors import UsageError
 from kltest.files import write
-from kltest.scoreboard.rows import DESCRIBED, GRADIENT, LEAKED, LOOKED_AT, VALUE, Row, described, leaked
+from kltest.scoreboard.rows import DESCRIBED, GRADIENT, LEAKED, LOOKED_AT, VALUE, BoardRow, described, leaked
 
 PATH = Path(__file__).parent / "recorded.jsonl"
 # Fields that are written only if they are otherwise.
@@ -35,11 +35,11 @@ _key = itemgetter("library", "version", "setting")
 LIFTED = "lifted"
 
 
-def read(path: Path | None = None) -> list[Row]:
+def read(path: Path | None = None) -> list[BoardRow]:
     """Return all recorded rows, by library, version and setting; none if nothing was recorded yet."""
     path = path or PATH
-    rows: list[Row] = []
-    head: Row = {}
+    rows: list[BoardRow] = []
+    head: BoardRow = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         found = json.loads(line)
         if "library" in found:
@@ -49,7 +49,7 @@ def read(path: Path | None = None) -> list[Row]:
     return rows
 
 
-def record(rows: Sequence[Row], path: Path | None = None, *, whole: bool = True) -> None:
+def record(rows: Sequence[BoardRow], path: Path | None = None, *, whole: bool = True) -> None:
     """Replace what is recorded of these libraries in these versions, or, not `whole`, of these settings alone.
 
     Left out are rows of libraries that failed, of settings that were not finished, and of those that now fail and did
@@ -62,7 +62,7 @@ def record(rows: Sequence[Row], path: Path | None = None, *, whole: bool = True)
     replaced = {(library, version) for library, version, _ in new if whole and library not in failed}
     kept = {_key(each): each for each in read(path) if (each["library"], each["version"]) not in replaced}
     order = sorted((kept | new).values(), key=_place)
-    lines: list[Row] = []
+    lines: list[BoardRow] = []
     for _, group in groupby(order, key=itemgetter("library", "version")):
         first, *others = group
         head = {name: first[name] for name in HEAD if name in first}
@@ -80,14 +80,14 @@ def checked(path: Path, checkout: Path) -> Path:
     return path
 
 
-def _place(row: Row) -> tuple[Any, ...]:
+def _place(row: BoardRow) -> tuple[Any, ...]:
     """Libraries in the order of their adapters, then others; newest versions first."""
     library, version = row["library"], row["version"].split(".")
     order = NAMES.index(library) if library in NAMES else len(NAMES)
     return order, library, [-int(part) for part in version if part.isdigit()]
 
 
-def _shortened(row: Row, head: Row) -> Row:
+def _shortened(row: BoardRow, head: BoardRow) -> BoardRow:
     """The fields of a row that cannot be filled in again."""
     usual = _usual(row["library"], row["setting"]) | {"versions": head["versions"], "known": True}
     usual["program_of_adapter"] = bool(row["gradients"])
@@ -103,7 +103,7 @@ def _shortened(row: Row, head: Row) -> Row:
     }
 
 
-def _expanded(line: Row, head: Row) -> Row:
+def _expanded(line: BoardRow, head: BoardRow) -> BoardRow:
     """A row with everything but messages and notes."""
     usual = _usual(head["library"], line["setting"]) | {"known": True, "program_of_adapter": bool(line["gradients"])}
     found = {**usual, **head, **line, "notes": ["lifted out of its file"] if line.get(LIFTED) else []}
@@ -115,7 +115,7 @@ def _expanded(line: Row, head: Row) -> Row:
     return found
 
 
-def _usual(library: str, setting: str) -> Row:
+def _usual(library: str, setting: str) -> BoardRow:
     """Defaults of a row; if the adapter knows the setting, they say how it is called as well."""
     known = find(library).setting(setting) if library in NAMES else None
     return {**USUAL, **(described(known) if known else {})}

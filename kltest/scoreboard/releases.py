@@ -40,10 +40,10 @@ def run_pip(*arguments: str) -> str:
         InstallError: it failed; the message ends with its last lines.
     """
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-    return said(command, " ".join(["pip", *arguments]))
+    return output_of(command, " ".join(["pip", *arguments]))
 
 
-def said(command: list[str], shown: str, environment: dict[str, str] | None = None) -> str:
+def output_of(command: list[str], shown: str, environment: dict[str, str] | None = None) -> str:
     """Return what an installer prints; `shown` is the command in the message of a failure."""
     try:
         done = subprocess.run(
@@ -84,8 +84,8 @@ def uploads(distribution: str) -> dict[str, datetime]:
         return {}
     trusted = ssl.create_default_context(cafile=options.get("cert"))
     try:
-        asked = urllib.request.Request(url, headers={"Accept": JSON})
-        with urllib.request.urlopen(asked, timeout=PATIENCE, context=trusted) as answer:
+        question = urllib.request.Request(url, headers={"Accept": JSON})
+        with urllib.request.urlopen(question, timeout=PATIENCE, context=trusted) as answer:
             files = json.load(answer)["files"] if JSON in answer.headers["content-type"] else []
     except HTTPError:
         return {}

@@ -35,15 +35,15 @@ LEAKED = "KL501"
 LEAKS = re.compile(r"With (.+) at padded positions, .+ is (\S+) (?:where it was|and not) (\S+)\.$")
 
 PACKAGES = re.compile(r"/[^\s:'\"]*/(?:site|dist)-packages/")
-Row = dict[str, Any]
+BoardRow = dict[str, Any]
 
 
-def described(setting: Setting) -> Row:
+def described(setting: Setting) -> BoardRow:
     """Return the call of a setting and the library's own words on it, as JSON knows them."""
     return {key: mapped(getattr(setting, key), _rounded) for key in DESCRIBED}
 
 
-def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> Row:
+def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> BoardRow:
     """Return the row of one setting: its call, what was found, and `others` (version, time, program) as they are."""
     found = report.to_dict()
     return mapped(
@@ -85,7 +85,7 @@ def graded(each: Mapping[str, Any]) -> bool:
     return not (each["error"] or each.get("unfinished"))
 
 
-def absent(library: Adapter, version: str, reason: str) -> Row:
+def absent(library: Adapter, version: str, reason: str) -> BoardRow:
     """Return the row of a library that could not be installed or took its process down."""
     return {
         "library": library.name,
@@ -104,7 +104,7 @@ def matches(setting: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(setting == pattern or fnmatchcase(setting, pattern) for pattern in patterns)
 
 
-def changes(old: Sequence[Row], new: Sequence[Row], only: Sequence[str] = ()) -> list[str]:
+def changes(old: Sequence[BoardRow], new: Sequence[BoardRow], only: Sequence[str] = ()) -> list[str]:
     """Return the differences between rows of two versions, a sentence each; none for libraries that `old` lacks.
 
     Rows are compared by library and setting. If `old` has several versions of a library, the first one counts.

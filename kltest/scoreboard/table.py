@@ -10,7 +10,7 @@ from pandas import DataFrame
 from kltest.adapters import NAMES, Setting, find
 from kltest.checks import CHECKS
 from kltest.scoreboard.classes import CLASSES, EQUAL_LENGTHS, NO_RATIO, at_equal_lengths, class_of, off_policy
-from kltest.scoreboard.rows import Row, factor, leaked
+from kltest.scoreboard.rows import BoardRow, factor, leaked
 from kltest.truth import render
 
 # Columns of the scoreboard and their headings.
@@ -47,7 +47,7 @@ VALUES = {
 }
 
 
-def frame(rows: Sequence[Row], *, programs: bool = True) -> DataFrame:
+def frame(rows: Sequence[BoardRow], *, programs: bool = True) -> DataFrame:
     """Return the rows as a table.
 
     Args:
@@ -63,7 +63,7 @@ def frame(rows: Sequence[Row], *, programs: bool = True) -> DataFrame:
     return DataFrame([_line(each, programs) for each in rows])
 
 
-def defaults(rows: Sequence[Row]) -> DataFrame:
+def defaults(rows: Sequence[BoardRow]) -> DataFrame:
     """Return documented defaults, one a line.
 
     Args:
@@ -90,7 +90,7 @@ def defaults(rows: Sequence[Row]) -> DataFrame:
     return DataFrame(found)
 
 
-def summary(rows: Sequence[Row]) -> DataFrame:
+def summary(rows: Sequence[BoardRow]) -> DataFrame:
     """Return the defaults as cells of a table in Markdown, a line each."""
     found = []
     for line in defaults(rows).to_dict("records"):
@@ -115,7 +115,7 @@ def family(setting: str) -> str:
     return setting.partition("/")[0]
 
 
-def _line(each: Row, programs: bool) -> dict[str, Any]:
+def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
     there = each["gradients"]
     program, name = _program(each) if programs else "", re.sub(r"[^\w.+=-]", "-", each["setting"])
     kind = class_of(each)
@@ -147,7 +147,7 @@ def _line(each: Row, programs: bool) -> dict[str, Any]:
     }
 
 
-def _program(each: Row) -> str:
+def _program(each: BoardRow) -> str:
     """The text of a row's standalone program, as it was kept or as the adapter writes it."""
     from kltest.scoreboard.programs import standalone
 
@@ -158,7 +158,7 @@ def _program(each: Row) -> str:
     return standalone(find(each["library"]), setting, (row["batch"] for row in each["gradients"]))
 
 
-def _follows(each: Row, kind: str) -> str:
+def _follows(each: BoardRow, kind: str) -> str:
     """The class, the factor on it where all rollouts have one length, and if lengths matter."""
     found: Mapping = next((row["identified"] for row in _current(each, "sequence") if row["identified"]), {})
     by = factor(each, *next(iter(found.items()))) if len(found) == 1 and "zero" not in found else ""
@@ -166,7 +166,7 @@ def _follows(each: Row, kind: str) -> str:
     return words + (f", × {by}" if by else "") + (f", {EQUAL_LENGTHS}" if at_equal_lengths(each) else "")
 
 
-def _unset(each: Row) -> str:
+def _unset(each: BoardRow) -> str:
     """What happens if nothing at all is set; a dash if that is not known."""
     if len(each.get("unset", ())) < 2:
         return "".join(each.get("unset", ())) or "–"
@@ -174,11 +174,11 @@ def _unset(each: Row) -> str:
     return f"{'KL on' if value else 'no KL'}, {name} = {value}"
 
 
-def _current(each: Row, environment: str) -> list[Mapping]:
+def _current(each: BoardRow, environment: str) -> list[Mapping]:
     return [row for row in each["gradients"] if (row["environment"], row["sampler"]) == (environment, "current")]
 
 
-def _off_policy(each: Row) -> str:
+def _off_policy(each: BoardRow) -> str:
     """The gradients under a stale sampler, and that no ratio corrects for it."""
     if not each["gradients"]:
         return ""
@@ -186,7 +186,7 @@ def _off_policy(each: Row) -> str:
     return f"{words}: {found}" if words == NO_RATIO else found or words
 
 
-def _found(each: Row, sampler: str, environments: Sequence[str]) -> str:
+def _found(each: BoardRow, sampler: str, environments: Sequence[str]) -> str:
     """The gradients found: a single one if environments agree, else environment by environment."""
     found: dict[str, list[str]] = {}
     for environment in environments:
@@ -199,7 +199,7 @@ def _found(each: Row, sampler: str, environments: Sequence[str]) -> str:
     return "; ".join(f"{', '.join(names)}: {gradient}" for gradient, names in found.items())
 
 
-def _gradient(identified: Mapping[str, float] | None, each: Row, environment: str) -> str:
+def _gradient(identified: Mapping[str, float] | None, each: BoardRow, environment: str) -> str:
     """A combination as a formula; a coefficient that follows a law is written as that."""
     if identified is None:
         return "unnamed"
@@ -212,7 +212,7 @@ def _gradient(identified: Mapping[str, float] | None, each: Row, environment: st
     return words
 
 
-def _codes(each: Row) -> str:
+def _codes(each: BoardRow) -> str:
     """The checks that failed; those that only warn behind them."""
     codes = [check["code"] for check in each["failed"]]
     failed = " ".join(code for code in codes if CHECKS[code].level == "error")
@@ -220,6 +220,6 @@ def _codes(each: Row) -> str:
     return failed + (f"{' · ' if failed else ''}warns: {warned}" if warned else "")
 
 
-def _logged(each: Row) -> str:
+def _logged(each: BoardRow) -> str:
     found = [VALUES.get(row["matches"], row["matches"]) for row in each["value"] if row["sampler"] == "current"]
     return " / ".join(dict.fromkeys(found))

@@ -8,7 +8,7 @@ from kltest.adapters import NAMES, before, find
 from kltest.scoreboard import recorded
 from kltest.scoreboard.classes import CLASSES, class_of
 from kltest.scoreboard.history import DEAD_ZONE, PATH, changed, followed, lines
-from kltest.scoreboard.rows import Row, summary
+from kltest.scoreboard.rows import BoardRow, summary
 from kltest.scoreboard.templating import template
 
 # Blues follow ∇KL(π‖ref), at least its next-token part; they are apart from the others in lightness too.
@@ -21,7 +21,7 @@ WIDTH, LEFT, RIGHT, TOP, HEIGHT, BAR = 860, 180, 40, 34, 34, 14
 APART = 42
 
 
-def files(rows: Sequence[Row] | None = None) -> dict[str, str]:
+def files(rows: Sequence[BoardRow] | None = None) -> dict[str, str]:
     """Return the page `history.md` and its figure `history.svg` by name; rows: those that are recorded."""
     rows = recorded.read(PATH) if rows is None else rows
     order = sorted(lines(rows).items(), key=lambda each: (NAMES.index(each[0][0]), each[0]))
@@ -38,8 +38,8 @@ def is_default(library: str, name: str) -> bool:
     return bool(setting and setting.default and (own or name.partition("/")[0] not in families))
 
 
-def _page(rows: Sequence[Row], shown: dict[tuple[str, str], list[Row]]) -> str:
-    told = [
+def _page(rows: Sequence[BoardRow], shown: dict[tuple[str, str], list[BoardRow]]) -> str:
+    moved = [
         {
             "library": after["library"],
             "setting": after["setting"],
@@ -51,15 +51,15 @@ def _page(rows: Sequence[Row], shown: dict[tuple[str, str], list[Row]]) -> str:
         }
         for earlier, after in changed(rows)
     ]
-    told.sort(key=lambda each: each["released"], reverse=True)
+    moved.sort(key=lambda each: each["released"], reverse=True)
     # Versions as keys: in order, each once.
     measured: dict[str, dict[str, None]] = {}
     for row in reversed(rows):
         measured.setdefault(row["library"], {})[row["version"]] = None
-    return template("history.md.j2").render(changes=told, measured=measured, classes=CLASSES, shown=shown)
+    return template("history.md.j2").render(changes=moved, measured=measured, classes=CLASSES, shown=shown)
 
 
-def _followed(row: Row, other: Row) -> str:
+def _followed(row: BoardRow, other: BoardRow) -> str:
     """What a row follows: its class and its dead zone, or, if the other's are the same, the gradients that differ."""
     words, others = _in_short(row), _in_short(other)
     if words != others:
@@ -69,12 +69,12 @@ def _followed(row: Row, other: Row) -> str:
     return summary({**row, "gradients": [each for each in row["gradients"] if each["environment"] in differs]})
 
 
-def _in_short(row: Row) -> str:
+def _in_short(row: BoardRow) -> str:
     zone = any(each["code"] == DEAD_ZONE for each in row["failed"])
     return CLASSES[class_of(row)].words + (f", and a dead zone ({DEAD_ZONE})" if zone else "")
 
 
-def _reason(earlier: Row, after: Row) -> tuple[str, str]:
+def _reason(earlier: BoardRow, after: BoardRow) -> tuple[str, str]:
     """What is noted of a release after the earlier one, up to the later one, and its link."""
     noted = find(after["library"]).changed
     for version, words in noted.items():
@@ -83,7 +83,7 @@ def _reason(earlier: Row, after: Row) -> tuple[str, str]:
     return ("", "")
 
 
-def figure(shown: dict[tuple[str, str], list[Row]]) -> str:
+def figure(shown: dict[tuple[str, str], list[BoardRow]]) -> str:
     """Return the figure as SVG: a bar for each setting, from release to release in the colour of its class."""
     released = [date.fromisoformat(row["released"]) for line in shown.values() for row in line]
     first, last = min(released).replace(day=1), max(released)
@@ -102,9 +102,9 @@ def figure(shown: dict[tuple[str, str], list[Row]]) -> str:
             turned = place == 0 or followed(row) != followed(line[place - 1])
             label = row["version"] if turned and start - labelled >= APART else ""
             labelled = start if label else labelled
-            said = f"{library} {row['version']}: {CLASSES[kind].words}; {summary(row)}"
+            words = f"{library} {row['version']}: {CLASSES[kind].words}; {summary(row)}"
             fields: dict[str, Any] = {"x": start, "width": max(end - start, 3), "colour": COLOURS[kind]}
-            parts.append({**fields, "label": label, "turned": turned and place > 0, "said": said})
+            parts.append({**fields, "label": label, "turned": turned and place > 0, "words": words})
         bars.append({"y": y, "name": f"{library} {setting}", "parts": parts})
     months = [date(year, month, 1) for year in range(first.year, last.year + 1) for month in (1, 7)]
     ticks = [(at(each), f"{each:%b %Y}") for each in months if first <= each <= last]

@@ -20,10 +20,10 @@ from packaging.requirements import Requirement
 from processes import ran
 
 from kltest.adapters import NAMES, before, find, named
-from kltest.cli.libraries import Request, libraries, listing, program
+from kltest.cli.libraries import Measurement, libraries, listing, program
 from kltest.errors import KltestError, UsageError
 from kltest.scoreboard import history as releases_of
-from kltest.scoreboard import recorded, run
+from kltest.scoreboard import measurement, recorded
 from kltest.scoreboard.installation import NEEDED, exact_version, install
 from kltest.scoreboard.pages import html, markdown
 from kltest.scoreboard.releases import InstallError, UnreachableError
@@ -200,7 +200,7 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
     *_, rows = measured
     monkeypatch.setattr(recorded, "PATH", tmp_path / "recorded.jsonl")
     recorded.record(list(rows.values()))
-    asked = Request(settings=("penalty/linear", "penalty/square", "penalty/straight"))
+    asked = Measurement(settings=("penalty/linear", "penalty/square", "penalty/straight"))
     names = [f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True, record=True) == 1
     said = capsys.readouterr().out.partition("What changed.")[2]
@@ -216,7 +216,7 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
 
 def test_a_library_that_breaks_down_stops_no_other_and_is_mended_by_a_package(made_up, tmp_path, monkeypatch, capsys):
     """With its environment's path, what is missing, and how to add it; and its environment has the command."""
-    asked = Request(settings=("penalty/square",))
+    asked = Measurement(settings=("penalty/square",))
     assert (
         libraries([f"{made_up}=={version}" for version in ("3.0", "4.0", "5.0")], output=str(tmp_path), request=asked)
         == 3
@@ -233,7 +233,7 @@ def test_a_library_that_breaks_down_stops_no_other_and_is_mended_by_a_package(ma
     assert done.stdout.startswith("kltest "), done.stdout + done.stderr
     monkeypatch.setenv("PIP_FIND_LINKS", str(made_up.parent))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    asked = Request(settings=("penalty/square",), more=("kltest_needed",))
+    asked = Measurement(settings=("penalty/square",), more=("kltest_needed",))
     assert libraries([f"{made_up}==5.0"], output=str(tmp_path), request=asked) == 0
     assert rows_of(tmp_path)["5.0", "penalty/square"]["gradients"][0]["agrees"]
 
@@ -241,13 +241,13 @@ def test_a_library_that_breaks_down_stops_no_other_and_is_mended_by_a_package(ma
 def test_releases_that_are_named_are_compared_with_one_another(measured, made_up, tmp_path, capsys, monkeypatch):
     """Whatever is recorded; nothing is measured: 2.0 is 1.0 with the gradient of the square doubled."""
     shutil.copy(measured[1] / "runs.jsonl", tmp_path)
-    asked = Request(settings=("penalty/linear", "penalty/square"))
+    asked = Measurement(settings=("penalty/linear", "penalty/square"))
     found = {"1.0": [measured[2]["1.0", setting] for setting in asked.settings]}
     found["2.0"] = [{**row, "version": "2.0"} for row in json.loads(json.dumps(found["1.0"]))]
     for row in found["2.0"][1]["gradients"]:
         row["identified"] = row["identified"] and {name: 2 * factor for name, factor in row["identified"].items()}
-    monkeypatch.setattr(run, "environment", lambda each, request: (each[1] or "1.0", None))
-    monkeypatch.setattr(run, "measured", lambda name, version, *_: found[version])
+    monkeypatch.setattr(measurement, "environment", lambda each, request: (each[1] or "1.0", None))
+    monkeypatch.setattr(measurement, "measured", lambda name, version, *_: found[version])
     names = [f"{made_up}==1.0", f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True) == 1
     said = capsys.readouterr().out.partition("What changed.")[2]
@@ -273,7 +273,7 @@ def test_a_history_goes_on_where_it_was_and_leaves_no_environment(made_up, tmp_p
     """2.0 doubles the square of 1.0; nothing is installed for what is recorded."""
     uploaded = {"1.0": datetime(2025, 3, 1, tzinfo=UTC), "2.0": datetime(2025, 8, 1, tzinfo=UTC)}
     monkeypatch.setattr(releases_of, "minors", lambda *_, **__: uploaded)
-    asked = Request(history=True)
+    asked = Measurement(history=True)
     assert releases_of.history([f"{made_up}==1.0"], asked, str(tmp_path)) == 0
     assert releases_of.history([str(made_up)], asked, str(tmp_path)) == 0
     rows = recorded.read(tmp_path / "history.jsonl")
@@ -284,7 +284,7 @@ def test_a_history_goes_on_where_it_was_and_leaves_no_environment(made_up, tmp_p
     ((earlier, later),) = releases_of.changed(rows)
     assert (earlier["version"], later["version"], later["setting"]) == ("1.0", "2.0", "penalty/square")
     assert not (tmp_path / "environments").exists()
-    monkeypatch.setattr(run, "install", lambda *_, **__: pytest.fail("it installs"))
+    monkeypatch.setattr(measurement, "install", lambda *_, **__: pytest.fail("it installs"))
     assert releases_of.history([str(made_up)], asked, str(tmp_path)) == 0
 
 
@@ -301,7 +301,7 @@ def test_a_grading_that_was_killed_goes_on_with_what_is_left_and_what_failed(mad
     before = store.read_bytes()
     assert 1 <= len(before.splitlines()) <= 3
     for _ in range(2):
-        assert libraries([str(made_up)], output=str(tmp_path), request=Request(settings=settings)) == 3
+        assert libraries([str(made_up)], output=str(tmp_path), request=Measurement(settings=settings)) == 3
     lines = [json.loads(line)["configuration"]["setting"] for line in store.read_bytes().splitlines()]
     assert store.read_bytes().startswith(before)
     assert {name: lines.count(name) for name in settings[:2]} == dict.fromkeys(settings[:2], 1)
@@ -313,8 +313,8 @@ def test_what_cannot_be_kept_is_printed_all_the_same(made_up, tmp_path, monkeypa
     def full(*_):
         raise KltestError("cannot write runs.jsonl: File too large")
 
-    monkeypatch.setattr(run.Store, "add", full)
-    assert libraries([str(made_up)], output=str(tmp_path), request=Request(settings=("penalty/linear",))) == 3
+    monkeypatch.setattr(measurement.Store, "add", full)
+    assert libraries([str(made_up)], output=str(tmp_path), request=Measurement(settings=("penalty/linear",))) == 3
     out, said = capsys.readouterr()
     assert "File too large" in said
     assert "  penalty/linear" in out
@@ -327,7 +327,7 @@ def test_a_terminated_command_ends_what_it_started(made_up, tmp_path):
     def measuring():
         found = Path("/proc").glob("[0-9]*/cmdline")
         lines = [each.read_bytes() for each in found if each.exists()]
-        return [line for line in lines if b"scoreboard.measure" in line and str(made_up).encode() in line]
+        return [line for line in lines if b"scoreboard.worker" in line and str(made_up).encode() in line]
 
     command += ["--setting", "penalty/hangs"]
     longer = {**os.environ, "HANGS": "600"}
@@ -366,7 +366,7 @@ def test_measuring_needs_no_package_that_is_not_installed_beside_a_library():
     others = [name for name, owners in metadata.packages_distributions().items() if not there & set(owners)]
     assert {"pandas", "matplotlib"} <= set(others)
     code = (
-        f"import sys; sys.modules.update(dict.fromkeys({others!r})); import kltest.scoreboard.measure, kltest; "
+        f"import sys; sys.modules.update(dict.fromkeys({others!r})); import kltest.scoreboard.worker, kltest; "
         "assert kltest.grade('k2-loss', environment='sequence').verdict == 'refuted'"
     )
     done = ran(sys.executable, "-c", code)
@@ -489,8 +489,8 @@ def test_the_former_names_are_still_read_for_one_release(tmp_path):
 
 
 def test_outside_a_checkout_a_record_is_refused_before_anything_is_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "CHECKOUT", tmp_path)
-    monkeypatch.setattr(run, "install", lambda *_, **__: pytest.fail("it installs"))
+    monkeypatch.setattr(measurement, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(measurement, "install", lambda *_, **__: pytest.fail("it installs"))
     with pytest.raises(UsageError, match=r"--record .*checkout"):
         libraries(["trl"], output=str(tmp_path / "results"), record=True)
     assert not (tmp_path / "results").exists()

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from kltest.cli.libraries import Request, libraries
+from kltest.cli.libraries import Measurement, libraries
 from kltest.errors import UsageError
 
 CLONED = """
@@ -43,7 +43,7 @@ def test_a_library_that_no_index_has_is_graded_from_a_checkout(tmp_path):
     assert libraries([str(adapter)], output=str(gone)) == 3
     names, there = [str(adapter), f"{adapter}=={commits[1]}"], str(repository)
     for name in (names[0], f"{adapter}==newest"):
-        assert libraries([name], request=Request(checkout=there), output=str(again)) == 0
+        assert libraries([name], request=Measurement(checkout=there), output=str(again)) == 0
     lines = (again / "runs.jsonl").read_text().splitlines()
     rows = {row["version"]: row for line in lines for row in json.loads(line)["rows"]}
     assert set(rows) == set(commits)
@@ -52,4 +52,4 @@ def test_a_library_that_no_index_has_is_graded_from_a_checkout(tmp_path):
     with pytest.raises(UsageError, match="is no commit"):
         libraries([f"{adapter}==1.0"], output=str(again))
     with pytest.raises(UsageError, match="--checkout is for one library that is cloned"):
-        libraries(["liger"], request=Request(checkout=there), output=str(again))
+        libraries(["liger"], request=Measurement(checkout=there), output=str(again))

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from kltest.adapters import NAMES, find
-from kltest.cli.libraries import Request, libraries
+from kltest.cli.libraries import Measurement, libraries
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import install
 from kltest.scoreboard.releases import UnreachableError
@@ -31,7 +31,7 @@ def measured(name, settings, folder):
         install(library, library.version)
     except UnreachableError as error:
         pytest.skip(f"no package index can be reached, so {name} was not measured: {error}")
-    assert libraries([name], request=Request(settings=settings), output=str(folder)) == 0
+    assert libraries([name], request=Measurement(settings=settings), output=str(folder)) == 0
     lines = (folder / "runs.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for line in lines for row in json.loads(line)["rows"]]
     of_library = [row for row in recorded.read() if (row["library"], row["version"]) == (name, library.version)]

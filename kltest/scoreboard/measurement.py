@@ -22,7 +22,7 @@ from kltest.render.markdown import escape
 from kltest.render.words import one_line, time_spent
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import NEWEST, Installed, borrows, complaints, exact_version, install
-from kltest.scoreboard.rows import Row, absent, changes, graded, matches
+from kltest.scoreboard.rows import BoardRow, absent, changes, graded, matches
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 
@@ -36,11 +36,11 @@ SHOWING = ("classes.py", "table.py", "pages.py", "recorded.py")
 FOLDER = "results/libraries"
 CHECKOUT = Path(kltest.__file__).parents[1]
 # An adapter, by its name or file, and the version to measure, None for the one of the adapter.
-Asked = tuple[str, str | None]
+Requested = tuple[str, str | None]
 
 
 @dataclass(frozen=True)
-class Request:
+class Measurement:
     """What to measure.
 
     Args:
@@ -63,7 +63,7 @@ class Request:
 def libraries(
     names: Sequence[str] = (),
     *,
-    request: Request = Request(),
+    request: Measurement = Measurement(),
     output: str | None = None,
     diff: bool = False,
     record: bool = False,
@@ -71,30 +71,30 @@ def libraries(
     """Measure the libraries (all, or those named, `NAME==VERSION`), write the scoreboard, print what was found."""
     if record:
         recorded.checked(recorded.PATH, CHECKOUT)
-    asked = asked_for(names)
-    if request.checkout and not (len(asked) == 1 and find(asked[0][0]).repository):
+    wanted = requested(names)
+    if request.checkout and not (len(wanted) == 1 and find(wanted[0][0]).repository):
         cloned = ", ".join(name for name in NAMES if find(name).repository)
         raise UsageError(f"--checkout is for one library that is cloned: {cloned}, or an adapter of your own")
     folder = writable(Path(output or FOLDER))
-    found: dict[Asked, list[Row]] = {}
+    found: dict[Requested, list[BoardRow]] = {}
     with Store(folder / "runs.jsonl", code()) as store, terminated_as_interrupted():
         try:
             # The next ones are installed while one is measured; those with dependencies, which take long, come last.
             with ThreadPoolExecutor(1) as executor:
                 installed = partial(environment, request=request)
-                order = sorted(asked, key=lambda each: not borrows(find(each[0])))
+                order = sorted(wanted, key=lambda each: not borrows(find(each[0])))
                 made = executor.map(installed, order)
                 for each, (version, there) in zip(order, made, strict=True):
                     found[each] = measured(each[0], version, there, store, request)
         except KeyboardInterrupt:
             log(f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on")
             return 130
-    rows = [row for each in asked for row in found[each]]
+    rows = [row for each in wanted for row in found[each]]
     failed = [each for each in rows if not each["setting"]]
     if not failed:
         check_patterns(request.settings, [each["setting"] for each in rows])
     _show(rows, [*store.all_rows(), *failed], folder)
-    changed = _changed(asked, found, request) if diff else []
+    changed = _changed(wanted, found, request) if diff else []
     if diff:
         _print_changes(changed, folder)
     refused = {(each["library"], each["setting"]) for each in recorded.read() if each["error"]}
@@ -104,14 +104,14 @@ def libraries(
     return 3 if ungraded else int(bool(changed))
 
 
-def _changed(asked: Sequence[Asked], found: Mapping[Asked, list[Row]], request: Request) -> list[str]:
+def _changed(wanted: Sequence[Requested], found: Mapping[Requested, list[BoardRow]], request: Measurement) -> list[str]:
     """Differences from the record, or from release to release of a library that is asked for in several."""
-    said = []
-    for name in dict.fromkeys(name for name, _ in asked):
-        rows = [found[each] for each in asked if each[0] == name]
+    found_changes = []
+    for name in dict.fromkeys(name for name, _ in wanted):
+        rows = [found[each] for each in wanted if each[0] == name]
         for before, after in pairwise(rows) if len(rows) > 1 else [(recorded.read(), rows[0])]:
-            said += changes(before, after, request.settings)
-    return said
+            found_changes += changes(before, after, request.settings)
+    return found_changes
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -123,7 +123,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
         )
 
 
-def asked_for(names: Sequence[str]) -> list[Asked]:
+def requested(names: Sequence[str]) -> list[Requested]:
     """Adapters and versions, each checked before any work is done."""
     pairs = [name.partition("==") for name in dict.fromkeys(names or NAMES)]
     for name, equals, version in pairs:
@@ -135,21 +135,25 @@ def asked_for(names: Sequence[str]) -> list[Asked]:
     return [(name, version or None) for name, _, version in pairs]
 
 
-def environment(each: Asked, request: Request, within: Path | None = None) -> tuple[str, Installed | KltestError]:
+def environment(
+    each: Requested, request: Measurement, within: Path | None = None
+) -> tuple[str, Installed | KltestError]:
     """Return the version and its environment, below the folder `within` if not in the cache; or the error."""
-    name, asked = each
+    name, wanted = each
     library = find(name)
     library = replace(library, repository=request.checkout) if request.checkout else library
-    version = asked or library.version
+    version = wanted or library.version
     try:
-        version = exact_version(library, asked)
+        version = exact_version(library, wanted)
         log(f"{library.name} {version}: installing, unless it is there already")
         return version, install(library, version, request.more, within=within)
     except KltestError as error:
         return version, error
 
 
-def measured(name: str, version: str, there: Installed | KltestError, store: Store, request: Request) -> list[Row]:
+def measured(
+    name: str, version: str, there: Installed | KltestError, store: Store, request: Measurement
+) -> list[BoardRow]:
     """The rows of a library, and one with the error if it failed; those in the store are not measured again."""
     library = find(name)
     names: list[str] = []
@@ -167,7 +171,7 @@ def measured(name: str, version: str, there: Installed | KltestError, store: Sto
         options += [] if request.timeout is None else [f"--timeout={request.timeout}"]
         options += ["--history"] if request.history else []
         path = str(Path(name).resolve()) if name.endswith(".py") else name
-        answers = map(json.loads, there.lines("-m", "kltest.scoreboard.measure", path, *options))
+        answers = map(json.loads, there.lines("-m", "kltest.scoreboard.worker", path, *options))
         first = next(answers)
         if "unimportable" in first:
             raise KltestError(_unimportable(library, there, first))
@@ -179,7 +183,7 @@ def measured(name: str, version: str, there: Installed | KltestError, store: Sto
                     store.add([({"library": library.name, "version": version, "setting": each["setting"]}, [each])])
                 except KltestError as error:
                     unkept = str(error)
-                progress.advance(each["setting"])  # said once it is kept
+                progress.advance(each["setting"])  # once it is stored
         if unkept:
             raise KltestError(unkept)
     except KltestError as error:
@@ -188,7 +192,7 @@ def measured(name: str, version: str, there: Installed | KltestError, store: Sto
     return [done[name] for name in names]
 
 
-def _unimportable(library: Adapter, there: Installed, answer: Row) -> str:
+def _unimportable(library: Adapter, there: Installed, answer: BoardRow) -> str:
     """One sentence on a library that cannot be imported, with its environment and the installer's own words."""
     hint = f"; --with {answer['missing']} adds a package" if answer["missing"] else "; --with PACKAGE adds a package"
     words = "" if borrows(library) else complaints(there)
@@ -206,7 +210,7 @@ def code() -> str:
     return digest(sorted((name, sha256(content).hexdigest()) for name, content in read))
 
 
-def _show(rows: Sequence[Row], stored: Sequence[Row], folder: Path) -> None:
+def _show(rows: Sequence[BoardRow], stored: Sequence[BoardRow], folder: Path) -> None:
     """Print the rows that were asked for, and write the scoreboard of all rows in the store."""
     from kltest.scoreboard.pages import files
     from kltest.scoreboard.table import COLUMNS, frame

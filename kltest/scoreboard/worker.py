@@ -1,6 +1,6 @@
 """Grade all settings of a library that is installed here, each in a child process, a line of JSON for each.
 
-    python -m kltest.scoreboard.measure LIBRARY [--setting NAME]… [--done NAME]… [--timeout SECONDS] [--history]
+    python -m kltest.scoreboard.worker LIBRARY [--setting NAME]… [--done NAME]… [--timeout SECONDS] [--history]
 
 `kltest libraries` runs this inside a library's environment. A row is printed as soon as it is finished: none is lost
 if the library takes this process down. What the library itself prints goes to standard error.
@@ -25,7 +25,7 @@ from kltest.grading.isolated import TRACES, Child, Children, Step, cores, termin
 from kltest.grading.jobs import Job, failed, graded
 from kltest.scoreboard.extras import extras
 from kltest.scoreboard.programs import program
-from kltest.scoreboard.rows import Row, matches, row
+from kltest.scoreboard.rows import BoardRow, matches, row
 
 # Packages whose versions may matter for the results.
 COMPANIONS = ("torch", "transformers", "accelerate", "jax", "tensordict", "numpy")
@@ -39,68 +39,69 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--done", action="append", default=[])
     parser.add_argument("--timeout", type=float, default=None)
     parser.add_argument("--history", action="store_true")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         # Output of the library, that of its C code included, must not get between the answers.
         os.dup2(2, 1)
         with terminated_as_interrupted():
-            for each in _measured(asked):
+            for each in _measured(options):
                 print(json.dumps(each, ensure_ascii=False, allow_nan=False), file=answers, flush=True)
     return 0
 
 
-def _measured(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the names of the settings, or why there are none, then a row of each that is not done, once finished."""
-    library = find(asked.library)
+    library = find(options.library)
     try:
         library.load()
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         yield {"settings": [], "unimportable": f"{type(error).__name__}: {error}", "missing": missing}
         return
-    there = {setting.name: setting for setting in installed_settings(library, history=asked.history)}
-    chosen = [name for name in there if matches(name, asked.setting)]
+    there = {setting.name: setting for setting in installed_settings(library, history=options.history)}
+    chosen = [name for name in there if matches(name, options.setting)]
     yield {"settings": chosen}
-    left = [there[name] for name in chosen if name not in asked.done]
+    left = [there[name] for name in chosen if name not in options.done]
     # Imported once, before children are forked; each setting reports a failed import when it is graded.
     for module in ("kltest.grading.grader", *library.imports) if left else ():
         with contextlib.suppress(Exception):
             import_module(module)
     with Children(cores()) as children:
         for setting in left:
-            children.add(setting.name, _isolated(asked, library, setting))
+            children.add(setting.name, _isolated(options, library, setting))
         for _, found in children.finished():
             yield found
 
 
-def _isolated(asked: argparse.Namespace, library: Adapter, setting: Setting) -> Generator[Child, Step, Row]:
+def _isolated(options: argparse.Namespace, library: Adapter, setting: Setting) -> Generator[Child, Step, BoardRow]:
     """Write a setting's row in a child and a folder of its own, which is deleted; one that is killed loses its own row.
 
     A loss may kill the process that isolates it, and no other setting.
     """
     with (
         tempfile.TemporaryDirectory(prefix="setting-", ignore_cleanup_errors=True) as folder,
-        Child(_rows, asked, setting, folder) as child,
+        Child(_rows, options, setting, folder) as child,
     ):
         step = yield child.ask()
     lost = f"the process that graded it {step.message}" if step.kind == "ended" else step.message
-    return step.value if step.kind == "value" else _row(asked, library, setting, lost)
+    return step.value if step.kind == "value" else _row(options, library, setting, lost)
 
 
-def _rows(asked: argparse.Namespace, setting: Setting, folder: str) -> Iterator[Row]:
+def _rows(options: argparse.Namespace, setting: Setting, folder: str) -> Iterator[BoardRow]:
     os.chdir(folder)
     os.environ[TRACES] = tempfile.gettempdir()
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    yield _row(asked, find(asked.library), setting)
+    yield _row(options, find(options.library), setting)
 
 
-def _row(asked: argparse.Namespace, library: Adapter, setting: Setting, lost: str = "") -> Row:
+def _row(options: argparse.Namespace, library: Adapter, setting: Setting, lost: str = "") -> BoardRow:
     """The row of a setting, with the program that shows its gradient but for histories; or that its result is lost."""
-    shows, started = not (asked.history or lost), time.monotonic()
+    shows, started = not (options.history or lost), time.monotonic()
     # Under a stale sampler too, whatever log-probs a setting takes; a recipe for fresh rollouts is held to these alone.
     both = shows and not (setting.recipe and "sampler" in setting.options)
-    given = {**({"sampler": "both"} if both else {}), **({} if asked.timeout is None else {"timeout": asked.timeout})}
-    (job,) = Job.all_of(f"{asked.library}:{setting.name}", given)
+    given: dict[str, Any] = {"sampler": "both"} if both else {}
+    given |= {} if options.timeout is None else {"timeout": options.timeout}
+    (job,) = Job.all_of(f"{options.library}:{setting.name}", given)
     shown: dict[str, Any] = {"program": "", "program_of_adapter": False}
     try:
         report = failed(job, f"{job.name}: {lost}") if lost else next(graded([job])).report
