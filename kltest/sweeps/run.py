@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -127,6 +128,7 @@ def spread(
 
 
 def _on_cluster(work: Callable[[Batch], Done], batches: Sequence[Batch], address: str) -> Iterator[Done]:
+    # Not by joblib's own Dask backend: it leaves out, without an error, a task that the workers cannot read.
     from dask.distributed import as_completed
 
     client = connect(address)
@@ -148,6 +150,8 @@ def _in_processes(work: Callable[[Batch], Done], batches: Sequence[Batch], worke
     import joblib
     from joblib.externals.loky.process_executor import TerminatedWorkerError
 
+    # loky replaces a worker whose memory has grown by 300 MB, and warns. Loading torch is enough; no job is lost.
+    warnings.filterwarnings("ignore", "A worker stopped while some jobs were given to the executor")
     with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
         parallel = joblib.Parallel(n_jobs=workers, return_as="generator_unordered")
         try:
