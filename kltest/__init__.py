@@ -6,6 +6,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kltest.version import VERSION as __version__
+
 if TYPE_CHECKING:
     from kltest.auditing.audit import audit
     from kltest.auditing.callback import KLAuditCallback
@@ -15,7 +17,6 @@ if TYPE_CHECKING:
     from kltest.report import Report
     from kltest.scanning.scan import scan
 
-__version__ = "0.1.0"
 _PLACES = {
     "KLAuditCallback": "auditing.callback",
     "Report": "report",

@@ -19,6 +19,9 @@ from typing import Any, BinaryIO
 
 from kltest.errors import KltestError, UsageError
 
+PACKAGE = Path(__file__).parent
+"""The folder of kltest's own code."""
+
 
 def writable(folder: Path) -> Path:
     """The folder, made if need be; UsageError if nothing can be written there. Asked before any work is done."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kltest import __version__
+from kltest.version import VERSION
 
 if TYPE_CHECKING:
     from kltest.grading.pytest_items import GradedCheck
@@ -45,7 +45,7 @@ def pytest_report_header() -> str:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         torch = "not installed"
-    return f"kltest: {__version__}, torch {torch}; losses are graded in this process"
+    return f"kltest: {VERSION}, torch {torch}; losses are graded in this process"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kltest import __version__
 from kltest.auditing.fits import distance, nearest
 from kltest.auditing.named import Part, controls_of, parts_of
 from kltest.auditing.passes import Models, measure
@@ -32,6 +31,7 @@ from kltest.moments.sketch import SIZE, Sketch
 from kltest.report import Verdict
 from kltest.rollout import Rollout
 from kltest.truth import plain
+from kltest.version import VERSION
 
 UNITS = 256
 # Blocks of units that are kept; with more, pairs of them are averaged.
@@ -210,7 +210,7 @@ class Auditing:
             else None,
             facts=self._facts(),
             notes=notes,
-            versions={"kltest": __version__, "python": platform.python_version(), "torch": str(torch.__version__)},
+            versions={"kltest": VERSION, "python": platform.python_version(), "torch": str(torch.__version__)},
             seconds=time.monotonic() - self.began,
         )
 

@@ -14,8 +14,8 @@ import typer
 import typer.core
 import typer.main
 
-from kltest import __version__
 from kltest.errors import KltestError
+from kltest.version import VERSION
 
 # The module of each command and its help, in the order of `--help`; the function is `command` or has its name. A
 # command's module is imported when the command is called: `kltest --help` imports none.
@@ -89,7 +89,7 @@ def _give_up_standard_output() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kltest {__version__}")
+        typer.echo(f"kltest {VERSION}")
         raise typer.Exit()
 
 

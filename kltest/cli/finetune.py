@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kltest import __version__
 from kltest.errors import UsageError
 from kltest.files import as_json, writable, write
 from kltest.render.tables import Terminal, table
 from kltest.truth import render
+from kltest.version import VERSION
 
 if TYPE_CHECKING:
     from kltest.finetune.exact import Row
@@ -155,7 +155,7 @@ def _exact(options: Mapping[str, Any], output: str | None) -> int:
     seconds = time.perf_counter() - started
     print(f"\n{len(found) - len(wrong)} of {len(found)} as their SPECs say; {seconds:.0f} s.")
     if output is not None:
-        kept = {"schema": SCHEMA, "kltest": __version__, "seed": seed, "rows": [asdict(row) for row in found]}
+        kept = {"schema": SCHEMA, "kltest": VERSION, "seed": seed, "rows": [asdict(row) for row in found]}
         print(f"The table is in {write(writable(Path(output)) / 'exact.json', as_json(kept))}.")
     return DISAGREES if wrong else 0
 

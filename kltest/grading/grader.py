@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kltest import __version__
 from kltest.adapters import named
 from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
@@ -32,6 +31,7 @@ from kltest.loss.resolve import bind, resolve
 from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.truth import plain
+from kltest.version import VERSION
 
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
 
@@ -283,7 +283,7 @@ def unmeasured(options: Options, target: str, *, reduction: str = "mean", error:
         placement=options.placement or "loss",
         seed=options.seed,
         versions={
-            "kltest": __version__,
+            "kltest": VERSION,
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             "numpy": np.__version__,

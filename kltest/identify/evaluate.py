@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from kltest.identify.case import Case, relative_bias, size, target, worst_cosine
-from kltest.identify.findings import Combination, Row
 from kltest.identify.identification import Identification, identify
+from kltest.identify.rows import Combination, Row
 from kltest.moments import Moments, Sampled
 from kltest.moments.tolerances import LOWEST_FIRST, TOLERANCES
 

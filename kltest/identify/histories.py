@@ -13,7 +13,7 @@ from numpy.linalg import norm
 
 from kltest.errors import KltestError
 from kltest.identify.case import Case
-from kltest.identify.findings import Observed, Row
+from kltest.identify.rows import Observed, Row
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Calls
 from kltest.loss.state import State

@@ -13,8 +13,8 @@ from kltest.errors import InvalidEnvironmentError, KltestError, TargetError
 from kltest.identify import second_route
 from kltest.identify.case import Case, relative_bias, size, target
 from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
-from kltest.identify.findings import Combination, Observed, Row
 from kltest.identify.histories import histories, rows_after
+from kltest.identify.rows import Combination, Observed, Row
 from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.sizes import BATCHES, GROUPS, MOST_BATCHES, Sizes
 from kltest.identify.values import reported

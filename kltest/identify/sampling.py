@@ -15,8 +15,8 @@ import numpy as np
 
 from kltest.identify.case import Case, size, target, worst_cosine
 from kltest.identify.evaluate import row_of
-from kltest.identify.findings import Combination, Row
 from kltest.identify.identification import Identification
+from kltest.identify.rows import Combination, Row
 from kltest.moments import Sampled, sampled
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ known. The token-mean of a batch is then judged by what it tends to, E[Σu]/E[L]
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.case import Case
+from kltest.identify.rows import Reported
 from kltest.loss.outcome import Outcome
 from kltest.moments import Moments
 from kltest.moments.tolerances import TOLERANCES
@@ -24,32 +24,6 @@ from kltest.truth import value
 NAMES = ("kl", "kl_per_token", "mean_of_token_means")
 # Logged numbers are compared as in float64 if only they, and not the loss, tell the precision.
 TOLERANCE = TOLERANCES["float64"].value
-# A metric below this share of the KL is a rounded zero, which is a multiple of anything.
-NOTHING = 1e-9
-
-
-@dataclass(frozen=True)
-class Reported:
-    """Reported value of a loss in one case: exact means, an instance each, and the true numbers beside them.
-
-    `is_metric`: it is a logged KL, not what the loss returned. `judged`: it can be told whether it is a KL.
-    """
-
-    row: ValueRow
-    is_metric: bool
-    means: tuple[float, ...]
-    truths: tuple[dict[str, float], ...]
-    judged: bool = True
-
-    @property
-    def factors(self) -> dict[str, float]:
-        """Names of which the value is the same multiple on every instance, with that multiple; none for zero."""
-        found = {}
-        for name in self.truths[0]:
-            ratios = [mean / truth[name] for mean, truth in zip(self.means, self.truths, strict=True)]
-            if abs(ratios[0]) > NOTHING and np.ptp(ratios) <= TOLERANCE * abs(ratios[0]):
-                found[name] = float(ratios[0])
-        return found
 
 
 def true_values(instance: Instance) -> dict[str, float]:

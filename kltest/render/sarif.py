@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from kltest import __version__
 from kltest.files import as_json
 from kltest.render.tables import PLAIN, Terminal
 from kltest.render.words import visible
 from kltest.report import Report
+from kltest.version import VERSION
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 LEVELS = ("error", "warning", "note")
@@ -53,7 +53,7 @@ def document(found: Iterable[Finding]) -> str:
     ordered = sorted(found, key=lambda each: LEVELS.index(each.level))[:MOST_RESULTS]
     codes = sorted({each.code for each in ordered})
     run = {
-        "tool": {"driver": {"name": "kltest", "version": __version__, "rules": [_rule(code) for code in codes]}},
+        "tool": {"driver": {"name": "kltest", "version": VERSION, "rules": [_rule(code) for code in codes]}},
         "originalUriBaseIds": {"%SRCROOT%": {"description": {"text": "The root of the checkout."}}},
         "results": [_result(each, codes.index(each.code)) for each in ordered],
         "columnKind": "unicodeCodePoints",

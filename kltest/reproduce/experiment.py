@@ -19,9 +19,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-import kltest
 from kltest.errors import UsageError
-from kltest.files import as_csv, as_json, as_markdown, write
+from kltest.files import PACKAGE, as_csv, as_json, as_markdown, write
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, score
 from kltest.reproduce.frames import records
@@ -90,7 +89,7 @@ class Experiment:
     @cached_property
     def version(self) -> str:
         """Changes with anything that a result depends on, so that no result of other code is ever reused."""
-        package, experiments = Path(kltest.__file__).parent, self.checkout.root / "experiments"
+        package, experiments = PACKAGE, self.checkout.root / "experiments"
         # What is said about results does not change them.
         own = [path for path in (experiments / self.name).glob("*.py") if path.name != "analysis.py"]
         own += experiments.glob("*.py")  # what experiments share

@@ -26,10 +26,9 @@ from typing import Any
 
 from packaging.version import Version
 
-import kltest
 from kltest.adapters import Adapter, before
 from kltest.errors import KltestError, UsageError
-from kltest.files import cache_folder
+from kltest.files import PACKAGE, cache_folder
 from kltest.scoreboard.checkouts import check_out, commit_of
 from kltest.scoreboard.releases import AFTER, InstallError, configured, output_of, run_pip, uploads
 
@@ -140,7 +139,7 @@ def install(library: Adapter, version: str, more: Sequence[str] = (), *, within:
     calls = [[part.format(version=version) for part in call] for call in (*library.installs, *([more] if more else []))]
     borrowing = borrows(library)
     here = sys.prefix if borrowing else version_of("torch").partition("+")[0]
-    recipe: list[Any] = [calls, here, NEEDED, sys.version, str(Path(kltest.__file__).parent), LAYOUT]
+    recipe: list[Any] = [calls, here, NEEDED, sys.version, str(PACKAGE), LAYOUT]
     recipe += [library.repository, library.folder] if library.repository else []
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
     within = (within or cache_folder("KLTEST_LIBRARIES", "libraries")).resolve()
@@ -183,7 +182,7 @@ def _build(home: Path, python: Path, calls: Sequence[Sequence[str]], torch: str 
     venv.create(home, symlinks=True)
     beside = home / "kltest"
     beside.mkdir()
-    (beside / "kltest").symlink_to(Path(kltest.__file__).parent, target_is_directory=True)
+    (beside / "kltest").symlink_to(PACKAGE, target_is_directory=True)
     lines = [str(beside)]
     options = [] if until is None else ["--exclude-newer", until.isoformat()]
     if torch is None:

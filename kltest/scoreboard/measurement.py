@@ -13,10 +13,9 @@ from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
-import kltest
 from kltest.adapters import NAMES, Adapter, find
 from kltest.errors import KltestError, UsageError
-from kltest.files import writable, write
+from kltest.files import PACKAGE, writable, write
 from kltest.grading.isolated import terminated_as_interrupted
 from kltest.render.markdown import escape
 from kltest.render.words import one_line, time_spent
@@ -34,7 +33,7 @@ MEASURING = (
 # Files of these rooms that only show results.
 SHOWING = ("classes.py", "table.py", "pages.py", "recorded.py")
 FOLDER = "results/libraries"
-CHECKOUT = Path(kltest.__file__).parents[1]
+CHECKOUT = PACKAGE.parent
 # An adapter, by its name or file, and the version to measure, None for the one of the adapter.
 Requested = tuple[str, str | None]
 
@@ -204,7 +203,7 @@ def _unimportable(library: Adapter, there: Installed, answer: BoardRow) -> str:
 
 def code() -> str:
     """A digest of all code that a measurement depends on, so that results of other code are not reused."""
-    root = Path(kltest.__file__).parent
+    root = PACKAGE
     sources = [*root.glob("*.py"), *(path for room in MEASURING for path in (root / room).rglob("*.py"))]
     read = [(str(path.relative_to(root)), path.read_bytes()) for path in sources if path.name not in SHOWING]
     return digest(sorted((name, sha256(content).hexdigest()) for name, content in read))

@@ -195,7 +195,7 @@ def test_the_citation_is_valid_and_of_this_version():
     assert {"message", "title", "authors"} <= citation.keys()
     assert citation["type"] in ("software", "dataset")
     assert all("name" in author or "family-names" in author for author in citation["authors"])
-    assert citation["version"] == PROJECT["version"] == kltest.__version__
+    assert citation["version"] == kltest.__version__ == metadata.version("kltest")
     assert citation["license"] == PROJECT["license"]
     assert isinstance(citation["version"], str)
     known = {"cff-version", "message", "type", "title", "abstract", "authors", "version", "license", "keywords", "url"}

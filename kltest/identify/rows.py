@@ -1,0 +1,170 @@
+"""Rows of one loss and what was noticed while they were measured: data alone, without torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from math import isclose
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kltest.report import GradientRow, ValueRow
+from kltest.truth import ATLAS
+
+if TYPE_CHECKING:
+    from kltest.moments.moments import Reduction
+
+Combination = dict[str, float]
+# A metric below this share of the KL is a rounded zero, which is a multiple of anything.
+NOTHING = 1e-9
+
+
+@dataclass(frozen=True)
+class Reported:
+    """Reported value of a loss in one case: exact means, an instance each, and the true numbers beside them.
+
+    `is_metric`: it is a logged KL, not what the loss returned. `judged`: it can be told whether it is a KL.
+    """
+
+    row: ValueRow
+    is_metric: bool
+    means: tuple[float, ...]
+    truths: tuple[dict[str, float], ...]
+    judged: bool = True
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """Names of which the value is the same multiple on every instance, with that multiple; none for zero."""
+        from kltest.moments.tolerances import TOLERANCES  # imports torch
+
+        found, tolerance = {}, TOLERANCES["float64"].value
+        for name in self.truths[0]:
+            ratios = [mean / truth[name] for mean, truth in zip(self.means, self.truths, strict=True)]
+            if abs(ratios[0]) > NOTHING and np.ptp(ratios) <= tolerance * abs(ratios[0]):
+                found[name] = float(ratios[0])
+        return found
+
+
+@dataclass(frozen=True)
+class Row(GradientRow):
+    """A row of the report, before the verdict.
+
+    `identified` and `expected` use the names that are independent in that environment (on a bandit the local forms
+    are the sequence-level ones). `length` is the common length of all rollouts in tokens, None if it varies.
+    `variances` are the variances of the gradient of one batch, one an instance.
+    """
+
+    length: int | None = None
+    value: ValueRow | None = None
+    reported: Reported | None = None
+    variances: tuple[float, ...] = ()
+
+    @property
+    def published(self) -> GradientRow:
+        """The fields that a report shows."""
+        return GradientRow(**{entry.name: getattr(self, entry.name) for entry in fields(GradientRow)})
+
+    @property
+    def where(self) -> str:
+        """The row's name in messages."""
+        batches = f", batches of {self.batch}" if self.batch > 1 else ""
+        return f"{self.environment} ({self.sampler}{batches})"
+
+    @property
+    def wrong(self) -> bool:
+        """True if the row disagrees with what was declared, whether that was expected or not."""
+        return self.agrees is False
+
+
+@dataclass
+class Observed:
+    """Properties of a loss that showed while its gradients were measured.
+
+    `uses` are the rollout fields that the loss takes or reads. `reductions` and `reached` have one entry for each set
+    of moments, in the order of measuring. `nondeterministic` is the message of a loss that gave two gradients for one
+    batch, else empty. It `draws` random numbers, or `keeps_state` that changes no expected gradient; both are restored
+    before each call of an experiment. It is `unrepeatable` if that does not help, or if the state changes the gradient.
+    `coupled_in` names the environments in which the rows of a batch are coupled. `rows` are all rows by (environment,
+    sampler), those that only a check asked for included.
+    """
+
+    uses: frozenset[str] = frozenset()
+    dtype: str = "float64"
+    reductions: list["Reduction"] = field(default_factory=list)
+    reached: list[bool] = field(default_factory=list)
+    nondeterministic: str = ""
+    draws: bool = False
+    keeps_state: bool = False
+    unrepeatable: bool = False
+    coupled_in: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict)
+
+    @property
+    def reduction(self) -> "Reduction":
+        """The reduction that fits all environments.
+
+        One coupled environment decides: at a fixed length the mean over a batch's tokens looks like a mean over rows.
+        """
+        return "coupled" if "coupled" in self.reductions else (self.reductions or ["mean"])[-1]
+
+    @property
+    def blocked(self) -> bool:
+        """True if no gradient reached the policy in any environment."""
+        return bool(self.reached) and not any(self.reached)
+
+    @property
+    def coupled(self) -> bool:
+        """True if the loss couples rows in some environment."""
+        return self.reduction == "coupled"
+
+    @property
+    def coupled_by_length(self) -> bool:
+        """True if rows are coupled in environments where lengths differ, and in no other."""
+        lengths = {row.environment: row.length for rows in self.rows.values() for row in rows}
+        return self.coupled and all(lengths[name] is None for name in self.coupled_in)
+
+
+def proportion(identified: Combination | None, expected: Combination) -> float | None:
+    """Return the c with identified = c·expected, or None if there is none."""
+    from kltest.moments.tolerances import Tolerances  # imports torch
+
+    if not identified or set(identified) != set(expected) or "zero" in identified:
+        return None
+    ratios = [identified[name] / expected[name] for name in expected]
+    return ratios[0] if all(isclose(ratio, ratios[0], rel_tol=Tolerances.factor) for ratio in ratios) else None
+
+
+def multiple(row: Row) -> float | None:
+    """The c of a row that follows c times the declared gradient, or c times its local form; None if there is none."""
+    whole = proportion(row.identified, row.expected)
+    return proportion(when_current(row.identified), local_form(row.expected)) if whole is None else whole
+
+
+def local_form(combination: Combination) -> Combination:
+    """Return the same combination with every term's prefixes held fixed."""
+    return replaced(combination, lambda name: {LOCAL_FORMS.get(name, name): 1.0})
+
+
+def when_current(combination: Combination | None) -> Combination:
+    """Return what the combination is if the sampler is the policy, in names without one; {} for None."""
+    return {} if combination is None else replaced(combination, lambda name: ATLAS[name].on_policy or {name: 1.0})
+
+
+def replaced(combination: Combination, terms: Callable[[str], Mapping[str, float]]) -> Combination:
+    """Replace each name by a combination; coefficients of terms that get the same name are added up."""
+    found: Combination = {}
+    for name, coefficient in combination.items():
+        for term, factor in terms(name).items():
+            found[term] = found.get(term, 0.0) + coefficient * factor
+    kept = {name: coefficient for name, coefficient in found.items() if name != "zero" and abs(coefficient) > 1e-9}
+    return kept or {"zero": 1.0}
+
+
+LOCAL_FORMS = {
+    "reverse_kl": "local_reverse_kl",
+    "forward_kl": "local_forward_kl",
+    "squared_log_ratio": "local_squared_log_ratio",
+    "squared_log_ratio_sum": "local_squared_log_ratio",
+    "chi_square": "local_chi_square",
+    "total_variation": "local_total_variation",
+}
