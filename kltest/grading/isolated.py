@@ -163,11 +163,13 @@ class Child:
                 step = pickle.loads(self._connection.recv_bytes())
         if step is None and not ended and not late:
             return None
-        if step is None or step.kind != "value":
+        if step is None:
             self._process.join(GRACE)
             code = self._process.exitcode
             self.close()
-            step = step or Step("ended", message=self._ended(code, late=late))
+            return Step("ended", message=self._ended(code, late=late))
+        if step.kind != "value":
+            self.close()
         return step
 
     def close(self) -> None:

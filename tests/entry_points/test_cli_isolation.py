@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from kltest.grading import jobs as grade_jobs
 from kltest.grading.isolated import TAIL, Child, Children, Output
 from kltest.grading.jobs import Job
 
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups and signals")
 
 
@@ -188,3 +191,13 @@ def test_more_targets_than_may_wait_are_all_graded_in_order():
     found = [report for _, report, _ in sorted(grade_jobs.graded(jobs), key=lambda one: one.number)]
     assert [report.target for report in found] == names
     assert [report.verdict for report in found] == ["confirmed", "refuted"] * (len(names) // 2)
+
+
+def test_no_other_module_starts_processes_that_share_its_code():
+    """Programs of others are run by `subprocess`, sweeps by joblib; a function runs in a child of this one runner."""
+    files = [*(ROOT / "kltest").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    other = re.compile(
+        r"^\s*(?:import|from) (?:multiprocessing|concurrent\.futures\.process)|ProcessPool|os\.fork", re.M
+    )
+    found = [file for file in files if other.search(file.read_text(encoding="utf-8"))]
+    assert found == [ROOT / "kltest" / "grading" / "isolated.py"]

@@ -1,4 +1,4 @@
-"""The adapter to TRL: a table as a language model, its real trainers, and the recipes that fix them.
+"""The adapter to TRL: a table as a language model, and its real trainers.
 
 What needs transformers or TRL is skipped where they are not installed; `kltest libraries trl` grades it all from a bare
 machine, and what its settings follow is held against their derivations in test_libraries_recorded.py.
@@ -15,14 +15,11 @@ import torch
 
 from kltest.adapters import find
 from kltest.adapters import trl as described
-from kltest.adapters.standalone import environment
-from kltest.environments import Instance, bandit, ragged, sequence
+from kltest.environments import Instance, ragged
 from kltest.errors import UsageError
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import bind
-from kltest.moments import exact, exact_batches
-from kltest.scoreboard.programs import _printed
-from kltest.truth import combine
+from kltest.moments import exact
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed here")
 needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed here")
@@ -172,70 +169,6 @@ def test_the_grader_finds_what_a_trained_table_would_get(instance, settings, sam
     assert np.abs(graded - summed).max() <= SINGLE * np.abs(summed).max()
 
 
-ENVIRONMENTS = {
-    "bandit": Instance.draw(bandit(3), 1),
-    "sequence": Instance.draw(sequence(2, 3), 2),
-    "ragged": Instance.draw(ragged(3, 2), 3),
-}
-
-
-def agrees(found, combination, instance):
-    truth = combine(combination, instance)
-    assert np.abs(found - truth).max() <= SINGLE * np.abs(combine({"reverse_kl": 1.0}, instance)).max()
-
-
-@needs_trl
-@pytest.mark.parametrize("sampler", ["current", "stale"])
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_a_recipe_for_grpo_follows_the_true_gradient(environment, sampler):
-    from kltest.adapters.trl.calls import grpo
-
-    loss = bind(grpo, Call(arguments=ADAPTER.setting("grpo/recipe=sequence_kl").arguments))
-    agrees(exact(loss, ENVIRONMENTS[environment], sampler).gradient, {"reverse_kl": 1.0}, ENVIRONMENTS[environment])
-
-
-@needs_trl
-@pytest.mark.parametrize("environment", ["bandit", "ragged"])
-@pytest.mark.parametrize(
-    ("name", "sampler"),
-    [
-        ("rloo/recipe=defaults,on-policy", "current"),
-        ("rloo/recipe=sequence_kl", "current"),
-        ("rloo/recipe=sequence_kl", "stale"),
-    ],
-)
-def test_a_recipe_for_rloo_follows_the_true_gradient(name, sampler, environment):
-    from kltest.adapters.trl.calls import grouped
-
-    loss, instance = bind(grouped, Call(arguments=ADAPTER.setting(name).arguments)), ENVIRONMENTS[environment]
-    agrees(exact_batches(loss, instance, sampler, 2, grouped=True).gradient, {"reverse_kl": 1.0}, instance)
-
-
-@needs_trl
-def test_a_recipe_with_a_slip_is_caught(monkeypatch):
-    from kltest.adapters.trl import recipes as recipes
-
-    class Wrong(recipes.SequenceKLGRPOTrainer):
-        def _with_kl(self, loss, inputs, mask, old_logps, beta):
-            return super()._with_kl(loss, inputs, mask, old_logps, -beta)
-
-    class Forgetful(recipes.SequenceKLGRPOTrainer):
-        def _with_kl(self, loss, inputs, mask, old_logps, beta):
-            return super()._with_kl(loss, inputs, mask, None, beta)
-
-    from kltest.adapters.trl.calls import grpo
-
-    instance, found = ENVIRONMENTS["sequence"], {}
-    for trainer in (Wrong, Forgetful):
-        monkeypatch.setattr(recipes, trainer.__name__, trainer, raising=False)
-        loss = bind(grpo, Call(arguments={"recipe": trainer.__name__, "num_iterations": 2}))
-        found[trainer] = {sampler: exact(loss, instance, sampler).gradient for sampler in ("current", "stale")}
-    agrees(found[Wrong]["stale"], {"reverse_kl": -1.0}, instance)
-    agrees(found[Forgetful]["current"], {"reverse_kl": 1.0}, instance)
-    truth = combine({"reverse_kl": 1.0}, instance)
-    assert np.abs(found[Forgetful]["stale"] - truth).max() > 0.05 * np.abs(truth).max()
-
-
 @needs_trl
 def test_what_a_version_does_not_have_is_said():
     import trl
@@ -246,33 +179,6 @@ def test_what_a_version_does_not_have_is_said():
         trainer_with("GRPO", 1.0, {"use_perfect_kl": True})
     with pytest.raises(UsageError, match="does not take these settings"):
         trainer_with("GRPO", 1.0, {"num_generations": 1})
-
-
-@needs_trl
-def test_building_trainers_leaves_random_numbers_alone():
-    from kltest.adapters.trl.trainers import trainer_with
-
-    torch.manual_seed(3)
-    np.random.seed(3)  # noqa: NPY002
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    trainer_with("GRPO", 0.25, {"num_iterations": 3})
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert (np.random.get_state()[1] == before[1]).all()  # noqa: NPY002
-
-
-@needs_trl
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("grpo/loss_type=luspo,use_bias_correction_kl=false", {"local_forward_kl": 1.0}),
-        ("rloo/recipe=sequence_kl", {"reverse_kl": 1.0}),
-    ],
-)
-def test_the_program_without_kltest_prints_the_same_gradient(name, expected):
-    setting = ADAPTER.setting(name)
-    found = _printed(ADAPTER.standalone(setting, batch=2 if setting.recipe else 1))
-    truth = combine(expected, environment(stale=setting.recipe).instance())
-    assert np.abs(found - truth).max() <= SINGLE * np.abs(truth).max()
 
 
 def test_recipes_can_be_copied():

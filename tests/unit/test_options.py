@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -105,16 +104,14 @@ def test_a_configured_default_of_zero_is_overridden_by_a_zero(project):
 
 @pytest.mark.parametrize("words", ["kltest grade k3-", "kltest gra", "kltest grade --allow-un"])
 def test_a_shell_completes_commands_options_and_registered_names(words):
-    environment = {**os.environ, "_KLTEST_COMPLETE": "complete_bash", "COMP_WORDS": words}
-    environment["COMP_CWORD"] = str(len(words.split()) - 1)
-    script = "import sys; sys.argv[0] = 'kltest'; from kltest.cli import main; main()"
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    environment = {"_KLTEST_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    found = CliRunner().invoke(app, [], prog_name="kltest", env=environment).stdout.split()
     wanted = {
         "kltest grade k3-": [name for name in registry() if name.startswith("k3-")],
         "kltest gra": ["grade"],
         "kltest grade --allow-un": ["--allow-unexpected-passes"],
     }[words]
-    assert run.stdout.split() == wanted, run.stderr
+    assert found == wanted
 
 
 @pytest.mark.parametrize("module", ["kltest", "kltest.cli"])
