@@ -71,7 +71,7 @@ def table(rows: Iterable[Mapping[str, str]]) -> str:
 
 def fields() -> list[dict[str, str]]:
     """The fields of a rollout and the parameter names that each fills."""
-    from kltest.rollout import FIELDS
+    from kltest.names import FIELDS
 
     return [
         {

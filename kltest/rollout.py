@@ -4,7 +4,6 @@ Fields, shapes and the names of parameters they fill are the calling convention:
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -14,64 +13,7 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
-
-
-@dataclass(frozen=True)
-class Field:
-    """One field of a rollout; `names` are those of the parameters that it also fills."""
-
-    shape: str
-    meaning: str
-    names: str = ""
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """Names of parameters that the field fills beside its own."""
-        return tuple(self.names.split())
-
-
-FIELDS: dict[str, Field] = {
-    "logp": Field(
-        "(B, T)",
-        "log-prob of the sampled token now; requires grad",
-        "logprob logprobs log_prob log_probs logps per_token_logps new_logprobs",
-    ),
-    "ref_logp": Field(
-        "(B, T)",
-        "the same under the reference",
-        "ref_logprob ref_logprobs ref_log_prob ref_log_probs log_probs_base log_probs_ref ref_logps "
-        "ref_per_token_logps",
-    ),
-    "old_logp": Field(
-        "(B, T)",
-        "the same under the sampler",
-        "old_logprob old_logprobs old_log_prob old_log_probs log_probs_old old_logps old_per_token_logps",
-    ),
-    "mask": Field(
-        "(B, T)",
-        "1 on live tokens",
-        "response_mask completion_mask action_mask loss_mask attention_mask full_attention_mask",
-    ),
-    "tokens": Field("(B, T) int", "sampled tokens", "completion_ids responses"),
-    "logits": Field("(B, T, V)", "next-token log-probs of the policy; requires grad"),
-    "ref_logits": Field("(B, T, V)", "next-token log-probs of the reference"),
-    "old_logits": Field("(B, T, V)", "next-token log-probs of the sampler"),
-    "reward": Field(
-        "(B,)",
-        "task reward of the rollout; (B, T), repeated, where a loss wants that",
-        "rewards scores token_level_scores",
-    ),
-    "advantage": Field("(B,)", "group-centred reward; (B, T), repeated, where a loss wants that", "advantages"),
-    "group": Field("(B,) int", "which prompt", "group_ids"),
-    "beta": Field("float", "coefficient of the KL term", "kl_coef kl_coeff kl_beta kl_loss_coef kl_ctl"),
-    "rollout": Field("Rollout", "all of the above, as attributes or by key"),
-}
-_NAMED = {name: field for field, entry in FIELDS.items() for name in (field, *entry.aliases)}
-
-
-def field_named(name: object) -> str | None:
-    """Return the field with this name or alias, or None."""
-    return _NAMED.get(name) if isinstance(name, str) else None
+from kltest.names import FIELDS, field_named
 
 
 class NotGivenError(AttributeError, KeyError):

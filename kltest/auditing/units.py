@@ -13,6 +13,7 @@ import torch
 from kltest.errors import UsageError
 from kltest.language_models.generation import Rollouts, generate
 from kltest.language_models.language import LanguageModel
+from kltest.names import FIELDS
 
 # Units that are generated together.
 TOGETHER = 16
@@ -104,15 +105,23 @@ def _stacked(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, Any]:
     return found
 
 
-# Names under which trainers and files keep the fields of Rollouts.
+# Names under which trainers and files keep the fields of Rollouts, the usual ones first, then those that losses use.
+_USUAL = {
+    "tokens": ("completion_ids", "tokens", "response_ids", "completion"),
+    "mask": ("completion_mask", "mask"),
+    "old_logp": ("old_per_token_logps", "old_logp", "sampling_per_token_logps"),
+    "reward": ("rewards", "reward", "advantages", "advantage"),
+    "group": ("group",),
+}
+# An attention mask is one of prompt and completion, and a reward a token is no reward a rollout.
+_OTHERS = {"attention_mask", "full_attention_mask", "token_level_scores"}
 KEYS = {
     "prompts": ("prompt_ids", "prompts", "prompt_tokens", "prompt"),
     "prompt_mask": ("prompt_mask", "prompt_attention_mask"),
-    "tokens": ("completion_ids", "tokens", "responses", "response_ids", "completion"),
-    "mask": ("completion_mask", "mask", "response_mask", "action_mask"),
-    "old_logp": ("old_per_token_logps", "old_logp", "old_logps", "old_log_probs", "sampling_per_token_logps"),
-    "reward": ("rewards", "reward", "advantages", "advantage", "scores"),
-    "group": ("group", "group_ids"),
+    **{
+        name: tuple(dict.fromkeys(key for key in (*usual, *FIELDS[name].aliases) if key not in _OTHERS))
+        for name, usual in _USUAL.items()
+    },
 }
 
 

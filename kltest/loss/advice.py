@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from kltest.loss.callables import inner_of
-from kltest.loss.suggesting import suggested_field
-from kltest.rollout import field_named
+from kltest.names import field_named, suggested_field
 
 _PACKED = re.compile(r"(cu|max)_?seq_?lens?\w*")
 _MODEL_NAME = re.compile(r"(\w+_)?model")

@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 from kltest.errors import UsageError
-from kltest.rollout import FIELDS, NotGivenError, Rollout, field_named
+from kltest.names import FIELDS, field_named
+from kltest.rollout import NotGivenError, Rollout
 
 
 def field_asked(value: object) -> str | None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from kltest.loss.global_state import preserved
 from kltest.loss.jax.bridge import JaxLoss
 from kltest.loss.results import Result, as_metric, read
-from kltest.loss.returned_names import returned_names, says_kl
+from kltest.loss.returned_names import returned_names
 from kltest.loss.view import RolloutView
+from kltest.names import says_kl
 from kltest.rollout import Rollout
 
 Call = Callable[[RolloutView], Any]

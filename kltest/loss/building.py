@@ -13,7 +13,8 @@ from kltest.errors import UsageError, did_you_mean
 from kltest.loss.arguments import Stub, given_to
 from kltest.loss.callables import contents, inner_of, kind_of
 from kltest.loss.global_state import preserved
-from kltest.rollout import Rollout, field_named
+from kltest.names import field_named
+from kltest.rollout import Rollout
 
 _DEEPEST = 3
 # Packages whose classes are no configurations, however easily they are built.

@@ -11,9 +11,8 @@ from kltest.loss.advice import advice
 from kltest.loss.arguments import Stub, field_asked, fields_listed, split_dotted
 from kltest.loss.building import Built, annotated, configuration
 from kltest.loss.outcome import Call
-from kltest.loss.suggesting import near_spelling, suggested_field
 from kltest.loss.view import RolloutView
-from kltest.rollout import FIELDS, field_named
+from kltest.names import FIELDS, field_named, near_spelling, suggested_field
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 from kltest.loss.frames import describe, failure
 from kltest.loss.importing import Found, attribute, package_of, searching, source_of
 from kltest.loss.syntax import compiled, is_plain, names_bound, names_read, parse
-from kltest.rollout import field_named
+from kltest.names import field_named
 
 _PREFIX = "kltest_lifted_"
 # How far above a file's package the folder may lie that one of its imports names, itself or in `src`.

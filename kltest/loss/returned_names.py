@@ -1,27 +1,13 @@
-"""Names of what a loss returns beside the loss, read from its return statements, and whether a name says KL."""
+"""Names of what a loss returns beside the loss, read from its return statements."""
 
 import ast
 import inspect
-import re
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from kltest.loss.callables import inner_of
-
-_KL = re.compile(r"(approx|mean|avg|ref|seq|token|policy)?kl(s|d|div|divergence)?\d*")
-_NO_KL = re.compile(
-    r"beta|clip|coeff?(icient)?|controller|cost|ctl|early|forward|frac(tion)?|grad(ient)?|kind|limit|loss(es)?|mask|max|"
-    r"min|mode|name|old|penalt(y|ies)|rewards?|sampler|scaled?|sq|squared?|std|stop|target|term|threshold|type|"
-    r"var(iance)?|weight(ed)?"
-)
-"""Beside KL, these words say that it is something else: a multiple, another statistic, a setting."""
-
-
-def says_kl(name: str) -> bool:
-    """Return True for `kl`, `mean_kl`, `approxkl`, `klToRef`, not for `kl_loss`, `kl_coef` or `kl_max`."""
-    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    return any(map(_KL.fullmatch, words)) and not any(map(_NO_KL.fullmatch, words))
+from kltest.names import says_kl
 
 
 def returned_names(function: Callable[..., Any], count: int) -> list[str]:

@@ -4,12 +4,13 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from kltest import names
 from kltest.scanning.syntax import says, words
 from kltest.scanning.vocabulary import WORDS
 
 POLICY, REFERENCE, SAMPLER, MIXED = "", "ref_", "old_", "mixed_"
 WHOSE = {POLICY: "policy", REFERENCE: "reference", SAMPLER: "sampler", MIXED: "mixture"}
-_WHO = {word: who for who, name in WHOSE.items() for word in WORDS.get(name, ())}
+_WHO = {word: who for who, name in WHOSE.items() for word in (*names.WHOSE.get(who, ()), *WORDS.get(name, ()))}
 _PREFERENCE = WORDS["preference"]
 _LOGP = re.compile(
     r"log ?probs?|\bl ?probs?\b|log ?ps?\b|\blps?\b|log ?probabilit\w*|log ?pi\b|log ?likelihoods?|log ?dist\w*"

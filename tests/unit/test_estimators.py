@@ -11,7 +11,7 @@ import pytest
 
 from kltest.errors import UsageError
 from kltest.estimators import Spec, find, register, registry, spec
-from kltest.rollout import FIELDS
+from kltest.names import FIELDS
 from kltest.truth import ATLAS
 
 OURS = {name: entry for name, entry in registry().items() if entry.function.__module__.startswith("kltest.")}

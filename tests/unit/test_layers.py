@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "kltest"
 
 LAYERS = (
     ("errors", "version"),
-    ("files",),
+    ("files", "names"),
     ("environments", "sweeps"),
     ("rollout",),
     ("truth", "estimators"),

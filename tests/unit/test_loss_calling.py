@@ -18,7 +18,8 @@ from kltest.errors import TargetError, UsageError
 from kltest.grading import forms
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.rollout import FIELDS, LEAVES, Rollout
+from kltest.names import FIELDS
+from kltest.rollout import LEAVES, Rollout
 
 ENVIRONMENTS = {"bandit": bandit(), "sequence": sequence(), "ragged": ragged()}
 

@@ -14,7 +14,7 @@ import kltest
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
 from kltest.loss.calling import bind
-from kltest.loss.returned_names import says_kl
+from kltest.names import says_kl
 from kltest.rollout import Rollout
 
 

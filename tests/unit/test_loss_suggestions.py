@@ -9,7 +9,7 @@ import pytest
 from kltest.errors import UsageError
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.rollout import FIELDS
+from kltest.names import FIELDS
 
 
 def proposed(name):
@@ -119,7 +119,7 @@ def test_nothing_is_proposed_where_the_role_is_unknown(name):
 
 def test_every_name_that_is_filled_has_the_role_of_its_field():
     """So that the roles cannot contradict the calling convention."""
-    from kltest.loss.suggesting import suggested_field
+    from kltest.names import suggested_field
 
     for field in ("logp", "ref_logp", "old_logp", "logits", "ref_logits", "old_logits"):
         for alias in (field, *FIELDS[field].aliases):

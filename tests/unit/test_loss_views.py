@@ -9,7 +9,8 @@ from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.errors import TargetError, UsageError
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.rollout import FIELDS, Rollout
+from kltest.names import FIELDS
+from kltest.rollout import Rollout
 
 
 def rewarded(environment, rows=None):

@@ -1,0 +1,154 @@
+"""Names that fields, parameters, keys of batches and logged numbers go by: one table for all that reads names.
+
+`FIELDS` are the calling convention: the fields of a rollout and the other names that each goes by. Filling, suggesting,
+the audit and the scan read them here, with the words that say whose log-probs a name means and whether it says KL.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a rollout; `names` are those of the parameters that it also fills."""
+
+    shape: str
+    meaning: str
+    names: str = ""
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Names of parameters that the field fills beside its own."""
+        return tuple(self.names.split())
+
+
+FIELDS: dict[str, Field] = {
+    "logp": Field(
+        "(B, T)",
+        "log-prob of the sampled token now; requires grad",
+        "logprob logprobs log_prob log_probs logps per_token_logps new_logprobs",
+    ),
+    "ref_logp": Field(
+        "(B, T)",
+        "the same under the reference",
+        "ref_logprob ref_logprobs ref_log_prob ref_log_probs log_probs_base log_probs_ref ref_logps "
+        "ref_per_token_logps",
+    ),
+    "old_logp": Field(
+        "(B, T)",
+        "the same under the sampler",
+        "old_logprob old_logprobs old_log_prob old_log_probs log_probs_old old_logps old_per_token_logps",
+    ),
+    "mask": Field(
+        "(B, T)",
+        "1 on live tokens",
+        "response_mask completion_mask action_mask loss_mask attention_mask full_attention_mask",
+    ),
+    "tokens": Field("(B, T) int", "sampled tokens", "completion_ids responses"),
+    "logits": Field("(B, T, V)", "next-token log-probs of the policy; requires grad"),
+    "ref_logits": Field("(B, T, V)", "next-token log-probs of the reference"),
+    "old_logits": Field("(B, T, V)", "next-token log-probs of the sampler"),
+    "reward": Field(
+        "(B,)",
+        "task reward of the rollout; (B, T), repeated, where a loss wants that",
+        "rewards scores token_level_scores",
+    ),
+    "advantage": Field("(B,)", "group-centred reward; (B, T), repeated, where a loss wants that", "advantages"),
+    "group": Field("(B,) int", "which prompt", "group_ids"),
+    "beta": Field("float", "coefficient of the KL term", "kl_coef kl_coeff kl_beta kl_loss_coef kl_ctl"),
+    "rollout": Field("Rollout", "all of the above, as attributes or by key"),
+}
+_NAMED = {name: field for field, entry in FIELDS.items() for name in (field, *entry.aliases)}
+
+
+def field_named(name: object) -> str | None:
+    """Return the field with this name or alias, or None."""
+    return _NAMED.get(name) if isinstance(name, str) else None
+
+
+WHOSE = {
+    "": ("current", "curr", "cur", "new", "trainer", "learner", "student"),
+    "ref_": ("reference", "ref", "refs", "base", "teacher"),
+    "old_": (
+        *("old", "previous", "prev", "behaviour", "behavior", "sampler", "sampling", "rollout", "mu"),
+        *("inference", "generation", "generator", "vllm", "sglang"),
+    ),
+}
+"""Words that say whose log-probs a name means, by the prefix of the field. `words.toml` of the scan adds some."""
+_PREFIX = {word: prefix for prefix, words in WHOSE.items() for word in words} | {"gen": "old_"}
+# Words of the current policy, unless a word of _ROLES stands beside them: old_policy_logps.
+_ANY_POLICY = frozenset({"policy", "actor", "pi", "theta"})
+_NEUTRAL = frozenset({"per", "token", "action", "sequence", "seq", "model", "p", "prob", "probs"})
+_COEFFICIENTS = frozenset({"coef", "coeff", "coefficient", "weight", "scale", "lambda", "alpha", "beta", "tau"})
+_LONGEST_FIRST = sorted({*_PREFIX, *_ANY_POLICY, *_NEUTRAL}, key=len, reverse=True)
+# Known words; names run them together: oldlogprobs, logpi.
+_KNOWN = re.compile("|".join(["log(?:its?|probs?|ps?(?!i))?", *_LONGEST_FIRST]))
+SIMILAR = 0.75
+
+
+def suggested_field(name: str) -> str | None:
+    """Return the field whose role and quantity a name states (`prev_logprobs`: old_logp), or that of a near spelling;
+    None if neither is clear."""
+    stated = _stated(name)
+    if stated in FIELDS:
+        return stated
+    words = _words(name)
+    if words[0] == "kl" and words[-1] in _COEFFICIENTS:
+        return "beta"
+    fields = {spelling: field for field, entry in FIELDS.items() for spelling in (field, *entry.aliases)}
+    near = near_spelling(name, fields)
+    return fields[near] if near else None
+
+
+def near_spelling(name: str, known: Iterable[str]) -> str | None:
+    """Return the nearest of the names whose words are, one by one, near to those of `name`."""
+    words = _words(name)
+
+    def is_similar(other: str) -> bool:
+        theirs = _words(other)
+        return len(theirs) == len(words) and all(map(_similar, words, theirs))
+
+    return max(filter(is_similar, known), key=lambda other: SequenceMatcher(None, name, other).ratio(), default=None)
+
+
+def _stated(name: str) -> str | None:
+    text = " ".join(_words(name))
+    words = _KNOWN.findall(text)
+    prefixes = {_PREFIX[word] for word in words if word in _PREFIX}
+    quantities = {"logits" if word.startswith("logit") else "logp" for word in words if word.startswith("log")}
+    unknown = _KNOWN.sub("", text).strip()
+    if unknown or len(quantities) != 1 or len(prefixes) > 1 or not (prefixes or _ANY_POLICY & set(words)):
+        return None
+    return "".join(prefixes) + quantities.pop()
+
+
+def _words(name: str) -> list[str]:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("_", " ").split()
+
+
+def _similar(word: str, other: str) -> bool:
+    return SequenceMatcher(None, word, other).ratio() >= SIMILAR
+
+
+_KL = re.compile(r"(approx|mean|avg|ref|seq|token|policy)?kl(s|d|div|divergence)?\d*")
+_NO_KL = re.compile(
+    r"beta|clip|coeff?(icient)?|controller|cost|ctl|early|forward|frac(tion)?|grad(ient)?|kind|limit|loss(es)?|mask|max|"
+    r"min|mode|name|old|penalt(y|ies)|rewards?|sampler|scaled?|sq|squared?|std|stop|target|term|threshold|type|"
+    r"var(iance)?|weight(ed)?"
+)
+"""Beside KL, these words say that it is something else: a multiple, another statistic, a setting."""
+
+
+def says_kl(name: str) -> bool:
+    """Return True for `kl`, `mean_kl`, `approxkl`, `klToRef`, not for `kl_loss`, `kl_coef` or `kl_max`.
+
+    The scan looks for terms, and so for `kl_loss` and `k3` as well: `kltest.scanning.sides.says_kl`.
+    """
+    words = _parts(name)
+    return any(map(_KL.fullmatch, words)) and not any(map(_NO_KL.fullmatch, words))
+
+
+def _parts(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
