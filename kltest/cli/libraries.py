@@ -74,7 +74,7 @@ def report(target: str) -> int:
 
 
 def _recorded(library: str, setting: Setting) -> BoardRow | None:
-    """The row of a setting in the newest version that is recorded, None if there is none."""
+    """The row of a setting in the newest version that is recorded; None if it was never measured."""
     wanted = find(library).name, setting.name
     return next((row for row in recorded.read() if (row["library"], row["setting"]) == wanted), None)
 

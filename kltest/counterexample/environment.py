@@ -85,7 +85,7 @@ def measure(
 ) -> tuple[np.ndarray, np.ndarray, RowGradients]:
     """Return the expectation and the standard deviation (C, V) of the gradient that one batch gives, and a call.
 
-    Every ordered batch of a size is called, with so many `columns` of padding added. If `summed`, the loss adds up the
+    Every ordered batch of a size is called, with `columns` columns of padding added. If `summed`, the loss adds up the
     rows of a batch, and its gradient is divided by their number.
     """
     paths, chance = instance.paths, instance.rollout_weights(sampler)

@@ -112,7 +112,7 @@ class _Reader:
         return found
 
     def options(self, settings: Mapping[str, Any], also: tuple[str, ...] = ()) -> dict[str, Any]:
-        """The checked options among `settings`, of which there are no others."""
+        """Check `settings` as options; UsageError for a key that is not one."""
         for key in settings:
             if key not in KEYS:
                 known = [*KEYS, *also]

@@ -269,14 +269,14 @@ def _setting(target: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]
     settings = named(target, to_grade=True)
     if ":" not in target:
         names = ", ".join(name for name, _ in settings[:3])
-        raise UsageError(f"{target} has {len(settings)} settings, of which Python grades one at a time: {names} …")
+        raise UsageError(f"{target} has {len(settings)} settings, and Python grades one at a time: {names} …")
     setting = settings[0][1]
     changed = {name: value for name, value in given.items() if name in RENAMED or value != OPTIONS[name].default}
     return setting.target, {"name": target, **setting.options_with(changed)}
 
 
 def unmeasured(options: Options, target: str, *, reduction: str = "mean", error: str = "") -> Report:
-    """Return the report of a loss of which nothing has been measured yet."""
+    """Return the report of a loss before anything is measured."""
     return Report(
         target=target,
         expect=plain(options.expect),

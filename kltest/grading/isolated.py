@@ -69,7 +69,7 @@ class Output:
     tail: bytes = b""
 
     def add(self, chunk: bytes) -> None:
-        """Append what was read; only its end is kept, all lines are counted."""
+        """Append output: count its lines, store its end."""
         self.newlines += chunk.count(b"\n")
         self.tail = (self.tail + chunk)[-TAIL:]
 
@@ -279,7 +279,7 @@ def cores() -> int:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C: children are stopped, and finished reports are kept."""
+    """Treat SIGTERM like Ctrl-C: children are stopped, finished reports are written."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -351,7 +351,7 @@ def describe(error: BaseException) -> str:
 
 
 def note_bug(what: str, trace: str) -> str:
-    """Return a message for people on a failure of kltest; the traceback is kept in a file if one can be written."""
+    """Return a message for people on a failure of kltest; the traceback goes to a file if one can be written."""
     message = f"kltest itself failed: {what}. This is a bug in kltest, not in the loss: please report it"
     try:
         handle, path = tempfile.mkstemp(prefix="kltest-bug-", suffix=".txt", dir=os.environ.get(TRACES))

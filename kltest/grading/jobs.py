@@ -16,7 +16,7 @@ from kltest.loss.names import named as named_loss
 from kltest.report import Report
 
 WAITING = 8
-"""Children that are kept between finding their target and grading it; more would hold too much memory."""
+"""Children that wait between resolving their target and grading it; more would take too much memory."""
 TO_REPORT = 3.0
 """Seconds that a child has after its time limit to report by itself what was reached; one that hangs is ended then."""
 LINES_SHOWN, LINE_SHOWN = 5, 100
@@ -151,7 +151,7 @@ def _report(job: Job, step: Step, report: Report | None, output: Output) -> Repo
 
 
 def failed(job: Job, message: str) -> Report:
-    """Return the report of a target of which nothing is known but how it ended."""
+    """Return the report of a target that ended before anything was measured."""
     from kltest.grading.grader import unmeasured
 
     return unmeasured(Options(**job.given), job.name, reduction="per-row", error=message)

@@ -14,12 +14,12 @@ Target = Callable[..., Any] | str
 GRADIENT = "gradient"
 
 
-class Grading:
+class GradedOnce:
     """A loss with its options, graded when its report is first read: `known` is the report, `misuse` a usage error."""
 
     def __init__(self, loss: Target, name: str, options: Mapping[str, Any]) -> None:
         self.loss, self.name, self.options = loss, name, options
-        self.others: dict[int, Grading] = {}
+        self.others: dict[int, GradedOnce] = {}
         self.known: Report | None = None
         self.misuse = ""
 
@@ -38,17 +38,17 @@ class Grading:
             raise UsageError(self.misuse)
         return self.known
 
-    def of(self, loss: Target) -> "Grading":
-        """Return the grading, with the same options, of a loss that the test made itself; it is kept, and so its id."""
+    def of(self, loss: Target) -> "GradedOnce":
+        """Return the grading with the same options of another loss, stored so that its id stays."""
         if loss is self.loss:
             return self
-        return self.others.setdefault(id(loss), Grading(loss, self.name, self.options))
+        return self.others.setdefault(id(loss), GradedOnce(loss, self.name, self.options))
 
 
 class GradedCheck:
     """One check of one loss, called by a test with that loss."""
 
-    def __init__(self, code: str, grading: Grading) -> None:
+    def __init__(self, code: str, grading: GradedOnce) -> None:
         self.code, self.grading = code, grading
 
     def __repr__(self) -> str:
@@ -71,7 +71,7 @@ def graded_checks(loss: Target, name: str, options: Mapping[str, Any]) -> list[G
     """Return the gradient and every selected check of one grading. Raises UsageError for a wrong option."""
     selected = Options.of(**options)
     codes = selected_codes(selected.select, selected.ignore)
-    grading = Grading(loss, name, options)
+    grading = GradedOnce(loss, name, options)
     return [GradedCheck(code, grading) for code in (GRADIENT, *codes)]
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from kltest.errors import UsageError
 
 LONGEST = 30 * 86_400.0
-"""Seconds. A longer limit is none: the system may refuse an alarm that is further away."""
+"""Seconds; a longer limit is ignored, since the system may refuse an alarm that is further away."""
 
 
 class TimeIsUp(KeyboardInterrupt):

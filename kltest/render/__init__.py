@@ -29,7 +29,7 @@ def module_of(name: str) -> Any:
 
 
 def known(name: str, formats: Collection[str]) -> str:
-    """Return the name of a format; UsageError with the nearest name if there is none of it."""
+    """Return the name of a format; UsageError with the nearest name if it is unknown."""
     if name not in formats:
         hint = did_you_mean(name, formats)
         raise UsageError(f"there is no output format {name!r}; {hint}the formats are {', '.join(formats)}")

@@ -163,7 +163,7 @@ def skipped(report: Report) -> dict[str, list[str]]:
 def value_rows(report: Report) -> list[str]:
     """Return what the logged value estimates, a line for each answer; none if the loss logs no value.
 
-    Behind it stands the largest bias if the value is none of the KLs, else the largest standard deviation.
+    It ends with the largest bias if the value matches no KL, else with the largest standard deviation.
     """
     lines = []
     for matches in dict.fromkeys(row.matches for row in report.value):

@@ -70,7 +70,7 @@ def half_years_first(releases: dict[str, datetime]) -> list[str]:
 
 
 def _known(library: Adapter, version: str, settings: Sequence[str], path: Path) -> bool:
-    """Return True if the table has the release, with each of the settings that were asked for."""
+    """Return True if the table has the release, with each of the settings that are wanted."""
     there = [
         row["setting"] for row in recorded.read(path) if (row["library"], row["version"]) == (library.name, version)
     ]

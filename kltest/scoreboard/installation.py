@@ -34,9 +34,9 @@ from kltest.scoreboard.releases import AFTER, InstallError, configured, output_o
 
 # Packages that grading needs beside torch.
 NEEDED = ("numpy", "scipy", "typer", "joblib", "jinja2")
-# Seconds for a process that was asked to end.
+# Seconds that a process has to end after a signal.
 PATIENCE = 5.0
-# Counts the ways in which environments were built: those of an earlier one are built anew.
+# Counts the ways in which environments were built: those of an earlier one are built again.
 LAYOUT = 2
 ALONE = "--no-deps"
 NEWEST = "newest"
@@ -170,7 +170,7 @@ def complaints(there: Installed) -> str:
 
 
 def _until(library: Adapter, version: str) -> datetime | None:
-    """The day of a release, at which its dependencies are taken; None if no index tells."""
+    """The day of a release, at which its dependencies are taken; None if no index has it."""
     if library.repository or any("--no-index" in call for call in library.installs):
         return None
     uploaded = uploads(library.distribution).get(str(Version(version)))

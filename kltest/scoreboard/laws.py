@@ -1,7 +1,7 @@
 """Coefficients as laws, 1/T or 1/max_completion_length: found by measuring a loss at several sizes, never guessed.
 
 The loss is called on sequences over two tokens, of one size after another: the length of the rollouts, the padded
-columns, the rows of a group, or an option that is a length. A law is said if it fits at three sizes or more.
+columns, the rows of a group, or an option that is a length. A law is reported if it fits at three sizes or more.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -104,7 +104,7 @@ def libraries(
 
 
 def _changed(wanted: Sequence[Requested], found: Mapping[Requested, list[BoardRow]], request: Measurement) -> list[str]:
-    """Differences from the record, or from release to release of a library that is asked for in several."""
+    """Differences from the record, or from release to release of a library that is measured in several."""
     found_changes = []
     for name in dict.fromkeys(name for name, _ in wanted):
         rows = [found[each] for each in wanted if each[0] == name]
@@ -210,7 +210,7 @@ def code() -> str:
 
 
 def _show(rows: Sequence[BoardRow], stored: Sequence[BoardRow], folder: Path) -> None:
-    """Print the rows that were asked for, and write the scoreboard of all rows in the store."""
+    """Print the rows that were measured, and write the scoreboard of all rows in the store."""
     from kltest.scoreboard.pages import files
     from kltest.scoreboard.table import COLUMNS, frame
 

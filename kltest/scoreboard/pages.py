@@ -15,7 +15,7 @@ from kltest.scoreboard.table import COLUMNS, FRESH, MOST, OURS, SUMMARY, TONES, 
 from kltest.scoreboard.templating import template
 
 PROGRAMS = "programs"
-# Programs of up to so many characters are shown on the page itself.
+# Longest program, in characters, that is shown on the page itself.
 SHORT = 4_000
 
 
@@ -68,7 +68,7 @@ def _rendered(name: str, table: DataFrame, **values: Any) -> str:
         fresh=FRESH,
         table=table,
         libraries=list(table.groupby("title", sort=False)),
-        # For rows of which no message was kept.
+        # For rows without messages.
         findings={code: check.title for code, check in CHECKS.items()},
         programs=PROGRAMS,
         short=SHORT,

@@ -41,7 +41,7 @@ def standalone(library: Adapter, setting: Setting, batches: Iterable[int]) -> st
 def program(library: Adapter, setting: Setting, report: Report) -> dict[str, Any]:
     """Return a setting's program, run already, as fields of its row: the adapter's, else the counter-example's.
 
-    A `program` that the adapter writes again need not be kept. `program_note` says why there is none, or how it differs
+    A `program` that the adapter can write again is not stored. `program_note` says why there is none, or how it differs
     from what was graded.
 
     Raises:

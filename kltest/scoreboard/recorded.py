@@ -31,7 +31,7 @@ USUAL: Mapping[str, Any] = {
 METHOD = "exact"
 HEAD = ("library", "version", "released", "versions")
 _key = itemgetter("library", "version", "setting")
-# The one note that is kept: the function was lifted out of a file that cannot be imported.
+# The one note that is stored: the function was lifted out of a file that cannot be imported.
 LIFTED = "lifted"
 
 

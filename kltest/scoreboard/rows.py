@@ -12,7 +12,7 @@ from kltest.files import mapped
 if TYPE_CHECKING:
     from kltest.report import Report
 
-# Significant digits of numbers that are kept.
+# Significant digits of stored numbers.
 DIGITS = 6
 GRADIENT = ("environment", "sampler", "batch", "identified", "relative_bias", "cosine", "residual", "agrees", "method")
 VALUE = ("environment", "sampler", "matches")
@@ -68,8 +68,8 @@ def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> 
 
 def _leak(report: "Report") -> list[int | float]:
     """What KL501 says, in numbers; [] if it passed, or if what came through is no number."""
-    said = "".join(check.message for check in report.failed if check.code == LEAKED)
-    found = LEAKS.search(said)
+    messages = "".join(check.message for check in report.failed if check.code == LEAKED)
+    found = LEAKS.search(messages)
     numbers = [float(part) for part in found.groups()[1:]] if found else []
     return [WRITTEN.index(found[1]), *numbers] if found and all(map(math.isfinite, numbers)) else []
 
@@ -186,7 +186,7 @@ def _compared(value: Any) -> Any:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers to so many digits, and paths of files from their package on, the same on every machine."""
+    """Round numbers, and shorten paths of files to start at their package: the same on every machine."""
     if isinstance(value, str):
         return PACKAGES.sub("", value)
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
