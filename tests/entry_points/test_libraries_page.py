@@ -72,3 +72,7 @@ def test_it_is_static_and_nothing_is_loaded():
     assert not re.search(r"<(?:script|link|img|iframe|input)|src=|@import|url\(", text)
     assert "so &amp; so &lt;there&gt;" in text
     assert "With other log-probs and token ids at padded positions, the loss gives 2 where it" in markdown(frame(ROWS))
+    broken = {**ROWS[0], "error": "<script>alert(1)</script> | `x` \n next", "gradients": []}
+    assert "<script>" not in html(frame([broken])) + markdown(frame([broken]))
+    (line,) = [line for line in markdown(frame([broken])).splitlines() if line.startswith("| `penalty/square`")]
+    assert "\\|" in line
