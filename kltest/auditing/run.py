@@ -19,9 +19,9 @@ from kltest.auditing.report import Audit, Row
 from kltest.errors import KltestError, UsageError
 from kltest.grading.grader import resolved
 from kltest.grading.options import Options
+from kltest.identify.graded import kl_part
 from kltest.identify.identification import ALONE
 from kltest.identify.instances import instances
-from kltest.identify.uses import kl_part
 from kltest.language_models.generation import Rollouts
 from kltest.loss.callables import name_of
 from kltest.loss.global_state import preserved

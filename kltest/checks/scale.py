@@ -15,8 +15,8 @@ from kltest.checks.sequences.larger_batches import groups_apart
 from kltest.checks.sequences.lengths import influence
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, multiple, proportion
+from kltest.identify.graded import Rest
 from kltest.identify.measure import Measure
-from kltest.identify.uses import Rest
 from kltest.loss.placement import ROW_FIELDS
 from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout

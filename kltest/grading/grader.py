@@ -18,10 +18,10 @@ from kltest.grading.options import OPTIONS, RENAMED, Options, documented, withou
 from kltest.grading.time_limit import TimeIsUp, time_limit
 from kltest.grading.verdict import ExpectedFailures, Levels, as_specified, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings
+from kltest.identify.graded import fields_used, kl_part, sampler_matters
 from kltest.identify.measure import Measure
 from kltest.identify.sampling import Sampling
 from kltest.identify.sizes import Sizes
-from kltest.identify.uses import fields_used, kl_part, sampler_matters
 from kltest.loss.callables import first_line, name_of, source_file
 from kltest.loss.calling import Loss
 from kltest.loss.frames import Frame, own_frame

@@ -124,26 +124,30 @@ class Loss:
         self._traced: list[torch.dtype] | None = None
         self._beside = Beside(function)
 
+    def changed(self, **attributes: Any) -> "Loss":
+        """Return the same loss with other values of some attributes; its calls count with it."""
+        other = copy.copy(self)
+        for name, value in attributes.items():
+            if not hasattr(self, name):
+                raise AttributeError(f"a loss has no attribute {name!r}")
+            setattr(other, name, value)
+        return other
+
     def for_experiments(self, floats: torch.dtype | None = None) -> "Loss":
         """Return the same loss for unusual input: it may be NaN or infinite, and what it does is not recorded here.
 
         Args:
             floats: the type in which it is given its floating-point fields; None for the usual.
         """
-        other = copy.copy(self)
-        other.notes, other.writes, other.made_trainable = [], {}, set()
-        other._must_be_finite = False
-        if floats is not None:
-            same = replace(self.form or INPUT_FORMS[0], floats=floats)
-            other._forms = same, replace(same, bool_mask=not same.bool_mask)
-            other.form = other._traced = None
-        return other
+        other = self.changed(notes=[], writes={}, made_trainable=set(), _must_be_finite=False)
+        if floats is None:
+            return other
+        same = replace(self.form or INPUT_FORMS[0], floats=floats)
+        return other.changed(_forms=(same, replace(same, bool_mask=not same.bool_mask)), form=None, _traced=None)
 
     def at(self, beta: float) -> "Loss":
         """Return the part of the same loss that another β adds."""
-        other = copy.copy(self)
-        other.fixed_beta, other.less = beta, "coefficient"
-        return other
+        return self.changed(fixed_beta=beta, less="coefficient")
 
     def __repr__(self) -> str:
         return f"<loss {self.name}({', '.join(f'{key}={value}' for key, value in self.fields.items())})>"

@@ -33,7 +33,7 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
     from kltest.checks.off_policy.ratios import sampler_has_influence
     from kltest.grading.grader import plan, resolved
     from kltest.grading.options import Options
-    from kltest.identify.uses import kl_part
+    from kltest.identify.graded import kl_part
     from kltest.loss.calling import Loss
 
     torch.set_num_threads(1)
