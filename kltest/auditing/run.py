@@ -17,7 +17,6 @@ from kltest.auditing.named import Part, controls_of, parts_of
 from kltest.auditing.passes import Models, measure
 from kltest.auditing.report import Audit, Row
 from kltest.errors import KltestError, UsageError
-from kltest.grading.grader import resolved
 from kltest.grading.options import Options
 from kltest.identify.graded import kl_part
 from kltest.identify.identification import ALONE
@@ -25,6 +24,7 @@ from kltest.identify.instances import instances
 from kltest.language_models.generation import Rollouts
 from kltest.loss.callables import name_of
 from kltest.loss.global_state import preserved
+from kltest.loss.resolve import resolve
 from kltest.moments.blocks import HEAVY, Sample, angle, coefficient, misfit, norm
 from kltest.moments.reduction import probe
 from kltest.moments.sketch import SIZE, Sketch
@@ -53,7 +53,9 @@ class Auditing:
     def __init__(self, loss: Any, models: Models, options: Options, size: int = SIZE, units: int = UNITS) -> None:
         self.options, self.models, self.most = options, models, units
         with preserved():
-            self.loss = kl_part(resolved(loss, options), options.expect, options.seed, options.group_size)
+            self.loss = kl_part(
+                resolve(loss, options.call, options.name), options.expect, options.seed, options.group_size
+            )
         self.name = options.name or (loss if isinstance(loss, str) else name_of(loss))
         self.sketch = Sketch(models.policy.language.model, size, options.seed)
         self.looks = max(1, math.ceil(math.log2(max(units, FIRST_LOOK) / FIRST_LOOK)) + 1)

@@ -26,8 +26,7 @@ from kltest.loss.callables import first_line, name_of, source_file
 from kltest.loss.calling import Loss
 from kltest.loss.frames import Frame, own_frame
 from kltest.loss.global_state import preserved
-from kltest.loss.outcome import Call
-from kltest.loss.resolve import bind, resolve
+from kltest.loss.resolve import resolve
 from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.truth import plain
@@ -139,7 +138,7 @@ class Grading:
     def _run(self, target: Callable[..., Any] | str) -> Iterator[bool]:
         options = self.options
         codes = selected_codes(options.select, options.ignore)
-        self.loss = resolved(target, options)
+        self.loss = resolve(target, options.call, options.name)
         with preserved():
             self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)
             self.findings = findings = plan(self.loss, options)
@@ -213,14 +212,6 @@ class Grading:
         yield from without_effect(self.options, loss.placement, sampled=sampled)
         if loss.spec and not self.options.arguments and self.options.placement is self.options.credit is None:
             yield from as_specified(findings, loss.spec)
-
-
-def resolved(target: Callable[..., Any] | str, options: Options) -> Loss:
-    """Return a loss that can be called with a rollout."""
-    if isinstance(target, Loss):
-        return target
-    call = Call(options.placement, options.credit, options.beta, options.arguments)  # type: ignore[arg-type]
-    return resolve(target, call) if isinstance(target, str) else bind(target, call, name=options.name)
 
 
 def plan(loss: Loss, options: Options) -> Findings:

@@ -126,11 +126,12 @@ def steps(job: Job) -> Iterator[str | tuple[bool, Report]]:
 
     # Threads cost more than they gain in environments this small, and a forked process cannot use its parent's.
     torch.set_num_threads(1)
-    from kltest.grading.grader import Grading, resolved
+    from kltest.grading.grader import Grading
     from kltest.loss.callables import source_file
+    from kltest.loss.resolve import resolve
 
     options = Options(**{"name": job.name, **job.given, "timeout": job.timeout})
-    loss = resolved(job.target, options)
+    loss = resolve(job.target, options.call, options.name)
     yield source_file(loss.function) or ""
     grading = Grading.of(job.name, options)
     for _ in grading.steps(loss):

@@ -195,6 +195,13 @@ class Options:
         None, forms.title, "The name of the loss in the report.", unset="the name of the function", flag=None, key=None
     )
 
+    @property
+    def call(self) -> Any:
+        """The `kltest.loss.outcome.Call` that these options ask for."""
+        from kltest.loss.outcome import Call  # imports torch
+
+        return Call(self.placement, self.credit, self.beta, self.arguments)  # type: ignore[arg-type]
+
     @classmethod
     def of(cls, **given: Any) -> "Options":
         """Options from Python values. Raises UsageError for the first that is wrong."""

@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kltest.errors import UsageError
 from kltest.loss.building import stand_in
@@ -17,18 +18,24 @@ from kltest.loss.syntax import parse
 from kltest.rollout import Rollout
 
 
-def resolve(text: str, call: Call | None = None) -> Loss:
-    """Return the loss that a text names, ready to be called.
+def resolve(text: Callable[..., Any] | str, call: Call | None = None, name: str | None = None) -> Loss:
+    """Return the loss that a text names, or that a callable is, ready to be called.
 
     Args:
-        text: a registered name (`k3-loss`), `package.module:function` or `path/to/file.py:function`.
+        text: a registered name (`k3-loss`), `package.module:function` or `path/to/file.py:function`; or the function
+            itself, or a Loss, which stays what it is.
         call: placement, credit, coefficient and arguments.
+        name: the name of a function in reports; None: its own.
 
     Raises:
         UsageError: there is no such loss, or a parameter cannot be filled.
         TargetError: it exists and importing it fails.
     """
     call = call or Call()
+    if isinstance(text, Loss):
+        return text
+    if not isinstance(text, str):
+        return bind(text, call, name=name)
     target = named(text)
     if target.estimator is not None:
         return bind(target.estimator.function, call, target.estimator.spec.name, spec=target.estimator.spec)

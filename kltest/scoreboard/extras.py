@@ -31,17 +31,18 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
     import torch
 
     from kltest.checks.off_policy.ratios import sampler_has_influence
-    from kltest.grading.grader import plan, resolved
+    from kltest.grading.grader import plan
     from kltest.grading.options import Options
     from kltest.identify.graded import kl_part
     from kltest.loss.calling import Loss
+    from kltest.loss.resolve import resolve
 
     torch.set_num_threads(1)
     options = Options(**job.given)
 
     def build(arguments: Mapping[str, Any]) -> Loss:
         mine = replace(options, arguments={**options.arguments, **arguments})
-        return kl_part(resolved(job.target, mine), mine.expect, mine.seed, mine.group_size)
+        return kl_part(resolve(job.target, mine.call), mine.expect, mine.seed, mine.group_size)
 
     found: dict[str, str] = {}
     # A law of the smallest batch is that of a rollout.

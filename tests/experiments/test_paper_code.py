@@ -29,9 +29,9 @@ def test_wrong_and_right_lines(code, followed):
 def test_the_recommended_lines_are_confirmed():
     text = (SECTIONS / "recommendations.typ").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    loss = written(textwrap.dedent(code), "logp, ref_logp, reward, mask, beta, n=4")
-    assert kltest.grade(loss, group_size=4, batch_size=4).verdict == "confirmed"
+    loss = written(textwrap.dedent(code), "logp, ref_logp, reward, mask, beta, n=2")
+    assert kltest.grade(loss, group_size=2, batch_size=2).verdict == "confirmed"
     wrong = written(
-        textwrap.dedent(code).replace(".sum(1)).mean()", ".mean(1)).mean()"), "logp, ref_logp, reward, mask, beta, n=4"
+        textwrap.dedent(code).replace(".sum(1)).mean()", ".mean(1)).mean()"), "logp, ref_logp, reward, mask, beta, n=2"
     )
-    assert kltest.grade(wrong, group_size=4, batch_size=4).verdict == "refuted"
+    assert kltest.grade(wrong, group_size=2, batch_size=2).verdict == "refuted"
