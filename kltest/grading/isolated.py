@@ -37,7 +37,7 @@ from kltest.grading.time_limit import LONGEST
 
 Kind = Literal["value", "usage", "failed", "ended", "crashed"]
 TAIL = 16_384
-GRACE = 0.5
+GRACE, PATIENCE = 0.5, 0.01
 # Names the folder for tracebacks of bugs, if that of temporary files does not last.
 TRACES = "KLTEST_TRACES"
 DUMP = b"(most recent call first):"
@@ -164,8 +164,10 @@ class Child:
         if step is None and not ended and not late:
             return None
         if step is None:
-            self._process.join(GRACE)
-            code = self._process.exitcode
+            # `join` would wait for ever for a child that closed all its files and lives on.
+            until = time.monotonic() + GRACE
+            while (code := self._process.exitcode) is None and time.monotonic() < until:
+                time.sleep(PATIENCE)
             self.close()
             return Step("ended", message=self._ended(code, late=late))
         if step.kind != "value":
