@@ -288,12 +288,9 @@ class Report:
         return FORMS["html"](self) if FORMS else html.escape(repr(self))
 
     def raise_for_failure(self) -> None:
-        """Raise RefutedError unless the verdict is confirmed."""
+        """Raise RefutedError with the whole report as text, unless the verdict is confirmed."""
         if self.verdict != "confirmed":
-            lines = [f"{self.target}: {self.verdict} (declared {self.expect})", *self.notes]
-            lines += [check.words for check in (*self.failed, *self.unexpected_passes)]
-            lines += [f"smallest environment in which it fails: {self.smallest.words}"] if self.smallest else []
-            raise RefutedError("\n".join([*lines, self.error] if self.error else lines))
+            raise RefutedError(self.to_text(verbose=True))
 
 
 def _finite(value: Any) -> Any:

@@ -63,11 +63,6 @@ class CounterExample:
         reward = "; every reward is 0" if unpaid else ""
         return f"{length} of {actions}; rollouts {drawn}{batches}{reward}; derivatives with respect to logits"
 
-    @property
-    def words(self) -> str:
-        """The setting and the table as lines of text."""
-        return "\n".join([self.setting, *align(self.table())])
-
     def table(self) -> list[tuple[str, ...]]:
         """Return the numbers as text, a row per action, the head first."""
         has_sampler = self.drawn_from_sampler
