@@ -170,11 +170,12 @@ def finetune_metrics() -> list[dict[str, str]]:
 def zoo() -> list[dict[str, str]]:
     """Return the number of losses of each family that the checks are held to."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from zoo.table import clean, mutants  # type: ignore[import-not-found]
+    from cases.table import cases  # type: ignore[import-not-found]
 
-    wrong, right = mutants(), clean()
-    due = Counter(code[2] for row in wrong for code in (row.code, *row.also))
-    written = Counter(row.code[2] for row in wrong)
+    known = [case for case in cases() if case.exactly]
+    wrong, right = ([case for case in known if case.right == kind] for kind in (False, True))
+    due = Counter(code[2] for case in wrong for code in case.codes)
+    written = Counter(case.defect[2] for case in wrong)
     rows = [
         {"family": f"KL{digit}xx, {name.lower()}", "wrong losses": str(written[digit]), "failures due": str(due[digit])}
         for digit, name in FAMILIES.items()

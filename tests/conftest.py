@@ -22,7 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The main job takes minutes, so it starts first; nothing waits for it at the end.
 FIRST = "test_main_job.py"
 # Each test grades a loss of its own and shares nothing: they fill the gaps at the end, one by one.
-APART = "test_zoo.py"
+APART = "test_losses.py"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -30,7 +30,7 @@ SUITES = [
     for name in (
         *("moments_exact", "moments_dynamic", "moments_tree", "properties", "confidence", "sampling"),
         *("identification", "grading", "identification_examples", "checks", "groups", "hygiene", "values", "variance"),
-        *("approximations", "credit", "zoo", "shrink", "explain", "expected_failures", "pytest"),
+        *("approximations", "credit", "losses", "shrink", "explain", "expected_failures", "pytest"),
     )
 ]
 # Longer than any of these suites takes unmutated, several times over: a mutant that loops is killed.

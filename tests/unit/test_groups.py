@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from cases.wrong_groups import k1, k2, scaled_over_the_batch, score
 from moments_plain import moments_by_hand, plain_batch
-from zoo.mutants_groups import k1, k2, scaled_over_the_batch, score
 
 from kltest.checks import CHECKS
 from kltest.environments import Instance, bandit, ragged, sequence

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases.wrong_hygiene import half_square
 from scipy.optimize import brentq
-from zoo.mutants_hygiene import half_square
 
 from kltest import grade
 from kltest.checks import CHECKS

@@ -8,9 +8,9 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from cases.right_sceptic import log_ratios, squared_sum_of_the_batch
+from cases.wrong_sceptic import square_of_the_mean
 from typer.testing import CliRunner
-from zoo.clean_sceptic import log_ratios, squared_sum_of_the_batch
-from zoo.mutants_sceptic import square_of_the_mean
 
 import kltest
 from kltest.cli import app

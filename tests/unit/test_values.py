@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from zoo.clean_values import live, penalty, sampled_k3
+from cases.right_values import live, penalty, sampled_k3
 
 from kltest.checks import CHECKS
 from kltest.grading.grader import grade

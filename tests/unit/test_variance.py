@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from zoo.clean_values import live
+from cases.right_values import live
 
 from kltest.checks import CHECKS
 from kltest.checks.variance import kl801_heavy_tailed_weight as tails

@@ -1,7 +1,7 @@
 """Correct losses that log a true KL, in the ways of libraries."""
 
 import torch
-from zoo.table import Clean
+from cases.table import right
 
 
 def live(values, mask):
@@ -103,20 +103,20 @@ def scales_a_copy(logp, ref_logp, mask, beta):
     return kl * live(logp, mask).sum(-1), metrics
 
 
-CLEAN = [
-    Clean(logs_k1_a_sequence),
-    Clean(logs_k1_a_token),
-    Clean(logs_k1_as_an_array),
-    Clean(logs_k1_in_single_precision),
-    Clean(logs_k3_of_the_sequence),
-    Clean(logs_the_token_mean_of_k3),
-    Clean(logs_the_mean_of_token_means_of_k3),
-    Clean(logs_the_exact_next_token_kl),
-    Clean(logs_the_samplers_own_kl),
-    Clean(logs_it_unweighted_off_policy),
-    Clean(logs_it_weighted_off_policy),
-    Clean(adds_up_in_place),
-    Clean(masks_in_place),
-    Clean(fills_rows_of_a_view),
-    Clean(scales_a_copy),
+CASES = [
+    right(logs_k1_a_sequence, logs=True),
+    right(logs_k1_a_token, logs=True),
+    right(logs_k1_as_an_array, logs=True),
+    right(logs_k1_in_single_precision, logs=True),
+    right(logs_k3_of_the_sequence, logs=True),
+    right(logs_the_token_mean_of_k3, logs=True),
+    right(logs_the_mean_of_token_means_of_k3, logs=True),
+    right(logs_the_exact_next_token_kl, logs=True),
+    right(logs_the_samplers_own_kl, logs=True),
+    right(logs_it_unweighted_off_policy, logs=True),
+    right(logs_it_weighted_off_policy, logs=True),
+    right(adds_up_in_place, logs=True),
+    right(masks_in_place, logs=True),
+    right(fills_rows_of_a_view, logs=True),
+    right(scales_a_copy, logs=True),
 ]

@@ -1,7 +1,7 @@
 """Losses whose gradient never reaches the policy."""
 
 import torch
-from zoo.table import Mutant
+from cases.table import wrong
 
 
 def through_numbers(logp, ref_logp, mask):
@@ -21,7 +21,7 @@ class FrozenPolicy:
         return beta * (log_probs - ref_logp).masked_fill(mask == 0, 0.0).sum(1).square().mean() / 2
 
 
-MUTANTS = [
-    Mutant("KL509", through_numbers),
-    Mutant("KL509", FrozenPolicy(), also=("KL506",)),
+CASES = [
+    wrong("KL509", through_numbers),
+    wrong("KL509", FrozenPolicy(), also=("KL506",)),
 ]

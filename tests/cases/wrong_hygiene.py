@@ -3,7 +3,7 @@
 import itertools
 
 import torch
-from zoo.table import Mutant
+from cases.table import wrong
 
 LOCAL = {"expect": "local_reverse_kl"}
 
@@ -120,21 +120,21 @@ def around_a_thousand(logp, ref_logp, mask):
     return log_ratio.sum(-1).square() / 2
 
 
-MUTANTS = [
-    Mutant("KL501", summed_over_everything, also=("KL502",), options=LOCAL),
-    Mutant("KL502", masked_by_a_contraction, options=LOCAL, warns=True),
-    Mutant("KL502", behind_a_where, options=LOCAL, warns=True),
-    Mutant("KL503", probabilities_divided, also=("KL502",), warns=True),
-    Mutant("KL503", forward_kl_by_hand, options={"expect": "local_forward_kl"}, warns=True),
-    Mutant("KL504", log_ratio_kept_in_bounds, options=LOCAL, warns=True),
-    Mutant("KL504", reward_in_bounds, options={"placement": "reward"}, warns=True),
-    Mutant("KL504", switched_off_far_away, warns=True),
-    Mutant("KL505", pads_with_zeros),
-    Mutant("KL505", shares_memory_with_numpy),
-    Mutant("KL506", reference_made_trainable),
-    Mutant("KL506", ratio_of_the_sampler, also=("KL101", "KL302")),
-    Mutant("KL507", dropped_out, options={"environment": "bandit"}, warns=True),
-    Mutant("KL507", warmed_up),
-    Mutant("KL508", autocast, also=("KL503",), warns=True),
-    Mutant("KL508", around_a_thousand, warns=True),
+CASES = [
+    wrong("KL501", summed_over_everything, also=("KL502",), options=LOCAL),
+    wrong("KL502", masked_by_a_contraction, options=LOCAL, warns=True),
+    wrong("KL502", behind_a_where, options=LOCAL, warns=True),
+    wrong("KL503", probabilities_divided, also=("KL502",), warns=True),
+    wrong("KL503", forward_kl_by_hand, options={"expect": "local_forward_kl"}, warns=True),
+    wrong("KL504", log_ratio_kept_in_bounds, options=LOCAL, warns=True),
+    wrong("KL504", reward_in_bounds, options={"placement": "reward"}, warns=True),
+    wrong("KL504", switched_off_far_away, warns=True),
+    wrong("KL505", pads_with_zeros),
+    wrong("KL505", shares_memory_with_numpy),
+    wrong("KL506", reference_made_trainable),
+    wrong("KL506", ratio_of_the_sampler, also=("KL101", "KL302")),
+    wrong("KL507", dropped_out, options={"environment": "bandit"}, warns=True),
+    wrong("KL507", warmed_up),
+    wrong("KL508", autocast, also=("KL503",), warns=True),
+    wrong("KL508", around_a_thousand, warns=True),
 ]

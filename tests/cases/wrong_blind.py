@@ -1,7 +1,7 @@
 """Wrong losses written before the checks that find them, those that no other row is like."""
 
 import torch
-from zoo.table import Mutant
+from cases.table import wrong
 
 
 def zeroed(x, mask):
@@ -44,10 +44,10 @@ def m_ratio(logp, ref_logp, old_logp, mask):
     return r * penalty(logp, ref_logp, mask), {"kl": total((logp - old_logp).exp() * (logp - ref_logp), mask).mean()}
 
 
-MUTANTS = [
-    Mutant("KL401", grpo_skip_zero_std),
-    Mutant("KL501", mask_by_token, also=("KL105", "KL502")),
-    Mutant("KL502", nan_reward, options=dict(placement="reward"), warns=True),
-    Mutant("KL510", overwritten),
-    Mutant("KL602", m_ratio, options=dict(sampler="both")),
+CASES = [
+    wrong("KL401", grpo_skip_zero_std, slow=True),
+    wrong("KL501", mask_by_token, also=("KL105", "KL502")),
+    wrong("KL502", nan_reward, options=dict(placement="reward"), warns=True),
+    wrong("KL510", overwritten),
+    wrong("KL602", m_ratio, options=dict(sampler="both")),
 ]

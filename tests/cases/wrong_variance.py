@@ -1,8 +1,8 @@
 """Losses that are right and noisy: they are confirmed, with a warning."""
 
 import torch
-from zoo.clean_values import live
-from zoo.table import Mutant
+from cases.right_values import live
+from cases.table import wrong
 
 # ------------------------------------------------------------------------------------- KL801: exponential weights
 
@@ -40,10 +40,10 @@ def a_constant_added_to_the_return(logp, ref_logp, mask):
 
 FORWARD = {"expect": "forward_kl"}
 
-MUTANTS = [
-    Mutant("KL801", full_sequence_ratio),
-    Mutant("KL801", likelihood_weighted_by_the_reference, options=FORWARD),
-    Mutant("KL801", ratio_of_every_token, options={"expect": "local_reverse_kl@sampler", "sampler": "stale"}),
-    Mutant("KL802", k1_in_both_places),
-    Mutant("KL802", a_constant_added_to_the_return),
+CASES = [
+    wrong("KL801", full_sequence_ratio),
+    wrong("KL801", likelihood_weighted_by_the_reference, options=FORWARD),
+    wrong("KL801", ratio_of_every_token, options={"expect": "local_reverse_kl@sampler", "sampler": "stale"}),
+    wrong("KL802", k1_in_both_places),
+    wrong("KL802", a_constant_added_to_the_return),
 ]

@@ -2,8 +2,8 @@
 
 import torch
 import torch.nn.functional as F
-from zoo.clean_sceptic import live, log_ratios
-from zoo.table import Mutant
+from cases.right_sceptic import live, log_ratios
+from cases.table import wrong
 
 BOTH = {"sampler": "both"}
 
@@ -67,14 +67,14 @@ def logs_the_step_from_the_sampler(logp, old_logp, ref_logp, mask):
     return log_ratio.square().mean() / 2, {"kl": log_ratios(old_logp, logp, mask).mean().detach()}
 
 
-MUTANTS = [
-    Mutant("KL206", square_of_the_mean, ("KL106",)),
-    Mutant("KL402", variance_of_the_batch, ("KL206",)),
-    Mutant("KL504", held_on_one_side),
-    Mutant("KL105", smooth_l1),
-    Mutant("KL105", hinge, ("KL504",)),
-    Mutant("KL105", ratio_upside_down, options=BOTH),
-    Mutant("KL101", straight_through_the_first_power),
-    Mutant("KL306", rollouts_outside_a_window_dropped, options=BOTH),
-    Mutant("KL601", logs_the_step_from_the_sampler, ("KL301",)),
+CASES = [
+    wrong("KL206", square_of_the_mean, ("KL106",)),
+    wrong("KL402", variance_of_the_batch, ("KL206",)),
+    wrong("KL504", held_on_one_side),
+    wrong("KL105", smooth_l1),
+    wrong("KL105", hinge, ("KL504",)),
+    wrong("KL105", ratio_upside_down, options=BOTH),
+    wrong("KL101", straight_through_the_first_power),
+    wrong("KL306", rollouts_outside_a_window_dropped, options=BOTH),
+    wrong("KL601", logs_the_step_from_the_sampler, ("KL301",)),
 ]

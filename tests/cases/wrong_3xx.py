@@ -1,7 +1,7 @@
 """Losses that use rollouts of another policy as the policy's own, or correct for it in the wrong way."""
 
 import torch
-from zoo.table import Mutant
+from cases.table import wrong
 
 BOTH = {"sampler": "both"}
 LOCAL = {"expect": "local_reverse_kl"}
@@ -102,16 +102,16 @@ def clipped_in_log_space(logp, ref_logp, old_logp, mask):
     return log_weight.exp().detach() * 0.5 * sequence_log_ratio(logp, ref_logp, mask).pow(2)
 
 
-MUTANTS = [
-    Mutant("KL301", k1_return_as_sampled, options=BOTH),
-    Mutant("KL301", ppo_with_a_bare_penalty, options=BOTH),
-    Mutant("KL302", k3_with_a_stopped_sequence_ratio, also=("KL102", "KL503")),
-    Mutant("KL302", k1_value_with_a_stopped_ratio, also=("KL101",)),
-    Mutant("KL303", truncated_importance_sampling, options=LOCAL),
-    Mutant("KL303", exact_kl_at_sampled_prefixes, also=("KL301",), options=LOCAL | BOTH),
-    Mutant("KL304", gspo_style, options=LOCAL),
-    Mutant("KL304", broadcast_by_expand, options=LOCAL),
-    Mutant("KL305", penalty_at_generation_time, options={"placement": "reward"}),
-    Mutant("KL305", shaped_rewards),
-    Mutant("KL306", clipped_in_log_space),
+CASES = [
+    wrong("KL301", k1_return_as_sampled, options=BOTH),
+    wrong("KL301", ppo_with_a_bare_penalty, options=BOTH),
+    wrong("KL302", k3_with_a_stopped_sequence_ratio, also=("KL102", "KL503")),
+    wrong("KL302", k1_value_with_a_stopped_ratio, also=("KL101",)),
+    wrong("KL303", truncated_importance_sampling, options=LOCAL),
+    wrong("KL303", exact_kl_at_sampled_prefixes, also=("KL301",), options=LOCAL | BOTH),
+    wrong("KL304", gspo_style, options=LOCAL),
+    wrong("KL304", broadcast_by_expand, options=LOCAL),
+    wrong("KL305", penalty_at_generation_time, options={"placement": "reward"}),
+    wrong("KL305", shaped_rewards),
+    wrong("KL306", clipped_in_log_space),
 ]

@@ -1,7 +1,7 @@
 """Losses whose expected gradient is not that of KL(π‖ref)."""
 
 import torch
-from zoo.table import Mutant
+from cases.table import wrong
 
 
 def value_baseline_left_out(logp, ref_logp):
@@ -55,16 +55,16 @@ def scaled_by_a_constant(logp, ref_logp, mask):
 
 REWARD = {"placement": "reward"}
 
-MUTANTS = [
-    Mutant("KL101", value_baseline_left_out, options={"environment": "bandit,sequence"}),
-    Mutant("KL101", log_ratio_summed),
-    Mutant("KL102", schulman_k3, also=("KL503",)),
-    Mutant("KL102", cross_entropy_of_the_reference),
-    Mutant("KL103", reward_bonus, options=REWARD),
-    Mutant("KL103", swapped_arguments),
-    Mutant("KL104", k2_in_the_reward, also=("KL105",), options=REWARD),
-    Mutant("KL104", k3_in_the_reward, also=("KL503",), options=REWARD),
-    Mutant("KL105", square_root),
-    Mutant("KL106", doubled, warns=True),
-    Mutant("KL106", scaled_by_a_constant, warns=True),
+CASES = [
+    wrong("KL101", value_baseline_left_out, options={"environment": "bandit,sequence"}),
+    wrong("KL101", log_ratio_summed),
+    wrong("KL102", schulman_k3, also=("KL503",)),
+    wrong("KL102", cross_entropy_of_the_reference),
+    wrong("KL103", reward_bonus, options=REWARD),
+    wrong("KL103", swapped_arguments),
+    wrong("KL104", k2_in_the_reward, also=("KL105",), options=REWARD),
+    wrong("KL104", k3_in_the_reward, also=("KL503",), options=REWARD),
+    wrong("KL105", square_root),
+    wrong("KL106", doubled, warns=True),
+    wrong("KL106", scaled_by_a_constant, warns=True),
 ]

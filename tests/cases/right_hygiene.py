@@ -1,7 +1,7 @@
 """Correct losses near the pitfalls of padding, extremes, inputs, repetition and precision: nothing may fail."""
 
 import torch
-from zoo.table import Clean
+from cases.table import right
 
 LOCAL = {"expect": "local_reverse_kl"}
 
@@ -53,13 +53,13 @@ def clamped_where_it_is_logged(logp, ref_logp, mask):
     return log_ratio.square() / 2 + 0 * shown
 
 
-CLEAN = [
-    Clean(per_token_without_a_mask, LOCAL),
-    Clean(live_tokens_picked, LOCAL),
-    Clean(in_place_on_an_own_copy),
-    Clean(writes_what_was_there),
-    Clean(ratio_stopped_at_the_policy_alone),
-    Clean(score_with_the_policy_stopped_in_the_cost),
-    Clean(seeded),
-    Clean(clamped_where_it_is_logged),
+CASES = [
+    right(per_token_without_a_mask, LOCAL),
+    right(live_tokens_picked, LOCAL),
+    right(in_place_on_an_own_copy),
+    right(writes_what_was_there),
+    right(ratio_stopped_at_the_policy_alone),
+    right(score_with_the_policy_stopped_in_the_cost),
+    right(seeded),
+    right(clamped_where_it_is_logged),
 ]

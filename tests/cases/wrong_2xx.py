@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from zoo.table import Mutant
+from cases.table import wrong
 
 # KL201: only the token's own log-ratio.
 
@@ -85,15 +85,15 @@ def mean_of_everything(logp, ref_logp, mask):
     return (total * logp.where(mask.bool(), 0.0)).mean()
 
 
-MUTANTS = [
-    Mutant("KL201", grpo_token_loss_with_k2, options={"sampler": "current"}),
-    Mutant("KL201", exact_next_token_kl),
-    Mutant("KL201", straight_through),
-    Mutant("KL202", terminal_gather),
-    Mutant("KL202", last_row_by_row),
-    Mutant("KL203", per_row_mean, also=("KL201",)),
-    Mutant("KL204", masked_mean, also=("KL201", "KL206")),
-    Mutant("KL204", flattened, also=("KL206",)),
-    Mutant("KL207", masked_then_mean, options={"expect": "local_reverse_kl"}),
-    Mutant("KL207", mean_of_everything),
+CASES = [
+    wrong("KL201", grpo_token_loss_with_k2, options={"sampler": "current"}),
+    wrong("KL201", exact_next_token_kl),
+    wrong("KL201", straight_through),
+    wrong("KL202", terminal_gather),
+    wrong("KL202", last_row_by_row),
+    wrong("KL203", per_row_mean, also=("KL201",)),
+    wrong("KL204", masked_mean, also=("KL201", "KL206")),
+    wrong("KL204", flattened, also=("KL206",)),
+    wrong("KL207", masked_then_mean, options={"expect": "local_reverse_kl"}),
+    wrong("KL207", mean_of_everything),
 ]

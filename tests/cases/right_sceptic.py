@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 import torch.nn.functional as F
-from zoo.table import Clean
+from cases.table import right
 
 
 def live(values, mask):
@@ -128,21 +128,21 @@ def distilled_by_cross_entropy(logits, ref_logits, mask):
     return F.cross_entropy(logits[alive], ref_logits[alive].softmax(-1), reduction="sum") / len(mask)
 
 
-CLEAN = [
-    Clean(squared_sum_of_the_batch),
-    Clean(differences_of_pairs, {"group_size": 2}),
-    Clean(another_divisor),
-    Clean(by_vmap),
-    Clean(gradient_in_the_forward_pass),
-    Clean(huber_with_a_bound_that_nothing_reaches),
-    Clean(total_variation_of_rows, {"expect": "local_total_variation"}),
-    Clean(forward_by_sequence_weights, {"expect": "forward_kl", "sampler": "current"}),
-    Clean(defaults_that_nobody_uses),
-    Clean(numpy_scalars_one_by_one),
-    Clean(gradient_scaled_by_a_hook),
-    Clean(segments_by_scatter_add),
-    Clean(prefixes_in_a_magic_box),
-    Clean(differentiable_ratio_times_the_cost, {"sampler": "both"}),
-    Clean(whole_objective_in_one_coefficient, {"expect": "reverse_kl - expected_reward"}),
-    Clean(distilled_by_cross_entropy, {"expect": "local_forward_kl"}),
+CASES = [
+    right(squared_sum_of_the_batch),
+    right(differences_of_pairs, {"group_size": 2}),
+    right(another_divisor),
+    right(by_vmap),
+    right(gradient_in_the_forward_pass),
+    right(huber_with_a_bound_that_nothing_reaches),
+    right(total_variation_of_rows, {"expect": "local_total_variation"}),
+    right(forward_by_sequence_weights, {"expect": "forward_kl", "sampler": "current"}),
+    right(defaults_that_nobody_uses),
+    right(numpy_scalars_one_by_one),
+    right(gradient_scaled_by_a_hook),
+    right(segments_by_scatter_add),
+    right(prefixes_in_a_magic_box),
+    right(differentiable_ratio_times_the_cost, {"sampler": "both"}),
+    right(whole_objective_in_one_coefficient, {"expect": "reverse_kl - expected_reward"}),
+    right(distilled_by_cross_entropy, {"expect": "local_forward_kl"}),
 ]

@@ -1,30 +1,8 @@
-"""The corpus: one row a loss, with how it is to be graded, whether it is right, and which checks are true of it."""
+"""Rows of losses by authors who had not read the checks: whether each is right, and which codes are true of it."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    target: str  # file:function or file:Class.method
-    right: bool
-    expect: str = "reverse_kl"
-    placement: str = "loss"
-    credit: str = "return"
-    sampler: str | None = None  # None: the default
-    arguments: dict[str, Any] = field(default_factory=dict)
-    group_size: int | None = None
-    batch_size: int | None = None
-    environment: str | None = None
-    defect: str = ""
-    level: str = ""  # of the defect: error, or warning where ordinary input shows nothing
-    codes: frozenset[str] = frozenset()  # one of them at least is to be named
-    forbidden: frozenset[str] = frozenset()  # these would be false
-    # how far out the defect shows: tokens of a rollout, rows of a batch, log-ratio of a token to the reference or to
-    # the sampler (rollouts of two tokens), columns beyond the longest rollout of three; empty: in small environments
-    reach: dict[str, float] = field(default_factory=dict)
-    tolerance: float = 1e-9
+from cases.table import Case
 
 
 def codes(text: str) -> frozenset[str]:
@@ -58,8 +36,8 @@ def wrong(
     )
 
 
-TRAINERS, TERMS, CAREFUL, GROUPS = "losses_trainers.py:", "losses_terms.py:", "losses_careful.py:", "losses_groups.py:"
-OFF_POLICY, FAR, WRONG = "losses_offpolicy.py:", "losses_far.py:", "losses_wrong.py:"
+TRAINERS, TERMS, CAREFUL, GROUPS = "unseen_trainers.py:", "unseen_terms.py:", "unseen_careful.py:", "unseen_groups.py:"
+OFF_POLICY, FAR, WRONG = "unseen_offpolicy.py:", "unseen_far.py:", "unseen_wrong.py:"
 LOCAL, LOCAL_FORWARD = "local_reverse_kl", "local_forward_kl"
 SHAPED: dict[str, Any] = {"placement": "shaped-reward"}
 # what is never true of a right loss without groups, whatever warnings it earns

@@ -1,7 +1,7 @@
 """Losses that get something wrong about groups, the coefficient, or how a batch is cut."""
 
 import torch
-from zoo.table import Mutant
+from cases.table import wrong
 
 
 def k2(logp, ref_logp, mask):
@@ -154,26 +154,32 @@ def scaled_over_the_batch(logp, ref_logp, mask, rewards, group, beta):
     return (advantage * score(logp, mask)).mean()
 
 
-MUTANTS = [
-    Mutant("KL401", zero_variance_groups_dropped),
-    Mutant("KL401", masked_by_the_advantage, also=("KL404",)),
-    Mutant("KL401", reshaped_and_masked),
-    Mutant("KL401", weighted_by_the_spread, also=("KL404",)),
-    Mutant("KL401", "tied-groups-masked", also=("KL404",)),
-    Mutant("KL402", mean_of_the_group),
-    Mutant("KL402", grpo_without_the_deviation),
-    Mutant("KL402", added_up_with_self, also=("KL206",), options={"batch_size": 3, "environment": "bandit,ragged"}),
-    Mutant("KL402", "group-mean"),
-    Mutant("KL403", whitened),
-    Mutant("KL403", scaled_by_the_largest),
-    Mutant("KL403", "group-std"),
-    Mutant("KL404", nothing_for_one),
-    Mutant("KL404", skips_groups_of_one),
-    Mutant("KL510", as_a_temperature, also=("KL503",)),
-    Mutant("KL510", switch),
-    Mutant("KL203", leave_one_out_over_lengths),
-    Mutant("KL103", leave_one_out_upside_down),
-    Mutant("KL206", over_the_longest, also=("KL204",)),
-    Mutant("KL206", dapo, also=("KL201", "KL204")),
-    Mutant("KL206", scaled_over_the_batch, also=("KL105",)),
+CASES = [
+    wrong("KL401", zero_variance_groups_dropped, slow=True),
+    wrong("KL401", masked_by_the_advantage, also=("KL404",)),
+    wrong("KL401", reshaped_and_masked),
+    wrong("KL401", weighted_by_the_spread, also=("KL404",), slow=True),
+    wrong("KL401", "tied-groups-masked", also=("KL404",)),
+    wrong("KL402", mean_of_the_group),
+    wrong("KL402", grpo_without_the_deviation, slow=True),
+    wrong(
+        "KL402",
+        added_up_with_self,
+        also=("KL206",),
+        options={"batch_size": 3, "environment": "bandit,ragged"},
+        slow=True,
+    ),
+    wrong("KL402", "group-mean"),
+    wrong("KL403", whitened, slow=True),
+    wrong("KL403", scaled_by_the_largest),
+    wrong("KL403", "group-std"),
+    wrong("KL404", nothing_for_one),
+    wrong("KL404", skips_groups_of_one),
+    wrong("KL510", as_a_temperature, also=("KL503",)),
+    wrong("KL510", switch),
+    wrong("KL203", leave_one_out_over_lengths),
+    wrong("KL103", leave_one_out_upside_down, slow=True),
+    wrong("KL206", over_the_longest, also=("KL204",)),
+    wrong("KL206", dapo, also=("KL201", "KL204")),
+    wrong("KL206", scaled_over_the_batch, also=("KL105",), slow=True),
 ]

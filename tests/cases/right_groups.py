@@ -1,8 +1,8 @@
 """Correct losses that couple the rollouts of a group, read rewards, or take a coefficient."""
 
 import torch
-from zoo.mutants_groups import k1, k2, score
-from zoo.table import Clean
+from cases.table import right
+from cases.wrong_groups import k1, k2, score
 
 
 def leave_one_out_by_the_batch(logp, ref_logp, mask, rewards, kl_coef=0.05):
@@ -68,18 +68,18 @@ def negative_coefficient(logp, ref_logp, mask, rewards, kl_coef):
     return -(rewards * score(logp, mask)) - (-kl_coef) * k2(logp, ref_logp, mask)
 
 
-CLEAN = [
-    Clean(leave_one_out_by_the_batch),
-    Clean(leave_one_out_by_rows),
-    Clean(leave_one_out_by_a_loop),
-    Clean(leave_one_out_by_a_loop, {"group_size": 3}),
-    Clean(rescaled_group_mean),
-    Clean(leave_one_out_added_up),
-    Clean(leave_one_out_added_up, {"batch_size": 3, "environment": "bandit"}),
-    Clean(grpo_with_group_ids),
-    Clean(policy_part_masked_alone),
-    Clean(count_of_the_whole_batch),
-    Clean(negative_coefficient),
-    Clean("leave-one-out"),
-    Clean("leave-one-out", {"group_size": 8, "environment": "bandit,sequence,ragged,mdp"}),
+CASES = [
+    right(leave_one_out_by_the_batch, slow=True),
+    right(leave_one_out_by_rows, slow=True),
+    right(leave_one_out_by_a_loop, slow=True),
+    right(leave_one_out_by_a_loop, {"group_size": 3}, slow=True),
+    right(rescaled_group_mean),
+    right(leave_one_out_added_up, slow=True),
+    right(leave_one_out_added_up, {"batch_size": 3, "environment": "bandit"}, slow=True),
+    right(grpo_with_group_ids),
+    right(policy_part_masked_alone),
+    right(count_of_the_whole_batch),
+    right(negative_coefficient),
+    right("leave-one-out"),
+    right("leave-one-out", {"group_size": 8, "environment": "bandit,sequence,ragged,mdp"}, slow=True),
 ]

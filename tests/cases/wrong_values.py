@@ -1,8 +1,8 @@
 """Losses whose gradient is right and whose logged KL is not."""
 
 import torch
-from zoo.clean_values import live, penalty, sampled_k3
-from zoo.table import Mutant
+from cases.right_values import live, penalty, sampled_k3
+from cases.table import wrong
 
 # ------------------------------------------------------------------------------------------------ KL601: none of them
 
@@ -115,21 +115,21 @@ def masks_the_wrong_way_round(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": k1.sum(-1)}
 
 
-MUTANTS = [
-    Mutant("KL601", logs_k2),
-    Mutant("KL601", logs_the_distance_to_the_sampler, options={"sampler": "current"}),
-    Mutant("KL601", leaves_out_the_first_token),
-    Mutant("KL601", logs_k1_cut_off_below),
-    Mutant("KL602", logs_beta_times_kl),
-    Mutant("KL602", logs_beta_times_kl, also=("KL601",), options={"beta": 0.1}),
-    Mutant("KL602", logs_after_the_ratio, also=("KL301",)),
-    Mutant("KL602", logs_it_times_the_advantage, also=("KL601",)),
-    Mutant("KL602", logs_nothing_where_there_is_no_reward, also=("KL601",)),
-    Mutant("KL602", divides_by_the_padded_length, also=("KL601",)),
-    Mutant("KL603", multiplies_what_was_recorded),
-    Mutant("KL603", hands_out_shared_memory),
-    Mutant("KL603", OneBuffer()),
-    Mutant("KL603", clears_on_the_way_back),
-    Mutant("KL604", averages_over_padding, also=("KL601",)),
-    Mutant("KL604", masks_the_wrong_way_round, also=("KL601",)),
+CASES = [
+    wrong("KL601", logs_k2),
+    wrong("KL601", logs_the_distance_to_the_sampler, options={"sampler": "current"}),
+    wrong("KL601", leaves_out_the_first_token),
+    wrong("KL601", logs_k1_cut_off_below),
+    wrong("KL602", logs_beta_times_kl),
+    wrong("KL602", logs_beta_times_kl, also=("KL601",), options={"beta": 0.1}),
+    wrong("KL602", logs_after_the_ratio, also=("KL301",)),
+    wrong("KL602", logs_it_times_the_advantage, also=("KL601",)),
+    wrong("KL602", logs_nothing_where_there_is_no_reward, also=("KL601",)),
+    wrong("KL602", divides_by_the_padded_length, also=("KL601",)),
+    wrong("KL603", multiplies_what_was_recorded),
+    wrong("KL603", hands_out_shared_memory),
+    wrong("KL603", OneBuffer()),
+    wrong("KL603", clears_on_the_way_back),
+    wrong("KL604", averages_over_padding, also=("KL601",)),
+    wrong("KL604", masks_the_wrong_way_round, also=("KL601",)),
 ]

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from zoo.table import Mutant
+from cases.table import wrong
 
 LOCAL = {"expect": "local_reverse_kl"}
 
@@ -78,14 +78,14 @@ def tokens_outside_are_skipped(logp, ref_logp, logits, tokens):
     return (0.5 * (logp - ref_logp).square()).where(rank < 2, 0.0)
 
 
-MUTANTS = [
-    Mutant("KL205", advantages_by_gae),
-    Mutant("KL205", next_token_only),
-    Mutant("KL205", mixed_with_the_local_loss),
-    Mutant("KL701", ema_pg, options=LOCAL),
-    Mutant("KL701", "top-k"),
-    Mutant("KL702", generation_temperature_on_the_policy, options=LOCAL),
-    Mutant("KL702", distillation_temperature, options=LOCAL),
-    Mutant("KL703", top_p_log_prob, also=("KL504",), options=LOCAL),
-    Mutant("KL703", tokens_outside_are_skipped, also=("KL504",), options=LOCAL),
+CASES = [
+    wrong("KL205", advantages_by_gae),
+    wrong("KL205", next_token_only),
+    wrong("KL205", mixed_with_the_local_loss),
+    wrong("KL701", ema_pg, options=LOCAL),
+    wrong("KL701", "top-k"),
+    wrong("KL702", generation_temperature_on_the_policy, options=LOCAL),
+    wrong("KL702", distillation_temperature, options=LOCAL),
+    wrong("KL703", top_p_log_prob, also=("KL504",), options=LOCAL),
+    wrong("KL703", tokens_outside_are_skipped, also=("KL504",), options=LOCAL),
 ]

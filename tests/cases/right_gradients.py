@@ -2,8 +2,8 @@
 
 import torch
 import torch.nn.functional as F
+from cases.table import right
 from torch import nn
-from zoo.table import Clean
 
 # ½(Σu)² and its spellings.
 
@@ -145,24 +145,24 @@ def entropy_bonus_besides(logp, logits, ref_logp, advantage, mask, beta):
 
 LOCAL = {"expect": "local_reverse_kl"}
 
-CLEAN = [
-    Clean(half_square_of_the_sum),
-    Clean(half_square_of_the_sum, {"environment": "bandit,sequence,ragged,mdp", "sampler": "current"}),
-    Clean(added_up_over_the_batch),
-    Clean(compiled),
-    Clean(SequencePenalty()),
-    Clean(to_go_by_a_loop),
-    Clean(constant_baseline),
-    Clean(k1_returned_as_a_reward, {"placement": "reward"}),
-    Clean(k1_returned_as_a_reward, {"placement": "reward", "credit": "to-go"}),
-    Clean(both_placements, {"placement": "both"}),
-    Clean(rao_blackwellised),
-    Clean(gathered_from_logits),
-    Clean(local_by_kl_div, LOCAL),
-    Clean(local_by_cross_entropy_and_entropy, LOCAL),
-    Clean(whole_sequence_ratio),
-    Clean(prefix_ratios_and_to_go),
-    Clean(ppo),
-    Clean(reinforce_with_shaped_rewards),
-    Clean(entropy_bonus_besides),
+CASES = [
+    right(half_square_of_the_sum),
+    right(half_square_of_the_sum, {"environment": "bandit,sequence,ragged,mdp", "sampler": "current"}),
+    right(added_up_over_the_batch),
+    right(compiled),
+    right(SequencePenalty()),
+    right(to_go_by_a_loop),
+    right(constant_baseline),
+    right(k1_returned_as_a_reward, {"placement": "reward"}),
+    right(k1_returned_as_a_reward, {"placement": "reward", "credit": "to-go"}),
+    right(both_placements, {"placement": "both"}),
+    right(rao_blackwellised),
+    right(gathered_from_logits),
+    right(local_by_kl_div, LOCAL),
+    right(local_by_cross_entropy_and_entropy, LOCAL),
+    right(whole_sequence_ratio),
+    right(prefix_ratios_and_to_go),
+    right(ppo),
+    right(reinforce_with_shaped_rewards),
+    right(entropy_bonus_besides),
 ]
