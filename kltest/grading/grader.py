@@ -15,7 +15,6 @@ from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import TargetError, UsageError
 from kltest.grading import overtime
 from kltest.grading.options import OPTIONS, RENAMED, Options, documented, without_effect
-from kltest.grading.time_limit import TimeIsUp, time_limit
 from kltest.grading.verdict import ExpectedFailures, Levels, as_specified, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
@@ -126,9 +125,9 @@ class Grading:
         run, limit, began = self._run(target), self.options.timeout, time.monotonic()
         while not self.finished:
             try:
-                with time_limit(None if limit is None else max(limit - self.seconds, 1e-3)):
+                with overtime.time_limit(None if limit is None else max(limit - self.seconds, 1e-3)):
                     self.finished = next(run, True)
-            except TimeIsUp as alarm:
+            except overtime.TimeIsUp as alarm:
                 self._stop(alarm, limit or 0.0)
             except TargetError as error:
                 self.error, self.frame, self.finished = str(error), getattr(error, "frame", None), True
@@ -155,7 +154,7 @@ class Grading:
             self.smallest = smallest_failure(findings)
             self.example = None if self.smallest else example(findings)
 
-    def _stop(self, alarm: TimeIsUp, limit: float) -> None:
+    def _stop(self, alarm: overtime.TimeIsUp, limit: float) -> None:
         """Say what was reached when the time was over; a call that took most of it never returns, it seems."""
         self.finished = True
         name, loss, findings = self.blank.target, self.loss, self.findings

@@ -33,10 +33,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kltest.errors import KltestError, UsageError
-from kltest.grading.time_limit import LONGEST
 
 Kind = Literal["value", "usage", "failed", "ended", "crashed"]
 TAIL = 16_384
+LONGEST = 30 * 86_400.0
+"""Seconds; a longer limit is ignored, since the system may refuse an alarm that is further away."""
 GRACE, PATIENCE = 0.5, 0.01
 # Names the folder for tracebacks of bugs, if that of temporary files does not last.
 TRACES = "KLTEST_TRACES"

@@ -1,9 +1,18 @@
-"""Words for a grading whose time was over: what stands, what was not reached, and whether the loss hangs."""
+"""A limit on the time of a grading: an alarm in the process that calls it, and words for what it cut off.
 
-from collections.abc import Sequence
+The words say what stands, what was not reached, and whether the loss hangs. `isolated` ends children that take longer.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kltest.checks import CHECKS
+from kltest.errors import UsageError
+from kltest.grading.isolated import LONGEST
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.loss.frames import Frame
 from kltest.loss.outcome import Calls
@@ -11,6 +20,39 @@ from kltest.report import CheckResult
 
 # A call that was cut off hangs if it took more than this share of the time, and this many times the longest other.
 HANGS = 4
+
+
+class TimeIsUp(KeyboardInterrupt):
+    """Raised by the alarm; a loss that catches every Exception does not catch this one."""
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise TimeIsUp in the main thread when the time is over, or UsageError if no alarm can be set."""
+    if seconds is None or seconds > LONGEST:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError("timeout needs the main thread of a POSIX system; leave it out, or use the command line")
+    running = True
+
+    def ring(signum: int, frame: object) -> None:
+        if running:
+            raise TimeIsUp
+
+    started = time.monotonic()
+    before = signal.signal(signal.SIGALRM, ring)
+    theirs, interval = signal.getitimer(signal.ITIMER_REAL)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
+        if theirs:
+            # An alarm that was set before, as a limit on the whole test, goes on; one that is overdue rings at once.
+            signal.setitimer(signal.ITIMER_REAL, max(theirs - (time.monotonic() - started), 1e-6), interval)
 
 
 def hangs(calls: Calls, limit: float) -> bool:
