@@ -102,7 +102,8 @@ class Child:
         forks = sys.platform == "linux" and not fresh
         context: Any = multiprocessing.get_context("fork" if forks else "spawn")
         self.output, self._stack = Output(), b""
-        self._limit, self._home, self._deadline = math.inf, "", math.inf
+        self._limit: float | None = None
+        self._home, self._deadline = "", math.inf
         self._connection, theirs = context.Pipe()
         self._printed, printing = context.Pipe(duplex=False)
         self._stacks, stacking = context.Pipe(duplex=False)
@@ -120,25 +121,26 @@ class Child:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ask(self, timeout: float | None = None, *, limit: float | None = None, home: str = "") -> "Child":
-        """Ask for the next step; the child ends after `timeout` seconds, or if it fails.
+    def begin(self, timeout: float | None = None, *, limit: float | None = None, home: str = "") -> "Child":
+        """Let the child begin its next step; it ends after `timeout` seconds, or if it fails.
 
         Args:
             timeout: Seconds that this step may take; None for no limit.
             limit: The limit that messages name, if several steps share it.
             home: File of the user's code, if it is known: a message on a child that hangs names a line there.
         """
-        self._limit = math.inf if timeout is None else timeout if limit is None else limit
-        timeout = None if timeout is not None and timeout > LONGEST else timeout
-        self._home, self._deadline = home, math.inf if timeout is None else time.monotonic() + timeout + GRACE
+        if timeout is not None and timeout > LONGEST:
+            timeout = None
+        self._limit, self._home = timeout if limit is None else limit, home
+        self._deadline = math.inf if timeout is None else time.monotonic() + timeout + GRACE
         with contextlib.suppress(OSError):
             self._connection.send(timeout)
         return self
 
     def step(self, timeout: float | None = None, *, limit: float | None = None, home: str = "") -> Step:
-        """Run the child to its next value; the arguments are those of `ask`."""
-        self.ask(timeout, limit=limit, home=home)
-        while (step := self.answer()) is None:
+        """Run the child to its next value; the arguments are those of `begin`."""
+        self.begin(timeout, limit=limit, home=home)
+        while (step := self.poll()) is None:
             wait(self.sources, self.left)
         return step
 
@@ -152,8 +154,8 @@ class Child:
         """Seconds until the child is ended, None if it has no limit."""
         return None if self._deadline == math.inf else max(self._deadline - time.monotonic(), 0.0)
 
-    def answer(self) -> Step | None:
-        """Return the step that was asked for; None if the child is still at work on it, within its time."""
+    def poll(self) -> Step | None:
+        """Return the step that was begun; None if the child is still at work on it, within its time."""
         ready, step = wait(self.sources, 0), None
         if self._printed in ready:
             self._read_output(once=True)
@@ -217,7 +219,7 @@ class Child:
 
 
 Work = Generator[Child, Step, Any]
-"""Work in children: yields a child that was asked for a step, is sent that step, and returns a result in the end."""
+"""Work in children: yields a child that has begun a step, is sent that step, and returns a result in the end."""
 
 
 class Children:
@@ -259,7 +261,7 @@ class Children:
     def _look(self) -> None:
         for entry in list(self._running):
             key, work, child = entry
-            if (step := child.answer()) is not None:
+            if (step := child.poll()) is not None:
                 self._running.remove(entry)
                 self._advance(key, work, step)
         self._fill()
@@ -330,7 +332,7 @@ def _serve(
             steps = steps or function(*arguments)
             step = Step("value", next(steps))
         except StopIteration:
-            step = Step("crashed", message="asked for more steps than there are")
+            step = Step("crashed", message="began more steps than there are")
         except UsageError as error:
             step = Step("usage", message=str(error))
         except KltestError as error:

@@ -100,7 +100,7 @@ def graded(jobs: Sequence[Job]) -> Iterator[Graded]:
 def in_child(job: Job) -> Generator[Child, Step, tuple[Report, Kind]]:
     """Grade one job in a child of its own, as a piece of work; returns the report and how grading ended."""
     with Child(steps, job) as child:
-        resolved = yield child.ask(job.timeout)
+        resolved = yield child.begin(job.timeout)
         return (yield from _reported(job, child, resolved))
 
 
@@ -109,7 +109,7 @@ def _reported(job: Job, child: Child, step: Step) -> Generator[Child, Step, tupl
     report, finished = None, False
     home, deadline = step.value, time.monotonic() + job.timeout + TO_REPORT
     while step.kind == "value" and not finished:
-        step = yield child.ask(max(deadline - time.monotonic(), 0.0), limit=job.timeout, home=home)
+        step = yield child.begin(max(deadline - time.monotonic(), 0.0), limit=job.timeout, home=home)
         if step.kind == "value":
             finished, report = step.value
     child.close()

@@ -82,7 +82,7 @@ def _isolated(options: argparse.Namespace, library: Adapter, setting: Setting) -
         tempfile.TemporaryDirectory(prefix="setting-", ignore_cleanup_errors=True) as folder,
         Child(_rows, options, setting, folder) as child,
     ):
-        step = yield child.ask()
+        step = yield child.begin()
     lost = f"the process that graded it {step.message}" if step.kind == "ended" else step.message
     return step.value if step.kind == "value" else _row(options, library, setting, lost)
 

@@ -160,8 +160,8 @@ def sleeps(seconds):
 def slept(seconds):
     """A piece of work: the child's number, and the value or the failure of its second step."""
     with Child(sleeps, seconds) as child:
-        first = yield child.ask(60)
-        second = yield child.ask(1)
+        first = yield child.begin(60)
+        second = yield child.begin(1)
     return first.value, second.value or second.message
 
 
