@@ -73,7 +73,7 @@ def table(rows: Rows) -> list[Row]:
 
 def _followed(row: Row) -> str:
     if "coefficient" not in row:
-        return "nothing that can be told from zero"
+        return "nothing distinguishable from zero"
     if " + " in row["follows"]:
         return f"no single name; {row['rivals'] + 1} pairs are as near"
     return f"{_interval(row, 'coefficient')} · {render({row['follows']: 1.0})}"

@@ -1,4 +1,4 @@
-"""How far a gradient is from the declared one, and the short combination of named gradients that is nearest."""
+"""Distance of a gradient from the declared one, and the short combination of named gradients that is nearest."""
 
 import math
 from collections.abc import Sequence

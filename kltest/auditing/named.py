@@ -35,7 +35,7 @@ COST: dict[str, Weight] = {
     "surprise": OWN["surprise"],
     "to-sampler": OWN["to-sampler"],
 }
-"""What a token adds to the weights of other scores."""
+"""Return what a token adds to the weights of other scores."""
 WHOLE: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "square": lambda total, reward: 0.5 * total**2,
     "forward": lambda total, reward: -torch.expm1(-total),

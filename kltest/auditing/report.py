@@ -18,9 +18,9 @@ SCHEMA = "kltest.audit/1"
 
 @dataclass(frozen=True)
 class Row:
-    """What is said of one named gradient: c of c·E y nearest to the loss's gradient, and the cosine with it.
+    """Result for one named gradient: c of c·E y nearest to the loss's gradient, and the cosine with it.
 
-    Both are None with the reason in `note` if the named gradient cannot be told from zero, or not be estimated.
+    Both are None with the reason in `note` if the named gradient is indistinguishable from zero or not estimated.
     """
 
     name: str
@@ -101,11 +101,11 @@ class Audit:
 
     def to_text(self, terminal: Terminal = PLAIN) -> str:
         """Return the report for people."""
-        told = [row for row in self.named if row.coefficient is not None]
-        rows = [[row.name, _shown(row.coefficient), _shown(row.cosine), row.note] for row in told]
+        estimated = [row for row in self.named if row.coefficient is not None]
+        rows = [[row.name, _shown(row.coefficient), _shown(row.cosine), row.note] for row in estimated]
         heads = ("named gradient", "coefficient", "cosine", "")
-        others = {row.note: [one.name for one in self.named if one not in told and one.note == row.note]
-                  for row in self.named if row not in told}  # fmt: skip
+        others = {row.note: [one.name for one in self.named if one not in estimated and one.note == row.note]
+                  for row in self.named if row not in estimated}  # fmt: skip
         level = f"{100 * (1 - self.error_rate):g} %"
         lines = [
             *_first_lines(self),
@@ -125,7 +125,7 @@ def _first_lines(audit: Audit) -> list[str]:
     lines = [f"{audit.verdict.upper()}: {audit.target} follows {words(audit.follows)}; declared: {audit.expect}"]
     if audit.follows and audit.follows.rivals:
         others = ", ".join(" and ".join(one) for one in audit.follows.rivals[:4])
-        lines.append(f"Not told apart from that: {others}.")
+        lines.append(f"Not distinguishable from that: {others}.")
     low, high = 100 * audit.distance.low, 100 * audit.distance.high
     lines.append(
         f"Distance from the declared gradient: {100 * audit.distance.value:.1f} % [{low:.1f}, {high:.1f}] of its norm; "
@@ -139,7 +139,7 @@ def _first_lines(audit: Audit) -> list[str]:
 
 
 def _of_rollouts(facts: dict[str, float | None]) -> Iterator[str]:
-    """What was found in the rollouts, a sentence each."""
+    """Findings in the rollouts, a sentence each."""
     if share := facts["padded_share"]:
         yield f"Padding is not masked: {100 * share:.2g} % of the gradient at log-probs is at padded positions."
     if share := facts["truncated"]:
@@ -154,7 +154,7 @@ def _of_rollouts(facts: dict[str, float | None]) -> Iterator[str]:
 def words(follows: Combination | None) -> str:
     """Return a combination in words, as `0.98 [0.95, 1.01]·E_π[Σ_t ∇KL_t(ref‖π)] (local_forward_kl)`."""
     if follows is None:
-        return "nothing that can be told from zero"
+        return "nothing distinguishable from zero"
     terms = (f"{_shown(one)}·{ATLAS[name].formula} ({name})" for name, one in follows.terms.items())
     return " + ".join(terms)
 

@@ -220,10 +220,10 @@ class Auditing:
         if note:
             return Row(name, note=note)
         if sample.interval(norm(column), rate).low <= 0:
-            return Row(name, note="not told from zero")
+            return Row(name, note="not distinguishable from zero")
         found = Row(name, sample.interval(coefficient(own, column), rate))
         if sample.interval(norm(own), rate).low <= 0:
-            return replace(found, note="the loss's gradient is not told from zero: no direction")
+            return replace(found, note="the loss's gradient is not distinguishable from zero: no direction")
         near, carry = angle(sample, own, column, rate), sample.effective(coefficient(own, column))
         few = found.coefficient and found.coefficient.width > ROUNDING and carry < HEAVY * len(sample)
         notes = ["above 1 by noise"] * (near.value > SEEN)

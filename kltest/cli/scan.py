@@ -72,7 +72,7 @@ def command(
     if run:
         print("kltest: --run: terms import the tree and may do whatever its code does, as you", file=sys.stderr)
     interrupted = False
-    with Progress("kltest scan", 0) as progress, terminated_as_interrupted():
+    with Progress("kltest scan", 0) as bar, terminated_as_interrupted():
         try:
             found = scan(
                 *looked_at,
@@ -85,7 +85,7 @@ def command(
                 changed=changed,
                 run=run,
                 logged=logged,
-                told=lambda row, done, total: _tell(progress, f"{row.spot}: {row.follows[0]}", total),
+                progress=lambda row, done, total: _advance(bar, f"{row.spot}: {row.follows[0]}", total),
             )
         except Interrupted as error:
             found, interrupted = error.scan, True
@@ -104,6 +104,6 @@ def command(
     return found.exit_code(strict=strict, changed=changed is not None)
 
 
-def _tell(progress: Progress, words: str, total: int) -> None:
-    progress.total = total
-    progress.advance(words, stays=words)
+def _advance(bar: Progress, words: str, total: int) -> None:
+    bar.total = total
+    bar.advance(words, stays=words)

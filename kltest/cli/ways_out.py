@@ -1,4 +1,4 @@
-"""What can be done about a failed check, with exact syntax, and where it shows: for `kltest explain` and its page."""
+"""Ways out of a failed check, with exact syntax, and where it shows: for `kltest explain` and its page."""
 
 from itertools import groupby
 from operator import itemgetter

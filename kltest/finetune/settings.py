@@ -24,7 +24,7 @@ NONE = "none"
 DESCRIBED: dict[str, dict[str, Any]] = tomllib.loads(
     (files("kltest.finetune") / "settings.toml").read_text(encoding="utf-8")
 )
-"""What each setting means, and perhaps `low`, `high` and `choices`."""
+"""The meaning of each setting, and perhaps `low`, `high` and `choices`."""
 GONE = {
     "static_cache": "generation uses a cache that grows; lower prompts or max_tokens if memory is short",
 }

@@ -1,4 +1,4 @@
-"""How a run stops: at Ctrl-C after its step, and at an error with the step and the activity in words."""
+"""The end of a run: at Ctrl-C after its step, and at an error with the step and the activity in words."""
 
 import signal
 import threading

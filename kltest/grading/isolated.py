@@ -146,7 +146,7 @@ class Child:
 
     @property
     def sources(self) -> list[Any]:
-        """What becomes ready when the child has answered, printed or ended."""
+        """The object that becomes ready when the child has answered, printed or ended."""
         return [self._connection, self._process.sentinel, *([] if self._printed.closed else [self._printed])]
 
     @property

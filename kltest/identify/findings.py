@@ -56,7 +56,7 @@ class Findings:
 
     @property
     def observed(self) -> Observed:
-        """What calls of the loss have shown of it."""
+        """Properties of the loss that its calls have shown."""
         return self.measure.observed
 
     @property

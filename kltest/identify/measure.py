@@ -146,7 +146,7 @@ class Measure:
         rows = []
         coupling = ""
         try:
-            found, row = self._from_samples(case) if self.sampling.asked else self._from_all(case)
+            found, row = self._from_samples(case) if self.sampling.requested else self._from_all(case)
             rows.append(row)
             coupling = next((moments.coupling for moments in found if moments.reduction == "coupled"), "")
             coupling = coupling or self._coupled_as_asked(case)
@@ -172,7 +172,7 @@ class Measure:
     def _coupled_as_asked(self, case: Case) -> str:
         """Return how rows are coupled in batches of the size that was asked for, "" if each gives its share there."""
         sizes = self.sizes
-        if not sizes.asked or sizes.grouped or self.sampling.asked:
+        if not sizes.requested or sizes.grouped or self.sampling.requested:
             return ""
         witness = Witness(self.loss, Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed))
         by_length = np.argsort(witness.base.peek("mask").sum(dim=1).numpy(), kind="stable")
@@ -202,7 +202,7 @@ class Measure:
         for many, most in self.sizes.attempts:
             place = replace(case, group=many if self.sizes.grouped else None)
             try:
-                if self.sampling.asked:
+                if self.sampling.requested:
                     return self._from_samples(place, many)[1]
                 found: list[Moments] = []
                 for instance in place.instances:
@@ -242,7 +242,7 @@ class Measure:
         self.observed.nondeterministic, self.observed.draws = str(error), True
         self._remark(f"{error}.")
         sizes = self.sizes
-        many = sizes.each[0] if sizes.asked or sizes.grouped else NOISY_BATCH
+        many = sizes.each[0] if sizes.requested or sizes.grouped else NOISY_BATCH
         place = replace(case, group=many if sizes.grouped else None)
         return self._by_sampling(place, many, "the loss gives different gradients for the same batch", noisy=True)
 

@@ -28,7 +28,7 @@ class Sampling:
     """Settings of sampling; grading's options check them.
 
     Attributes:
-        asked: True if everything is sampled, and not only what cannot be enumerated.
+        requested: True if everything is sampled, and not only what cannot be enumerated.
         error_rate: Highest probability that an interval misses, shared by all rows.
         margin: Largest relative bias that is confirmed.
         samples: Most batches drawn in an instance; None for the default of kltest.moments.sampled.
@@ -36,7 +36,7 @@ class Sampling:
         rows: Rows that share the error rate.
     """
 
-    asked: bool = False
+    requested: bool = False
     error_rate: float = 1e-6
     margin: float = 0.05
     samples: int | None = None

@@ -17,7 +17,7 @@ class Sizes:
 
     each: tuple[int, ...] = BATCHES
     grouped: bool = False
-    asked: bool = False
+    requested: bool = False
 
     @classmethod
     def of(cls, uses: frozenset[str], group_size: int | None = None, batch_size: int | None = None) -> "Sizes":
@@ -29,5 +29,5 @@ class Sizes:
     @property
     def attempts(self) -> list[tuple[int, int]]:
         """(size, most batches to enumerate) in the order in which they are tried."""
-        first = [] if self.asked else [(many, FEW_BATCHES) for many in self.each]
+        first = [] if self.requested else [(many, FEW_BATCHES) for many in self.each]
         return [*first, (self.each[0], MOST_BATCHES)]

@@ -23,7 +23,7 @@ MERSENNE_TWISTER = 4 * 625
 
 
 class RandomState:
-    """Where random generators stood when it was made: the global ones, and others.
+    """The state of random generators when it was made: the global ones, and others.
 
     Without `numpy`, NumPy's is not restored: to read and write it takes ten times as long as the other two together.
     """

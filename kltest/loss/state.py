@@ -53,7 +53,7 @@ class Place:
 
 
 class State:
-    """What stands in some places, as it was when this was made."""
+    """The content of some places, as it was when this was made."""
 
     def __init__(self, places: Iterable[Place]) -> None:
         self._before: list[tuple[Place, Any]] = []

@@ -32,7 +32,7 @@ SYMBOLS = {
     r"ρ_t": "ρ_t = π/μ of a token",
     r"ρ̄": "ρ̄ the geometric mean of a rollout's π/μ",
 }
-"""What the symbols of a formula mean, each printed if it occurs."""
+"""The symbols of a formula explained, each printed if it occurs."""
 
 
 @dataclass(frozen=True)

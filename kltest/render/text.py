@@ -73,7 +73,7 @@ def _short(report: Report, terminal: Terminal) -> Iterator[str]:
 
 
 def _long(report: Report, terminal: Terminal) -> Iterator[str]:
-    """What stands behind the first screen."""
+    """The part behind the first screen."""
     yield from ("", *_wrapped(settings(report), terminal))
     if report.gradients:
         yield from ("", *_gradients(report, terminal))
@@ -141,7 +141,7 @@ def _summary(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:
 
 
 def _legend(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:
-    """What the symbols mean, and how to see more: once for all reports."""
+    """The meaning of symbols, and how to see more: once for all reports."""
     yield from _labelled(notation_of(*reports), "notation", terminal)
     if not terminal.verbose:
         codes = [check.code for report in reports for check in shown(report)]

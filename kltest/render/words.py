@@ -12,7 +12,7 @@ COLUMNS = ("environment", "sampler", "expected gradient", "relative bias", "cosi
 SLOW = 60
 NUMERIC = frozenset(COLUMNS[3:])
 SAMPLED = {True: "the declared one, within the margin", False: "another one, unnamed", None: "samples leave it open"}
-"""What samples say of a gradient that they do not name, by whether it agrees with the declared one."""
+"""Words for a gradient that samples do not name, by whether it agrees with the declared one."""
 VALUES = {
     "kl": "KL(π‖ref)",
     "kl_per_token": "KL(π‖ref) per token",

@@ -96,7 +96,7 @@ class ValueRow:
 
 @dataclass
 class Reach:
-    """How far the gradient was compared with the declared one; nothing is claimed beyond.
+    """The extent to which the gradient was compared with the declared one; nothing is claimed beyond.
 
     `tokens` are those of the longest rollout, `rows` those of the largest batch; `reference` and `sampler` are the
     largest absolute log-ratios of a token to either. `vocabulary` is the largest one, and `probability` the policy's

@@ -133,7 +133,7 @@ RESULTS = ("*/numbers.json", "*/settings.json", "*/claims.json", "*/*.csv", "fig
 
 
 def _stage(folder: Path, data: Path, *patterns: str) -> None:
-    """What the text reads beside it, since Typst reads nothing outside its root; results if no patterns are given."""
+    """Put what the text reads beside it, since Typst reads nothing outside its root; without patterns, results."""
     for pattern in patterns or RESULTS:
         for path in folder.glob(pattern):
             target = data / path.relative_to(folder)

@@ -1,4 +1,4 @@
-"""Whether everything is as it was when the main job last ended, so that nothing has to be made again.
+"""Comparison of everything with what it was when the main job last ended, so that nothing has to be made again.
 
 One digest is taken of all that results depend on (kltest's own files, those of experiments, figures and the paper, the
 libraries, measured speeds, what was asked for) and of every file in the folder of results.
@@ -15,11 +15,11 @@ RECORD = ".complete.json"  # its name begins with a dot, as those of all files t
 
 
 class Unchanged:
-    """What a folder of results was made of; `asked` is what was asked for."""
+    """The inputs of a folder of results; `requested` are the options of the job."""
 
-    def __init__(self, checkout: Checkout, folder: Path, asked: object) -> None:
+    def __init__(self, checkout: Checkout, folder: Path, requested: object) -> None:
         self.roots = [checkout.root / name for name in ("experiments", "figures", "paper", "benchmarks")]
-        self.folder, self.asked = folder, asked
+        self.folder, self.requested = folder, requested
 
     def holds(self) -> bool:
         """Return True if `record` was called with all of it as it is now."""
@@ -34,4 +34,4 @@ class Unchanged:
 
     def _digest(self) -> str:
         found = [list(contents(root)) for root in (*self.roots, self.folder)]
-        return sha256(repr((self.asked, installation(), found)).encode()).hexdigest()
+        return sha256(repr((self.requested, installation(), found)).encode()).hexdigest()

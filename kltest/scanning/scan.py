@@ -30,7 +30,7 @@ def scan(
     changed: Mapping[str, Sequence[range]] | None = None,
     run: bool = False,
     logged: bool = False,
-    told: Callable[[Row, int, int], None] = lambda row, done, total: None,
+    progress: Callable[[Row, int, int], None] = lambda row, done, total: None,
 ) -> Scan:
     """Find every KL term in source files, lift each into a function of rollout fields, and grade it.
 
@@ -48,7 +48,7 @@ def scan(
         changed: changed lines by the real path of their file; only terms that depend on one of them are graded.
         run: grade what is more than arithmetic, too: it runs in its child process as it is, and imports the tree.
         logged: list what is only logged as well, and ask whether it is a KL.
-        told: called with a row as soon as it is graded, how many are, and of how many that are known so far.
+        progress: called with a row as soon as it is graded, how many are, and of how many that are known so far.
 
     Returns:
         A Scan.
@@ -79,7 +79,7 @@ def scan(
                 row.known = row.key in known
                 if judge.done > done:
                     done = judge.done
-                    told(row, done, judge.asked + search.left)
+                    progress(row, done, judge.asked + search.left)
     except KeyboardInterrupt:
         if found.rows:
             raise Interrupted(found) from None

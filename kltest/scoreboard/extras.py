@@ -1,4 +1,4 @@
-"""What a row says beside a report: laws of its coefficients, and if the sampler's log-probs enter its KL term."""
+"""Columns of a row beside a report: laws of its coefficients, and if the sampler's log-probs enter its KL term."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

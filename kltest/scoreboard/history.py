@@ -1,4 +1,4 @@
-"""What past releases of libraries followed: measured release by release, and recorded as a table, a row a line.
+"""Gradients that past releases of libraries followed, measured release by release and recorded a row a line.
 
 Each release is installed with the dependencies of its day in an environment that is deleted afterwards. A release that
 is recorded is not measured again, so that the same command goes on where it was interrupted.

@@ -40,7 +40,7 @@ Requested = tuple[str, str | None]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What to measure.
+    """A measurement to make.
 
     Args:
         settings: names or patterns, all if empty.

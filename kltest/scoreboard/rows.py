@@ -67,7 +67,7 @@ def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> 
 
 
 def _leak(report: "Report") -> list[int | float]:
-    """What KL501 says, in numbers; [] if it passed, or if what came through is no number."""
+    """Numbers in what KL501 says; [] if it passed, or if what came through is no number."""
     messages = "".join(check.message for check in report.failed if check.code == LEAKED)
     found = LEAKS.search(messages)
     numbers = [float(part) for part in found.groups()[1:]] if found else []

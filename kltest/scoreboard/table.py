@@ -167,7 +167,7 @@ def _follows(each: BoardRow, kind: str) -> str:
 
 
 def _unset(each: BoardRow) -> str:
-    """What happens if nothing at all is set; a dash if that is not known."""
+    """Say what happens if nothing at all is set; a dash if that is not known."""
     if len(each.get("unset", ())) < 2:
         return "".join(each.get("unset", ())) or "–"
     name, value = each["unset"]

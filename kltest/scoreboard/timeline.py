@@ -60,7 +60,7 @@ def _page(rows: Sequence[BoardRow], shown: dict[tuple[str, str], list[BoardRow]]
 
 
 def _followed(row: BoardRow, other: BoardRow) -> str:
-    """What a row follows: its class and its dead zone, or, if the other's are the same, the gradients that differ."""
+    """The class of a row and its dead zone, or, if the other's are the same, the gradients that differ."""
     words, others = _in_short(row), _in_short(other)
     if words != others:
         return words
@@ -75,7 +75,7 @@ def _in_short(row: BoardRow) -> str:
 
 
 def _reason(earlier: BoardRow, after: BoardRow) -> tuple[str, str]:
-    """What is noted of a release after the earlier one, up to the later one, and its link."""
+    """Notes on a release after the earlier one, up to the later one, and its link."""
     noted = find(after["library"]).changed
     for version, words in noted.items():
         if before(earlier["version"], version) and not before(after["version"], version):

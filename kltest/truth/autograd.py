@@ -121,7 +121,7 @@ def _whole(cost: Tensor) -> Tensor:
 
 
 def _after(cost: Tensor) -> Tensor:
-    """What follows after each token of a cost (N, T), held fixed."""
+    """Sum what follows after each token of a cost (N, T), held fixed."""
     return (cost.flip(1).cumsum(dim=1).flip(1) - cost).detach()
 
 

@@ -75,7 +75,7 @@ def _moved(before: CallResult, after: CallResult) -> str:
 
 
 def _at_padding(result: CallResult) -> Tensor:
-    """What was returned at padded positions; nothing unless it was one number a token."""
+    """Return what stands at padded positions of the result; nothing unless it was one number a token."""
     value = result.outcome.value
     return torch.zeros(0) if value is None or result.outcome.returned != "tokens" else value[~result.live]
 

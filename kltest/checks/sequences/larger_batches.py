@@ -37,7 +37,7 @@ def examine_larger(findings: Findings) -> Found | None:
     row = max(rows, key=lambda row: row.batch)
     if findings.measure.sizes.grouped and row.batch > 1:
         return _groups(findings, row)
-    asked = findings.measure.sizes.each[0] if findings.measure.sizes.asked else SIZES[-1]
+    asked = findings.measure.sizes.each[0] if findings.measure.sizes.requested else SIZES[-1]
     sizes = [many for many in SIZES if many <= asked]
     witness = _witness(findings, row.sampler)
     for many in sizes:
