@@ -93,8 +93,10 @@ def population(sampler):
     made = network(instance.environment.vocabulary)
     weights = {name: one.requires_grad_() for name, one in made.drawn((seed,)).items()}
     table = made.table(weights, instance.environment)
-    rows = [torch.autograd.grad(one, list(weights.values()), retain_graph=True, materialize_grads=True)
-            for one in table.flatten()]  # fmt: skip
+    rows = [
+        torch.autograd.grad(one, list(weights.values()), retain_graph=True, materialize_grads=True)
+        for one in table.flatten()
+    ]
     jacobian = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows]).numpy()
     values, basis = np.linalg.eigh(jacobian @ jacobian.T)
     return Population(instance, basis * np.sqrt(np.maximum(values, 0.0)), sampler)

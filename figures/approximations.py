@@ -21,8 +21,12 @@ def draw(rows: DataFrame) -> Figure:
 
 
 def _heads(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="a  Top-k: biased at the reference", x="distance from the reference (std of logits)",
-         y="bias, relative to ‖∇KL‖")  # fmt: skip
+    tidy(
+        axes,
+        title="a  Top-k: biased at the reference",
+        x="distance from the reference (std of logits)",
+        y="bias, relative to ‖∇KL‖",
+    )
     rows = select(rows[rows["distance"] > 0], sharpness=rows["sharpness"].min())
     for k, (colour, marker) in HEADS.items():
         for form, line in (("top-k", "-"), ("head-alone", ":")):
@@ -41,8 +45,15 @@ def _drift(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="b  …and drives the policy off it", x="k, the size of the head", y="mass of the head")
     place = np.arange(len(rows))
     axes.plot(place, rows["mass"], color=INK, marker="o", markersize=3, linewidth=1, label="reference")
-    axes.plot(place, rows["mass_after"], color=HEADS[8][0], marker="s", markersize=3, linewidth=1,
-              label="after training on the penalty alone")  # fmt: skip
+    axes.plot(
+        place,
+        rows["mass_after"],
+        color=HEADS[8][0],
+        marker="s",
+        markersize=3,
+        linewidth=1,
+        label="after training on the penalty alone",
+    )
     circle = {"markersize": 7, "fillstyle": "none", "color": INK, "markeredgewidth": 0.7}
     for at, mass in zip(place, rows["predicted_mass"].astype(float), strict=True):
         if not np.isnan(mass):
@@ -69,8 +80,9 @@ def _clamp(axes: Axes, rows: DataFrame) -> None:
 
 
 def _back(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="d  …and lets a runaway policy stay", x="updates (exact gradients, no reward)",
-         y="KL(π‖ref), nats")  # fmt: skip
+    tidy(
+        axes, title="d  …and lets a runaway policy stay", x="updates (exact gradients, no reward)", y="KL(π‖ref), nats"
+    )
     rows = select(rows[rows["kl"] > 1e-6], start=rows["start"].max())
     for name in ("k3-clamped", "k2-loss", "k3-loss"):
         mine = select(rows, penalty=name)
@@ -90,7 +102,7 @@ def _precision(axes: Axes, rows: DataFrame) -> None:
         ("k3-loss", "arithmetic", "bfloat16", K3, "k₃, log-ratio\nin bfloat16", 2, (-14, -24)),
         ("k2-loss", "arithmetic", "bfloat16", K2, "k₂, k₁: log-ratio\nin bfloat16", 4, (4, -17)),
         ("k2-loss", "log-probs", "float32", {"color": FAINT, "linestyle": ":"}, "log-probs\nin float32", 1, (-18, -23)),
-    )  # fmt: skip
+    )
     for name, rounded, kind, style, words, at, offset in drawn:
         mine = select(rows, estimator=name, rounded=rounded, kind=kind)
         axes.loglog(mine["log_ratio"], mine["relative_error"], **{"linewidth": 1.1, **style})

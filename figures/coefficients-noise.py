@@ -16,8 +16,10 @@ def draw(rows: DataFrame) -> Figure:
     figure, both = panels(2, 2.6)
     for axes, (title, names) in zip(both, PANELS.items(), strict=True):
         _panel(axes, budget, title, names)
-    notes = ((0.3, "lines: η·tr Cov/(4βB), no fit; zero for the lowest\nbars: two standard errors"),
-             (0.04, "lines: the fixed point's\nKL(π‖π*), and noise"))  # fmt: skip
+    notes = (
+        (0.3, "lines: η·tr Cov/(4βB), no fit; zero for the lowest\nbars: two standard errors"),
+        (0.04, "lines: the fixed point's\nKL(π‖π*), and noise"),
+    )
     for axes, (height, words) in zip(both, notes, strict=True):
         note(axes, 0.03, height, words)
     return figure

@@ -38,9 +38,19 @@ def _lines(axes: Axes, rows: DataFrame, quantity: str, title: str, y: str) -> No
         mine, style = _of(rows, which), look(name).plot()
         axes.plot(mine["length"], mine[quantity], **{**style, "marker": ""})
         drawn = mine.dropna(subset=["z_mean"])
-        axes.errorbar(drawn["length"], drawn[f"sampled_{quantity}"], 2 * drawn[f"sampled_{quantity}_error"],
-            fmt=style["marker"], color=style["color"], markersize=3.2, elinewidth=0.7, capsize=1.2, capthick=0.6,
-            markerfacecolor="white", markeredgewidth=0.7)  # fmt: skip
+        axes.errorbar(
+            drawn["length"],
+            drawn[f"sampled_{quantity}"],
+            2 * drawn[f"sampled_{quantity}_error"],
+            fmt=style["marker"],
+            color=style["color"],
+            markersize=3.2,
+            elinewidth=0.7,
+            capsize=1.2,
+            capthick=0.6,
+            markerfacecolor="white",
+            markeredgewidth=0.7,
+        )
     if quantity == "bias":
         axes.axhline(0, color=INK, lw=0.6)
         if (select(rows, batches=200, samples=1000)["z_mean"].notna()).any():

@@ -124,9 +124,15 @@ def _signs(axes: Axes, rows: DataFrame) -> None:
 
 
 def _line(
-    axes: Axes, rows: DataFrame, estimator: str, quantity: str, size: int, path: str = "random", scale: str = "linear",
+    axes: Axes,
+    rows: DataFrame,
+    estimator: str,
+    quantity: str,
+    size: int,
+    path: str = "random",
+    scale: str = "linear",
     **options: Any,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray]:
     """The median with its band, where at least half of the pairs get so far."""
     mine = _reached(_of(rows, estimator, size, path)).dropna(subset=[quantity])
     columns = ("kl", quantity, f"{quantity}_low", f"{quantity}_high")

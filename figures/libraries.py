@@ -21,8 +21,11 @@ BESIDE = {"ha": "right", "va": "center", "bbox": BOX}
 def draw(rows: DataFrame) -> Figure:
     rows = select(rows, "history")
     rows = rows.assign(released=pd.to_datetime(rows["released"]))
-    lines = [(name, own) for name, own in rows.groupby(["library", "setting"], sort=False)
-             if own["default"].any() or own["changed"].any()]  # fmt: skip
+    lines = [
+        (name, own)
+        for name, own in rows.groupby(["library", "setting"], sort=False)
+        if own["default"].any() or own["changed"].any()
+    ]
     figure = Figure(figsize=(PAGE_WIDTH, LINE * len(lines) + REST), layout="constrained")
     axes = figure.subplots()
     tidy(axes)
@@ -31,8 +34,16 @@ def draw(rows: DataFrame) -> Figure:
         ends = [*own["released"][1:], end]
         for (_, row), until in zip(own.iterrows(), ends, strict=True):
             hatch = DEAD_ZONE if row["dead_zone"] else None
-            axes.barh(place, until - row["released"], 0.56, row["released"], color=COLOURS[row["kind"]], hatch=hatch,
-                edgecolor="white" if hatch else "none", linewidth=0)  # fmt: skip
+            axes.barh(
+                place,
+                until - row["released"],
+                0.56,
+                row["released"],
+                color=COLOURS[row["kind"]],
+                hatch=hatch,
+                edgecolor="white" if hatch else "none",
+                linewidth=0,
+            )
             axes.plot([row["released"]] * 2, [place - 0.28, place + 0.28], color="white", linewidth=0.8)
             if row["changed"]:
                 at = row["released"], place

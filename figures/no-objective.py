@@ -28,8 +28,7 @@ def _asymmetry(axes: Axes, rows: DataFrame) -> None:
 def _circulation(axes: Axes, rows: DataFrame) -> None:
     """The rectangle, what each field gains along each edge, and their sums."""
     axes.set_title("b  Once round a rectangle")
-    axes.set(xlim=(-0.42, 1.42), ylim=(-0.2, 1.62), xlabel="early logit →", ylabel="late logit →", xticks=[],
-        yticks=[])  # fmt: skip
+    axes.set(xlim=(-0.42, 1.42), ylim=(-0.2, 1.62), xlabel="early logit →", ylabel="late logit →", xticks=[], yticks=[])
     axes.spines[["top", "right"]].set_visible(False)
     found = rows.set_index("field")
     local, whole = found.loc["local_reverse_kl"], found.loc["reverse_kl"]

@@ -143,6 +143,7 @@ def _ends(axes: Axes, rows: DataFrame, title: str, letter: str) -> None:
         mine = select(rows, recipe=name).sort_values("inner_steps")
         axes.plot(mine["inner_steps"], mine["gap"], label=words, **style.plot())
         if mine["batch_size"].any():
-            axes.fill_between(mine["inner_steps"], mine["low"], mine["high"], color=style.colour, alpha=0.12,
-                linewidth=0)  # fmt: skip
+            axes.fill_between(
+                mine["inner_steps"], mine["low"], mine["high"], color=style.colour, alpha=0.12, linewidth=0
+            )
     _updates(axes, sorted(rows["inner_steps"].unique()), "updates to one sampler")

@@ -29,12 +29,19 @@ tidy = ordered(PARTS)
 
 
 for _form, _source, _words in (
-    ("top-k", f"{EMA_PG}; Chen 2026 for one token of two", "top-k with a sampled tail, differentiated, has `∇π(S)` "
-     "beside ∇KL, and `Σ d(s)∇π(S|s)` on prefixes held fixed"),
+    (
+        "top-k",
+        f"{EMA_PG}; Chen 2026 for one token of two",
+        "top-k with a sampled tail, differentiated, has `∇π(S)` beside ∇KL, and `Σ d(s)∇π(S|s)` on prefixes held fixed",
+    ),
     ("top-k-detached", "TT-OPD 2026 (arXiv 2609.34447)", "with the head's log-ratio detached it is exact at every k"),
-    ("head-alone", OWN, "a head alone lacks the tail's share of the gradient, and has ∇π(S) as well: it is off by "
-     "`∇π(S) − E[1{{y ∉ S}}·u·g]`"),
-):  # fmt: skip
+    (
+        "head-alone",
+        OWN,
+        "a head alone lacks the tail's share of the gradient, and has ∇π(S) as well: it is off by "
+        "`∇π(S) − E[1{{y ∉ S}}·u·g]`",
+    ),
+):
 
     @claims.measure(_source, SUMS, claim=_words, off_theory=near(0, EXACT), form=_form)
     def _on_both(rows: pd.DataFrame, form: str) -> Measured:
@@ -43,8 +50,15 @@ for _form, _source, _words in (
 
 AT_REFERENCE = {"form": "top-k", "distance": 0.0, "k": below(TOKENS)}
 
-claims.column("so top-k is biased even at π = ref, by more than {bound}, for any fixed head but the whole vocabulary",
-    f"{EMA_PG}; {OWN}", "rounding is 1e-16", "bias", above(1e-3), "head", **AT_REFERENCE)  # fmt: skip
+claims.column(
+    "so top-k is biased even at π = ref, by more than {bound}, for any fixed head but the whole vocabulary",
+    f"{EMA_PG}; {OWN}",
+    "rounding is 1e-16",
+    "bias",
+    above(1e-3),
+    "head",
+    **AT_REFERENCE,
+)
 
 
 @claims.measure(OWN, "runs that have settled", mass_off=near(0, 1e-10), kl_off=near(0, 1e-10))
@@ -69,8 +83,15 @@ def _unsettled(rows: pd.DataFrame) -> Measured:
     return {"gradient_norm": found["gradient_norm"], "kl": found["kl"]}
 
 
-claims.column("with the head detached such training stays at the reference", OWN, SUMS, "kl", near(0, EXACT), "drift",
-    form="top-k-detached")  # fmt: skip
+claims.column(
+    "with the head detached such training stays at the reference",
+    OWN,
+    SUMS,
+    "kl",
+    near(0, EXACT),
+    "drift",
+    form="top-k-detached",
+)
 
 
 def root_of_k3(value: float, sign: float) -> float:
@@ -90,12 +111,20 @@ def _dead(rows: pd.DataFrame, clamp: float) -> Measured:
     return {**off, "dead": f"below {ten['low']:.4f} and above {ten['high']:.4f} at a bound of {ten['bound']:g}"}
 
 
-claims.column("where no token is in the dead zone it is k3, and follows ∇KL(ref‖π)", VERL, SUMS, "relative_bias",
-    near(0, EXACT), "lead", dead_mass=0)  # fmt: skip
+claims.column(
+    "where no token is in the dead zone it is k3, and follows ∇KL(ref‖π)",
+    VERL,
+    SUMS,
+    "relative_bias",
+    near(0, EXACT),
+    "lead",
+    dead_mass=0,
+)
 
 
-@claims.measure(VERL, f"a tenth; {SUMS}", pull_left=below(0.1), off_theory=near(0, EXACT), bound=10.0,
-    dead_mass=above(0.5))  # fmt: skip
+@claims.measure(
+    VERL, f"a tenth; {SUMS}", pull_left=below(0.1), off_theory=near(0, EXACT), bound=10.0, dead_mass=above(0.5)
+)
 def _silenced(rows: pd.DataFrame, bound: float, dead_mass: Bound) -> Measured:
     """once more than {dead_mass} of the mass is on tokens in it, less than {pull_left:.0%} of k3's pull remains at a
     bound of {bound:g}, `Σ (π − ref)·g` over the living tokens (`16 tokens`, chances `1/rank`)"""
@@ -141,8 +170,12 @@ def _same_for_all(rows: pd.DataFrame, log_ratio: Bound) -> Measured:
     return {"factor_apart": three["max"] / three["min"]}
 
 
-@claims.measure("Qi et al. 2025 (arXiv 2510.26788)", "three more bits are a factor of 8", ratio_of_errors=within(7, 9),
-    log_ratio=at_least(0.1))  # fmt: skip
+@claims.measure(
+    "Qi et al. 2025 (arXiv 2510.26788)",
+    "three more bits are a factor of 8",
+    ratio_of_errors=within(7, 9),
+    log_ratio=at_least(0.1),
+)
 def _sixteen(rows: pd.DataFrame, log_ratio: Bound) -> Measured:
     """for log-ratios from {log_ratio} on float16 keeps {ratio_of_errors} times as much of a log-prob as bfloat16"""
     found = _large(rows, rounded="log-probs", estimator="k2-loss", log_ratio=log_ratio)
@@ -151,16 +184,27 @@ def _sixteen(rows: pd.DataFrame, log_ratio: Bound) -> Measured:
     return {"ratio_of_errors": (by["bfloat16"] / by["float16"]).dropna()}
 
 
-claims.column("a rounded log-ratio costs k1 in the reward and k2 less than {bound:.4f} of the gradient in bfloat16, "
-    "at any "
-    "distance", OWN, "twice the half unit in the last place, 2^−9: π²-weighted and centred the error may exceed that "
-    "of one product", "relative_error", below(2 * HALF_UNIT), "precision", rounded="arithmetic", kind="bfloat16",
-    estimator=("k1-reward", "k2-loss"))  # fmt: skip
+claims.column(
+    "a rounded log-ratio costs k1 in the reward and k2 less than {bound:.4f} of the gradient in bfloat16, at any "
+    "distance",
+    OWN,
+    "twice the half unit in the last place, 2^−9: π²-weighted and centred the error may exceed that of one product",
+    "relative_error",
+    below(2 * HALF_UNIT),
+    "precision",
+    rounded="arithmetic",
+    kind="bfloat16",
+    estimator=("k1-reward", "k2-loss"),
+)
 
 
-@claims.measure(OWN, "all but a hundredth; half a unit in the last place", lost_by_k3=above(0.99),
+@claims.measure(
+    OWN,
+    "all but a hundredth; half a unit in the last place",
+    lost_by_k3=above(0.99),
     lost_by_k2=below(HALF_UNIT),
-    log_ratio=3e-4)  # fmt: skip
+    log_ratio=3e-4,
+)
 def _nothing_left(rows: pd.DataFrame, log_ratio: float) -> Measured:
     """and k3 more than {lost_by_k3:.0%} near the reference, at log-ratios of {log_ratio:g}: w rounds to one, and
     `1 − w` to nothing"""
@@ -168,11 +212,24 @@ def _nothing_left(rows: pd.DataFrame, log_ratio: float) -> Measured:
     return {f"lost_by_{name}": need(found, estimator=f"{name}-loss")["relative_error"] for name in ("k3", "k2")}
 
 
-claims.column("float32 is enough everywhere here: less than {bound:.0%} is lost, log-ratios from `1e-4`", OWN,
-    "a hundredth is less than sampling leaves", "relative_error", below(0.01), "precision", kind="float32")  # fmt: skip
+claims.column(
+    "float32 is enough everywhere here: less than {bound:.0%} is lost, log-ratios from `1e-4`",
+    OWN,
+    "a hundredth is less than sampling leaves",
+    "relative_error",
+    below(0.01),
+    "precision",
+    kind="float32",
+)
 
-claims.column("one mean over a batch's tokens: the closed form is the sum over all batches", OWN, SUMS,
-    "enumeration_error", near(0, EXACT), "batch")  # fmt: skip
+claims.column(
+    "one mean over a batch's tokens: the closed form is the sum over all batches",
+    OWN,
+    SUMS,
+    "enumeration_error",
+    near(0, EXACT),
+    "batch",
+)
 
 
 @claims.measure(OWN, "the next order in 1/B", exponent=within(0.97, 1.03), batch_size=at_least(64))
@@ -184,8 +241,15 @@ def _falls(rows: pd.DataFrame, batch_size: Bound) -> Measured:
     return {"exponent": np.concatenate(slopes)}
 
 
-claims.column("each rollout over its own length: the gradient of `E[(Σu − 1)/L]`", OWN, SUMS, "objective_error",
-    near(0, EXACT), "lengths", field="whole return")  # fmt: skip
+claims.column(
+    "each rollout over its own length: the gradient of `E[(Σu − 1)/L]`",
+    OWN,
+    SUMS,
+    "objective_error",
+    near(0, EXACT),
+    "lengths",
+    field="whole return",
+)
 
 
 def _asymmetries(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
@@ -202,12 +266,25 @@ def _no_field(rows: pd.DataFrame) -> Measured:
     return {"asymmetry": others, "that_of_the_whole_return": whole}
 
 
-claims.column("k1 in the loss over L is no longer zero, but above {bound} of length-normalised k2's gradient", OWN,
-    "far above rounding", "k1_loss", above(1e-2), "lengths", field="whole return")  # fmt: skip
+claims.column(
+    "k1 in the loss over L is no longer zero, but above {bound} of length-normalised k2's gradient",
+    OWN,
+    "far above rounding",
+    "k1_loss",
+    above(1e-2),
+    "lengths",
+    field="whole return",
+)
 
-claims.column("training with the length-normalised penalty ends at `ref·e^(L(R − c)/β)`, and that with k2 of the "
-    "sequence at π*", OWN, "where the gradient is this short", "end_error", near(0, 1e-7), "optimum",
-    gradient_norm=below(1e-9))  # fmt: skip
+claims.column(
+    "training with the length-normalised penalty ends at `ref·e^(L(R − c)/β)`, and that with k2 of the sequence at π*",
+    OWN,
+    "where the gradient is this short",
+    "end_error",
+    near(0, 1e-7),
+    "optimum",
+    gradient_norm=below(1e-9),
+)
 
 
 @claims.measure(OWN, "the effect fades like 1/β", right_ones=above(1e-6), wrong_ones=below(-1e-6))
@@ -243,11 +320,17 @@ def _of_clamps(rows: pd.DataFrame) -> Cited:
 
 numbers.melt("return", {"returned": "updates"}, ["penalty", "start"], step=0)
 
-numbers.melt("precision", {"relative_error": "error"}, ["estimator", "kind", "rounded", "vocabulary", "log_ratio"],
-    seed=0)  # fmt: skip
+numbers.melt(
+    "precision", {"relative_error": "error"}, ["estimator", "kind", "rounded", "vocabulary", "log_ratio"], seed=0
+)
 
 numbers.add(lambda rows: extremes("asymmetry", _asymmetries(rows)[1]))
 
 
-numbers.melt("optimum", {name: name for name in ("length_of_right", "reference_length_of_right")}, ["beta"],
-    penalty="length-normalised", seed=0)  # fmt: skip
+numbers.melt(
+    "optimum",
+    {name: name for name in ("length_of_right", "reference_length_of_right")},
+    ["beta"],
+    penalty="length-normalised",
+    seed=0,
+)

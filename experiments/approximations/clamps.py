@@ -82,8 +82,12 @@ def way_back(one: Mapping[str, Any]) -> list[Row]:
     """Exact training, without a reward, from a policy that has run ahead: KL(π‖ref) on the way."""
     start = REFERENCE.copy()
     start[0, 0] += one["start"]
-    run = Run(Problem(bandit(CLAMPED_TOKENS), start, REFERENCE), one["penalty"], beta=1.0,
-              learning_rate=RETURN["learning_rate"])  # fmt: skip
+    run = Run(
+        Problem(bandit(CLAMPED_TOKENS), start, REFERENCE),
+        one["penalty"],
+        beta=1.0,
+        learning_rate=RETURN["learning_rate"],
+    )
     kl = train([run], steps=RETURN["steps"], record=1, optima=False).kl[:, 0]
     home = np.flatnonzero(kl < RETURN["home"])
     returned = int(home[0]) if len(home) else None

@@ -87,8 +87,10 @@ def drift(one: Mapping[str, Any]) -> list[Row]:
     chances = np.where(np.arange(TOKENS) < likely, most / likely, (1 - most) / (TOKENS - likely))
     reference = np.log(chances)[None]
     problem = Problem(bandit(TOKENS), reference, reference)
-    runs = [Run(problem, form, beta=1.0, learning_rate=DRIFT["learning_rate"], options={"k": k}) for form in
-            ("top-k", "top-k-detached")]  # fmt: skip
+    runs = [
+        Run(problem, form, beta=1.0, learning_rate=DRIFT["learning_rate"], options={"k": k})
+        for form in ("top-k", "top-k-detached")
+    ]
     history = train(runs, steps=DRIFT["steps"], record=DRIFT["steps"], optima=False)
     mass = float(chances[: min(k, TOKENS)].sum())
     after = mass / (mass + (1 - mass) * np.e)

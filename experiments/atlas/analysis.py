@@ -47,8 +47,14 @@ SAID = "every registered estimator follows the gradient that its SPEC states, in
 KEPT = "where contexts share the weights of a small transformer, every one keeps the name of its gradient"
 for _environments, _words in ((ENVIRONMENTS, SAID), ((SHARED,), KEPT)):
 
-    @claims.measure("each estimator's: `kltest explain NAME`", f"coefficients to {COEFFICIENT_TOLERANCE:g}",
-        claim=_words, as_stated=EVERY, cells_missing=exactly(0), environments=_environments)  # fmt: skip
+    @claims.measure(
+        "each estimator's: `kltest explain NAME`",
+        f"coefficients to {COEFFICIENT_TOLERANCE:g}",
+        claim=_words,
+        as_stated=EVERY,
+        cells_missing=exactly(0),
+        environments=_environments,
+    )
     def _as_stated(rows: pd.DataFrame, environments: tuple[str, ...]) -> Measured:
         found = _whole(need(rows, environment=environments))
         agrees = found["agrees"].astype(bool)

@@ -129,8 +129,9 @@ for _words, _names in (
     ("k1 in the loss ends where no penalty does", ("k1-loss",)),
 ):
 
-    @claims.measure(FORMS, "nats: ascent converges linearly and got this far", claim=_words, kl_to_it=below(1e-8),
-        estimators=_names)  # fmt: skip
+    @claims.measure(
+        FORMS, "nats: ascent converges linearly and got this far", claim=_words, kl_to_it=below(1e-8), estimators=_names
+    )
     def _ends_there(rows: pd.DataFrame, estimators: tuple[str, ...]) -> Measured:
         return {"kl_to_it": _all_of(need(rows, "fixed-points"), estimators)["kl_to_predicted"]}
 
@@ -142,14 +143,27 @@ def _all_of(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
 
 
 for _words, _bound, _why, _names in (
-    ("reach π*: KL(π‖π*) below {kl_to_optimum}", below(1e-6), "nats left after the steps made",
-     ("k1-reward", "k2-loss-sequence")),
-    ("do not: KL(π‖π*) above {kl_to_optimum}", above(1e-3), "1000 times further than what reaches it",
-     ("k3-loss", "k3-loss-sequence", "k1-loss")),
-):  # fmt: skip
+    (
+        "reach π*: KL(π‖π*) below {kl_to_optimum}",
+        below(1e-6),
+        "nats left after the steps made",
+        ("k1-reward", "k2-loss-sequence"),
+    ),
+    (
+        "do not: KL(π‖π*) above {kl_to_optimum}",
+        above(1e-3),
+        "1000 times further than what reaches it",
+        ("k3-loss", "k3-loss-sequence", "k1-loss"),
+    ),
+):
 
-    @claims.measure(ANTONIADIS, _why, claim=f"`V = 5, L = 4, β = {OPTIMUM['beta']:g}`: {{estimators}} {_words}",
-        kl_to_optimum=_bound, estimators=_names)  # fmt: skip
+    @claims.measure(
+        ANTONIADIS,
+        _why,
+        claim=f"`V = 5, L = 4, β = {OPTIMUM['beta']:g}`: {{estimators}} {_words}",
+        kl_to_optimum=_bound,
+        estimators=_names,
+    )
     def _reached(rows: pd.DataFrame, estimators: tuple[str, ...]) -> Measured:
         found = _all_of(need(rows, "optimum"), estimators)
         return {"kl_to_optimum": found["kl_to_optimum"], "draws": found["seed"].nunique()}
@@ -185,15 +199,25 @@ def _ratios(found: Iterable[Held]) -> list[float]:
 
 
 for _words, _names, _where in (
-    (", ".join(name for name in EXACT if name != CENTRED) + " regularise as asked",
-     [name for name in EXACT if name != CENTRED], ENVIRONMENTS),
+    (
+        ", ".join(name for name in EXACT if name != CENTRED) + " regularise as asked",
+        [name for name in EXACT if name != CENTRED],
+        ENVIRONMENTS,
+    ),
     ("on one step every loss whose weight is u does so", [*LOCAL, "last-token", "length-normalised"], ["bandit"]),
-):  # fmt: skip
+):
 
-    @claims.measure(AS_ASKED, f"{SETTLING}; where β is below {CERTAIN:g} only what has settled counts",
+    @claims.measure(
+        AS_ASKED,
+        f"{SETTLING}; where β is below {CERTAIN:g} only what has settled counts",
         claim=f"{_words}, for every environment and β: on the frontier, less than {{shortfall:.1%}} of the reward "
-        "missing, within {coefficient_over_β:±.0%} of β' = β", as_asked=EVERY, coefficient_over_β=near(1, SAME),
-        shortfall=below(ON_FRONTIER), estimators=_names, environments=_where)  # fmt: skip
+        "missing, within {coefficient_over_β:±.0%} of β' = β",
+        as_asked=EVERY,
+        coefficient_over_β=near(1, SAME),
+        shortfall=below(ON_FRONTIER),
+        estimators=_names,
+        environments=_where,
+    )
     def _as_asked(rows: pd.DataFrame, estimators: list[str], environments: Sequence[str]) -> Measured:
         found = _kinds(rows, estimators, environments).values()
         return {
@@ -215,8 +239,12 @@ def _by_length(rows: pd.DataFrame) -> Measured:
     }
 
 
-@claims.measure("Tang & Munos 2025", "the same gradient, added up in another order",
-    kl_apart=at_most(1e-6), gain_apart=at_most(1e-6))  # fmt: skip
+@claims.measure(
+    "Tang & Munos 2025",
+    "the same gradient, added up in another order",
+    kl_apart=at_most(1e-6),
+    gain_apart=at_most(1e-6),
+)
 def _not_at_all(rows: pd.DataFrame) -> Measured:
     """k1 in the loss regularises not at all: training ends where it does without a penalty"""
     _kinds(rows, ["k1-loss"], ENVIRONMENTS)
@@ -248,8 +276,14 @@ def _in_the_end(rows: pd.DataFrame) -> Measured:
     return {"coefficient_over_β": [one.last for one in found.values()], "β": need(rows, "exact")["beta"].max()}
 
 
-@claims.measure(OWN, "medians over draws of the environment; single draws are reported", tight=above(1.5),
-    loose=below(0.95), low=at_most(0.3), middle=within(2.9, 3.3))  # fmt: skip
+@claims.measure(
+    OWN,
+    "medians over draws of the environment; single draws are reported",
+    tight=above(1.5),
+    loose=below(0.95),
+    low=at_most(0.3),
+    middle=within(2.9, 3.3),
+)
 def _hyperbolic(rows: pd.DataFrame, low: Bound, middle: Bound) -> Measured:
     """k3 in the loss, on the bandit, holds too tight in the median over draws for β up to {low}, β'/β above {tight},
     and too loose for β of {middle}, below {loose}"""
@@ -265,10 +299,16 @@ def _hyperbolic(rows: pd.DataFrame, low: Bound, middle: Bound) -> Measured:
     }
 
 
-claims.column("as `β → 0` β'/β of k3 in the loss grows without bound: for β below {beta} it is within {bound:±.0%} of "
-    "`Δ/(β·log(1/β))`, Δ the gap between the best and the next arm, or rollout", OWN,
-    "terms of the order of 1/log(1/β) are left", "coefficient_by_kl / law", near(1, 0.02), "limit",
-    beta=below(1e-250))  # fmt: skip
+claims.column(
+    "as `β → 0` β'/β of k3 in the loss grows without bound: for β below {beta} it is within {bound:±.0%} of "
+    "`Δ/(β·log(1/β))`, Δ the gap between the best and the next arm, or rollout",
+    OWN,
+    "terms of the order of 1/log(1/β) are left",
+    "coefficient_by_kl / law",
+    near(1, 0.02),
+    "limit",
+    beta=below(1e-250),
+)
 
 
 # Collapse.
@@ -286,13 +326,25 @@ def _loose(rows: pd.DataFrame) -> Measured:
     return {"coefficient_over_β_or_0_diverged": list(last.values())}
 
 
-claims.column("k3 in the reward collapses under exact gradients, at every β up to {beta}", OWN,
-    "its push is β·ref however rare the answer", "collapsed", EVERY, "exact", estimator="k3-reward",
-    beta=at_most(3))  # fmt: skip
+claims.column(
+    "k3 in the reward collapses under exact gradients, at every β up to {beta}",
+    OWN,
+    "its push is β·ref however rare the answer",
+    "collapsed",
+    EVERY,
+    "exact",
+    estimator="k3-reward",
+    beta=at_most(3),
+)
 
 
-@claims.measure(OWN, "a run this near π* is on its way, and π* itself is almost sure there", diverged=exactly(0),
-    collapsed_farther=exactly(0), nats=0.1)  # fmt: skip
+@claims.measure(
+    OWN,
+    "a run this near π* is on its way, and π* itself is almost sure there",
+    diverged=exactly(0),
+    collapsed_farther=exactly(0),
+    nats=0.1,
+)
 def _never_collapses(rows: pd.DataFrame, nats: float) -> Measured:
     """what follows ∇KL, the local gradient or forward KL never diverges under exact gradients, and what has collapsed
     is within {nats} nats of π*"""
@@ -355,9 +407,12 @@ def _medians(excess: pd.Series) -> pd.Series:
     return excess.groupby(level=["estimator", "batch_size"]).median()
 
 
-@claims.measure(OWN, "first order in η: a mode of curvature λ has 1/(1 − ηβλ/2) of it, at most 1.33 here; 10 % of "
-    "sampling",
-    found_over_foreseen=within(0.9, 1.35), batch_size=BY_FORMULA)  # fmt: skip
+@claims.measure(
+    OWN,
+    "first order in η: a mode of curvature λ has 1/(1 − ηβλ/2) of it, at most 1.33 here; 10 % of sampling",
+    found_over_foreseen=within(0.9, 1.35),
+    batch_size=BY_FORMULA,
+)
 def _noise_formula(rows: pd.DataFrame, batch_size: Bound) -> Measured:
     """where noisy training settles is known: for B from {batch_size} on it is, in the median over draws of the
     environment, {found_over_foreseen} times `KL(π‖π*) = η·tr Cov/(4βB)`, Cov of the whole update at π*"""
@@ -369,8 +424,13 @@ def _noise_formula(rows: pd.DataFrame, batch_size: Bound) -> Measured:
     }
 
 
-@claims.measure(OWN, "rounding squared; what rare contexts still lack", noise=below(1e-20), kl_at_end=below(2e-4),
-    batch_size=at_least(8))  # fmt: skip
+@claims.measure(
+    OWN,
+    "rounding squared; what rare contexts still lack",
+    noise=below(1e-20),
+    kl_at_end=below(2e-4),
+    batch_size=at_least(8),
+)
 def _no_noise(rows: pd.DataFrame, batch_size: Bound) -> Measured:
     """with reward and KL both less the others' mean the noise at π* is zero, since R − β·Σu is the same there for every
     rollout of tokens: for B from {batch_size} on training at a constant learning rate ends at KL(π‖π*) below
@@ -380,15 +440,27 @@ def _no_noise(rows: pd.DataFrame, batch_size: Bound) -> Measured:
 
 
 for _words, _other, _sizes in (
-    ("the Rao–Blackwellised KL ends further from π* than k1 in the reward, at every batch size and in every draw: what "
-     "cancels the reward's noise is gone", "rao-blackwell", ANY),
-    ("token k2 ends further from π* than k1 in the reward, for batches of {batch_size} and more and in every draw",
-     "k2-loss", at_least(4)),
-):  # fmt: skip
+    (
+        "the Rao–Blackwellised KL ends further from π* than k1 in the reward, at every batch size and in every draw: "
+        "what cancels the reward's noise is gone",
+        "rao-blackwell",
+        ANY,
+    ),
+    (
+        "token k2 ends further from π* than k1 in the reward, for batches of {batch_size} and more and in every draw",
+        "k2-loss",
+        at_least(4),
+    ),
+):
 
-    @claims.measure(OWN, "an order; standard errors are a few percent", claim=_words, times_as_far=above(1),
-    other=_other,
-        batch_size=_sizes)  # fmt: skip
+    @claims.measure(
+        OWN,
+        "an order; standard errors are a few percent",
+        claim=_words,
+        times_as_far=above(1),
+        other=_other,
+        batch_size=_sizes,
+    )
     def _further(rows: pd.DataFrame, other: str, batch_size: Bound) -> Measured:
         return {"times_as_far": _beside(rows, "k1-reward", other, batch_size)["kl_to_optimum"]}
 

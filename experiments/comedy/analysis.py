@@ -33,12 +33,23 @@ def _cells(rows: pd.DataFrame, column: str, **wanted: object) -> pd.DataFrame:
     return found.pivot_table(column, ["length", "kl", "hold", "seed"], WHICH, sort=False)
 
 
-claims.column("k1 in the reward is unbiased at every length, near and far", SHAH, ROUNDING, "bias", near(0, EXACT),
-    "length", **dict(zip(WHICH, K1_REWARD, strict=True)))  # fmt: skip
+claims.column(
+    "k1 in the reward is unbiased at every length, near and far",
+    SHAH,
+    ROUNDING,
+    "bias",
+    near(0, EXACT),
+    "length",
+    **dict(zip(WHICH, K1_REWARD, strict=True)),
+)
 
 
-@claims.measure(SHAH, "a bias below one percent of the gradient would not be called clear",
-    bias_of_k1_in_loss=near(1, EXACT), bias_of_k3=above(0.01))  # fmt: skip
+@claims.measure(
+    SHAH,
+    "a bias below one percent of the gradient would not be called clear",
+    bias_of_k1_in_loss=near(1, EXACT),
+    bias_of_k3=above(0.01),
+)
 def _biased(rows: pd.DataFrame) -> Measured:
     """for the stated pair k1 in the loss, k3 in the loss and k3 in the reward are biased at every length: k1 has no
     gradient, and the bias of k3 is more than {bias_of_k3:.0%} of the gradient"""
@@ -107,8 +118,16 @@ def _changes(rows: pd.DataFrame) -> list[tuple[int, int]]:
     return found
 
 
-claims.column("k1 and k3 in both places are unbiased", TANG_MUNOS, ROUNDING, "bias", near(0, EXACT), "length",
-    estimator=("k1-loss", "k3-loss"), placement="both")  # fmt: skip
+claims.column(
+    "k1 and k3 in both places are unbiased",
+    TANG_MUNOS,
+    ROUNDING,
+    "bias",
+    near(0, EXACT),
+    "length",
+    estimator=("k1-loss", "k3-loss"),
+    placement="both",
+)
 
 
 @claims.measure(OWN, "a ratio of exact variances of two unbiased gradients", times_fewer=above(2), kl=NEAR)
@@ -126,15 +145,34 @@ def _gain(rows: pd.DataFrame, kl: Bound, **wanted: object) -> pd.Series:
 
 ANY = at_least(0)
 for _words, _column, _bound, _kl in (
-    ("in {share:.0%} of random pairs, and no more, k3 in the reward has the largest bias of the four: it depends on "
-    "the pair", "most_biased_is_k3_reward", within(0.5, 0.95), ANY),
-    ("k3 in both places beats k1 in the reward on most random pairs, {share:.0%} of them, and not on all",
-     "k3_both_less_noisy_than_k1_reward", within(0.5, 1.0), ANY),
-    ("near the reference (KL up to {kl}) k1 in the loss is the noisiest of the four on more than {share:.0%} of random "
-     "pairs too", "k1_loss_noisiest", above(0.95), NEAR),
-    ("away from it (KL from {kl} on) k1 in the loss is less noisy than k1 in the reward on more than {share:.0%} of "
-     "random pairs too", "k1_loss_less_noisy_than_k1_reward", above(0.9), FAR),
-):  # fmt: skip
+    (
+        "in {share:.0%} of random pairs, and no more, k3 in the reward has the largest bias of the four: it depends on "
+        "the pair",
+        "most_biased_is_k3_reward",
+        within(0.5, 0.95),
+        ANY,
+    ),
+    (
+        "k3 in both places beats k1 in the reward on most random pairs, {share:.0%} of them, and not on all",
+        "k3_both_less_noisy_than_k1_reward",
+        within(0.5, 1.0),
+        ANY,
+    ),
+    (
+        "near the reference (KL up to {kl}) k1 in the loss is the noisiest of the four on more than {share:.0%} of "
+        "random pairs too",
+        "k1_loss_noisiest",
+        above(0.95),
+        NEAR,
+    ),
+    (
+        "away from it (KL from {kl} on) k1 in the loss is less noisy than k1 in the reward on more than {share:.0%} of "
+        "random pairs too",
+        "k1_loss_less_noisy_than_k1_reward",
+        above(0.9),
+        FAR,
+    ),
+):
 
     @claims.measure(OWN, "shares of independent draws", claim=_words, share=_bound, kl=_kl, what=_column)
     def _share(rows: pd.DataFrame, kl: Bound, what: str) -> Measured:
@@ -144,26 +182,40 @@ for _words, _column, _bound, _kl in (
         return {"share": found[what].sum() / pairs, "pairs": pairs}
 
 
-claims.column("k1 in the reward, and k1 and k3 in both places, are unbiased on random pairs too",
+claims.column(
+    "k1 in the reward, and k1 and k3 in both places, are unbiased on random pairs too",
     f"{SHAH}; {TANG_MUNOS}",
-    ROUNDING, "bias_of_unbiased", near(0, EXACT), "random")  # fmt: skip
+    ROUNDING,
+    "bias_of_unbiased",
+    near(0, EXACT),
+    "random",
+)
 
 
 def _sampled(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
     return known(need(rows, "length", **wanted).dropna(subset=["z_mean"]))
 
 
-@claims.measure("200 × 1,000 samples, as in Shah et al. 2025",
+@claims.measure(
+    "200 × 1,000 samples, as in Shah et al. 2025",
     "some hundred numbers: with probability below 0.001 one of them is further off",
-    means_off=below(5.5), spreads_off=near(0, 5.5))  # fmt: skip
+    means_off=below(5.5),
+    spreads_off=near(0, 5.5),
+)
 def _samples(rows: pd.DataFrame) -> Measured:
     """sampled gradients agree with the exact ones: means and spreads are within {means_off} standard errors"""
     found = _sampled(rows)
     return {"means_off": found["z_mean"], "spreads_off": found["z_std"]}
 
 
-claims.column("counting types agrees with enumeration of all sequences and with dynamic programming", "two routes",
-    ROUNDING, "off_again", near(0, EXACT), "length")  # fmt: skip
+claims.column(
+    "counting types agrees with enumeration of all sequences and with dynamic programming",
+    "two routes",
+    ROUNDING,
+    "off_again",
+    near(0, EXACT),
+    "length",
+)
 
 
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:

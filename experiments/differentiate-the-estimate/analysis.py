@@ -92,8 +92,14 @@ def _four_truth(rows: pd.DataFrame) -> Measured:
     return {**{f"{name}_off": each for name, each in off.items()}, "gradient": _vector(row["gradient"])}
 
 
-@claims.measure(POLGRAD, "formulas, in float64", off=near(0, EXACT), turned=exactly(1), second_action=above(0),
-    second_action_of_the_truth=below(0))  # fmt: skip
+@claims.measure(
+    POLGRAD,
+    "formulas, in float64",
+    off=near(0, EXACT),
+    turned=exactly(1),
+    second_action=above(0),
+    second_action_of_the_truth=below(0),
+)
 def _four_k3(rows: pd.DataFrame) -> Measured:
     """the same policies: k3 in loss follows π − ref, and has another sign at the second action alone"""
     (row,) = _example(rows, "four actions", "k3-loss")
@@ -121,12 +127,25 @@ def _unbiased(rows: pd.DataFrame) -> Measured:
 
 
 # --- distance --------------------------------------------------------------------------------------------------------
-claims.column("k2 in loss is right at every distance", f"{TANG}; Liu et al. 2025",
-    "near the reference gradients are a thousandth of what they are sums of", "relative_error_high", near(0, 1e-9),
-    "distance", estimator="k2-loss")  # fmt: skip
+claims.column(
+    "k2 in loss is right at every distance",
+    f"{TANG}; Liu et al. 2025",
+    "near the reference gradients are a thousandth of what they are sums of",
+    "relative_error_high",
+    near(0, 1e-9),
+    "distance",
+    estimator="k2-loss",
+)
 
-claims.column("k1 in loss has no gradient at any distance", TANG, "of the truth, as for k2", "size_high", near(0, 1e-9),
-    "distance", estimator="k1-loss")  # fmt: skip
+claims.column(
+    "k1 in loss has no gradient at any distance",
+    TANG,
+    "of the truth, as for k2",
+    "size_high",
+    near(0, 1e-9),
+    "distance",
+    estimator="k1-loss",
+)
 
 
 def _slopes(rows: pd.DataFrame, estimator: str, quantity: str) -> dict[int, float]:
@@ -153,14 +172,25 @@ def _linear(rows: pd.DataFrame) -> Measured:
 
 
 # 1 − w = u − u²/2 + …: what k3 adds to the truth is −E[g u²/2], which is also what k2 in the reward follows.
-claims.column("k3 in loss: up to a KL of {kl} the error is that of the next order, `E[g u²/2]`, within {bound:±.0%}",
+claims.column(
+    "k3 in loss: up to a KL of {kl} the error is that of the next order, `E[g u²/2]`, within {bound:±.0%}",
     OWN,
-    "the third order is √KL of the second", "relative_error / second_order", near(1, 0.01), "distance",
-    estimator="k3-loss", path="random", kl=at_most(1e-5))  # fmt: skip
+    "the third order is √KL of the second",
+    "relative_error / second_order",
+    near(1, 0.01),
+    "distance",
+    estimator="k3-loss",
+    path="random",
+    kl=at_most(1e-5),
+)
 
 
-@claims.measure(f"{TANG}; Shah et al. 2025; Deng 2026", f"rows keep eight figures; {SECOND_ORDER}",
-    size_over_error_of_k3_in_loss=near(1, ROUNDED), slope=near(1, 0.05))  # fmt: skip
+@claims.measure(
+    f"{TANG}; Shah et al. 2025; Deng 2026",
+    f"rows keep eight figures; {SECOND_ORDER}",
+    size_over_error_of_k3_in_loss=near(1, ROUNDED),
+    slope=near(1, 0.05),
+)
 def _same_rate(rows: pd.DataFrame) -> Measured:
     """k3 in reward: the gradient vanishes as linearly with √KL, and is that error of k3 in loss at every distance"""
     reward, loss = (need(rows, "distance", estimator=name) for name in ("k3-reward", "k3-loss"))
@@ -172,8 +202,12 @@ def _same_rate(rows: pd.DataFrame) -> Measured:
 
 
 # --- signs and sizes -------------------------------------------------------------------------------------------------
-@claims.measure(OWN, "actions whose pull is below 1e-6 of the gradient are not counted", otherwise=exactly(0),
-    distances_with_some=at_least(1))  # fmt: skip
+@claims.measure(
+    OWN,
+    "actions whose pull is below 1e-6 of the gradient are not counted",
+    otherwise=exactly(0),
+    distances_with_some=at_least(1),
+)
 def _turned(rows: pd.DataFrame) -> Measured:
     """k3 in loss pulls an action the wrong way exactly where `0 < u < KL`"""
     # The truth is π(u − KL), k3 in the loss π(1 − w), whose sign is that of u.
@@ -184,29 +218,50 @@ def _turned(rows: pd.DataFrame) -> Measured:
     return {"otherwise": off, "distances_with_some": turned, "of": len(found)}
 
 
-claims.column("with two actions k3 in loss never pulls the wrong way: KL is an average of two u of opposite sign", OWN,
-    "shares of pairs", "any_flipped", exactly(0), "distance", estimator="k3-loss", vocabulary=2)  # fmt: skip
+claims.column(
+    "with two actions k3 in loss never pulls the wrong way: KL is an average of two u of opposite sign",
+    OWN,
+    "shares of pairs",
+    "any_flipped",
+    exactly(0),
+    "distance",
+    estimator="k3-loss",
+    vocabulary=2,
+)
 
 
-@claims.measure(OWN, "some hundred actions, log-ratios of unequal spread", share_over_formula=near(1, 0.2),
-    vocabulary=at_least(100), kl=(0.001, 0.00316, 0.01))  # fmt: skip
+@claims.measure(
+    OWN,
+    "some hundred actions, log-ratios of unequal spread",
+    share_over_formula=near(1, 0.2),
+    vocabulary=at_least(100),
+    kl=(0.001, 0.00316, 0.01),
+)
 def _how_often(rows: pd.DataFrame, vocabulary: Bound, kl: tuple[float, ...]) -> Measured:
     """for random log-ratios of {vocabulary} actions or more, at a KL of {kl}, k3 in loss pulls a share within
     {share_over_formula:±.0%} of `√(KL/4π)` of all actions the wrong way"""
     # u of N(·, 2 KL): the density at 0 is 1/√(4π KL), the window KL.
-    found = need(rows, "distance", estimator="k3-loss", path="random", kl=kl, vocabulary=vocabulary,
-                 pairs=at_least(ENOUGH))  # fmt: skip
+    found = need(
+        rows, "distance", estimator="k3-loss", path="random", kl=kl, vocabulary=vocabulary, pairs=at_least(ENOUGH)
+    )
     return {"share_over_formula": found["flipped"] / (found["kl"] / (4 * math.pi)) ** 0.5, "share": found["flipped"]}
 
 
-@claims.measure(OWN, "medians and means of a hundred pairs", share=near(0.5, 0.05), cosine=near(0, 0.2),
-    vocabulary=at_least(32), kl=at_most(NEAR))  # fmt: skip
+@claims.measure(
+    OWN,
+    "medians and means of a hundred pairs",
+    share=near(0.5, 0.05),
+    cosine=near(0, 0.2),
+    vocabulary=at_least(32),
+    kl=at_most(NEAR),
+)
 def _coin(rows: pd.DataFrame, vocabulary: Bound, kl: Bound) -> Measured:
     """k3 in reward, with {vocabulary} actions or more and a KL up to {kl}, pulls {share} of the actions the wrong way,
     but for {share:±}, at a cosine within {cosine:±} of zero: its direction is that of a coin"""
     # An even function of u against an odd one.
-    found = need(rows, "distance", estimator="k3-reward", path="random", vocabulary=vocabulary, kl=kl,
-                 pairs=at_least(ENOUGH))  # fmt: skip
+    found = need(
+        rows, "distance", estimator="k3-reward", path="random", vocabulary=vocabulary, kl=kl, pairs=at_least(ENOUGH)
+    )
     return {"share": found["flipped"], "cosine": found["cosine"]}
 
 
@@ -227,19 +282,34 @@ for _path, _words, _strongest, _size in (
     ),
 ):
 
-    @claims.measure(OWN, "of the nine of ten pairs in the middle", claim=f"one {_words}, {{vocabulary}} actions or "
-    "more and KL "
-        "up to {kl}", cosine=near(1, ROUNDED), size=_size, path=_path, strongest=_strongest, vocabulary=at_least(32),
-        kl=at_most(1))  # fmt: skip
+    @claims.measure(
+        OWN,
+        "of the nine of ten pairs in the middle",
+        claim=f"one {_words}, {{vocabulary}} actions or more and KL up to {{kl}}",
+        cosine=near(1, ROUNDED),
+        size=_size,
+        path=_path,
+        strongest=_strongest,
+        vocabulary=at_least(32),
+        kl=at_most(1),
+    )
     def _one_action(rows: pd.DataFrame, path: str, strongest: str, vocabulary: Bound, kl: Bound) -> Measured:
         found = need(rows, "distance", estimator="k3-loss", path=path, vocabulary=vocabulary, kl=kl)
         return {"cosine": found["cosine_low"], "size": found[strongest]}
 
 
 # k3 in the reward is the truth less k3 in the loss, and there is one direction: 1 − size of it is left.
-claims.column("one likely action dropped: k3 in reward pushes straight away from the reference, at every distance", OWN,
-    "rows keep eight figures; at most one pair in ten is above", "cosine_high", near(-1, ROUNDED), "distance",
-    estimator="k3-reward", path="dropped", vocabulary=at_least(32))  # fmt: skip
+claims.column(
+    "one likely action dropped: k3 in reward pushes straight away from the reference, at every distance",
+    OWN,
+    "rows keep eight figures; at most one pair in ten is above",
+    "cosine_high",
+    near(-1, ROUNDED),
+    "distance",
+    estimator="k3-reward",
+    path="dropped",
+    vocabulary=at_least(32),
+)
 
 
 @claims.measure(OWN, "rows keep eight figures", derivative_times_truth=below(0), off_formula=near(0, 1e-7))
@@ -292,5 +362,9 @@ numbers.single("examples", {"unbiased": ("relative_error", lambda x: (x < EXACT)
 numbers.melt("examples", ["derivative"], ["estimator"], derivative=pd.notna)
 
 numbers.single("distance", {"pairs": ("pairs", "max")})
-numbers.melt("distance", ["relative_error", "cosine", "size", "flipped", "any_flipped"],
-    ["estimator", "path", "vocabulary", "kl"], seed=0)  # fmt: skip
+numbers.melt(
+    "distance",
+    ["relative_error", "cosine", "size", "flipped", "any_flipped"],
+    ["estimator", "path", "vocabulary", "kl"],
+    seed=0,
+)

@@ -116,8 +116,12 @@ def _holds(rows: pd.DataFrame, betas: tuple[float, ...]) -> Measured:
     return {"high_end_of_share_of_kl": [one.high for one in found.values()], "intervals": _each(found)}
 
 
-@findings.measure(f"{TANG_MUNOS}; {THEORY}", f"{PAIRED}, Bonferroni; the margin was chosen before any run of the sweep",
-    low_end_of_share_of_kl=above(0.5), betas=BETAS)  # fmt: skip
+@findings.measure(
+    f"{TANG_MUNOS}; {THEORY}",
+    f"{PAIRED}, Bonferroni; the margin was chosen before any run of the sweep",
+    low_end_of_share_of_kl=above(0.5),
+    betas=BETAS,
+)
 def _unregularised(rows: pd.DataFrame, betas: tuple[float, ...]) -> Measured:
     """k1 in the loss does not hold it back, at β = {betas}: KL above {low_end_of_share_of_kl} of that of no term"""
     found = {_name("k1-loss", beta): Sweep(rows).over_none("k1-loss", beta, _of_several(len(betas))) for beta in betas}
@@ -128,13 +132,25 @@ for _claim, _name_of, _one, _others in (
     ("k1 in the reward reaches a better objective than k2 and k3 in the loss", "objective", UNBIASED, LOCAL),
     ("k1 in the reward keeps a better gold score than k2 and k3 in the loss", "gold_held_out", UNBIASED, LOCAL),
     ("a baseline on the penalty improves the objective of k1 in the reward", "objective", "leave-one-out", (UNBIASED,)),
-    ("with a stale sampler k1 in the reward, with prefix ratios, reaches a better objective than terms of tokens",
-     "objective", PREFIX, ("stale:k2-loss", "stale:k3-ratio")),
+    (
+        "with a stale sampler k1 in the reward, with prefix ratios, reaches a better objective than terms of tokens",
+        "objective",
+        PREFIX,
+        ("stale:k2-loss", "stale:k3-ratio"),
+    ),
     ("and than k1 in the reward with the ratio of the sequence, which is noisier", "objective", PREFIX, (SEQUENCE,)),
-):  # fmt: skip
+):
 
-    @findings.measure(OWN, PAIRED + ", Bonferroni" * (len(_others) > 1), claim=f"{_claim}, at β = {{beta:g}}",
-        low_end_of_difference=above(0), name=_name_of, one=_one, others=_others, beta=BETA)  # fmt: skip
+    @findings.measure(
+        OWN,
+        PAIRED + ", Bonferroni" * (len(_others) > 1),
+        claim=f"{_claim}, at β = {{beta:g}}",
+        low_end_of_difference=above(0),
+        name=_name_of,
+        one=_one,
+        others=_others,
+        beta=BETA,
+    )
     def _better(rows: pd.DataFrame, name: str, one: str, others: Sequence[str], beta: float) -> Measured:
         level = _of_several(len(others))
         found = {other: Sweep(rows).difference(name, one, other, beta, level) for other in others}

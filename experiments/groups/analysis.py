@@ -63,17 +63,36 @@ ENDED = {"batch_size": 0, "gradient_norm": below(SETTLED)}
 SETTLES = at_least(0.5)
 DRAWN = {"part": "training", "batch_size": lambda x: x > 0}
 
-claims.column("masking tied groups loses `E[1{{tied}}·KL term]` of the gradient, in every group size and difficulty",
+claims.column(
+    "masking tied groups loses `E[1{{tied}}·KL term]` of the gradient, in every group size and difficulty",
     MASKS,
-    SUMS, "closed_form_error", near(0, EXACT), "masking")  # fmt: skip
+    SUMS,
+    "closed_form_error",
+    near(0, EXACT),
+    "masking",
+)
 
-claims.column("in evaluation groups of {group_size} sample the whole KL term is masked", MASKS, SUMS, "lost",
-    near(1, EXACT), "masking", group_size=1)  # fmt: skip
+claims.column(
+    "in evaluation groups of {group_size} sample the whole KL term is masked",
+    MASKS,
+    SUMS,
+    "lost",
+    near(1, EXACT),
+    "masking",
+    group_size=1,
+)
 
-claims.column("unmasked, the penalty ends at the optimum of the regularised objective: KL(π‖π*) below {bound} where "
-    "the gradient is below {gradient_norm}", "Korbak et al. 2022; Ahmadian et al. 2024",
-    "what is left at such a gradient", "kl_to_optimum", below(REACHED), "training", **ENDED,
-    estimator=("k2-loss-sequence", "leave-one-out"))  # fmt: skip
+claims.column(
+    "unmasked, the penalty ends at the optimum of the regularised objective: KL(π‖π*) below {bound} where "
+    "the gradient is below {gradient_norm}",
+    "Korbak et al. 2022; Ahmadian et al. 2024",
+    "what is left at such a gradient",
+    "kl_to_optimum",
+    below(REACHED),
+    "training",
+    **ENDED,
+    estimator=("k2-loss-sequence", "leave-one-out"),
+)
 
 
 def _masked_beside_right(rows: pd.DataFrame) -> pd.DataFrame:
@@ -84,9 +103,15 @@ def _masked_beside_right(rows: pd.DataFrame) -> pd.DataFrame:
     return known(masked.merge(right, on=["success", "beta"], suffixes=("", "_right")))
 
 
-@claims.measure(f"{MASKS}; the numbers: this work", "exact training, groups of four, as far as it has settled",
-    times_the_kl=above(1), more_often_right=above(0), lost=above(0),
-    kl_off_closed_form=near(0, REACHED), lost_off_closed_form=near(0, REACHED))  # fmt: skip
+@claims.measure(
+    f"{MASKS}; the numbers: this work",
+    "exact training, groups of four, as far as it has settled",
+    times_the_kl=above(1),
+    more_often_right=above(0),
+    lost=above(0),
+    kl_off_closed_form=near(0, REACHED),
+    lost_off_closed_form=near(0, REACHED),
+)
 def _elsewhere(rows: pd.DataFrame) -> Measured:
     """masked, it ends elsewhere: right more often than π*, farther from the reference, at a lower objective"""
     pairs = _masked_beside_right(rows)
@@ -107,8 +132,15 @@ def _kl(chance: pd.Series, other: pd.Series) -> pd.Series:
     return chance * np.log(chance / other) + (1 - chance) * np.log((1 - chance) / (1 - other))
 
 
-claims.column("every fixed point is the predicted one (π*, `π* at (1 − 1/n)β`, and that of the mask)", OWN,
-    "P(right) where the gradient has settled", "right - predicted", near(0, REACHED), "training", **ENDED)  # fmt: skip
+claims.column(
+    "every fixed point is the predicted one (π*, `π* at (1 − 1/n)β`, and that of the mask)",
+    OWN,
+    "P(right) where the gradient has settled",
+    "right - predicted",
+    near(0, REACHED),
+    "training",
+    **ENDED,
+)
 
 
 for _name, _shortened, _words in (
@@ -116,8 +148,15 @@ for _name, _shortened, _words in (
     ("leave-one-out", 0, "without the rollout itself gives ∇KL"),
 ):
 
-    @claims.measure("Wang & Zhang 2025", SUMS, claim=f"a baseline of the group's mean {_words}",
-        factor_off=near(0, EXACT), rest=near(0, EXACT), estimator=_name, shortened=_shortened)  # fmt: skip
+    @claims.measure(
+        "Wang & Zhang 2025",
+        SUMS,
+        claim=f"a baseline of the group's mean {_words}",
+        factor_off=near(0, EXACT),
+        rest=near(0, EXACT),
+        estimator=_name,
+        shortened=_shortened,
+    )
     def _baseline(rows: pd.DataFrame, estimator: str, shortened: int) -> Measured:
         found = need(rows, "baselines", estimator=estimator)
         return {"factor_off": found["factor"] - (1 - shortened / found["group_size"]), "rest": found["rest"]}
@@ -128,8 +167,9 @@ def _push(rows: pd.DataFrame, kind: str) -> pd.Series:
     return need(rows, "std").groupby("push")[kind].mean()
 
 
-@claims.measure(OWN, "β·std(u) against ε at the smallest of these β", smallest_over_largest=above(0.95),
-    push=at_least(1e-2))  # fmt: skip
+@claims.measure(
+    OWN, "β·std(u) against ε at the smallest of these β", smallest_over_largest=above(0.95), push=at_least(1e-2)
+)
 def _cancels(rows: pd.DataFrame, push: Bound) -> Measured:
     """in tied groups std-normalisation cancels β: for β from {push} on, well above `ε = 1e-4`, the smallest push is
     more than {smallest_over_largest} of the largest"""
@@ -138,9 +178,12 @@ def _cancels(rows: pd.DataFrame, push: Bound) -> Measured:
     return {"smallest_over_largest": large.min() / large.max()}
 
 
-@claims.measure(OWN, "β·std(u) against ε at the larger of these β", growth_over_that_of_β=Bound(0.85, 1,
-    closed=True),
-    push=below(1.1e-5))  # fmt: skip
+@claims.measure(
+    OWN,
+    "β·std(u) against ε at the larger of these β",
+    growth_over_that_of_β=Bound(0.85, 1, closed=True),
+    push=below(1.1e-5),
+)
 def _fades(rows: pd.DataFrame, push: Bound) -> Measured:
     """and fades like the plain one below ε: for β below {push} it grows {growth_over_that_of_β} times as much as β"""
     small = _push(rows, "normalised")[lambda size: push(size.index)]
@@ -156,16 +199,29 @@ def _proportional(rows: pd.DataFrame) -> Measured:
     return {"spread_of_the_push_over_β": ratio.max() / ratio.min() - 1}
 
 
-claims.column("the exact expectation over groups is that of a second, plain enumeration", OWN, SUMS, "by_hand_error",
-    near(0, EXACT), "std")  # fmt: skip
+claims.column(
+    "the exact expectation over groups is that of a second, plain enumeration",
+    OWN,
+    SUMS,
+    "by_hand_error",
+    near(0, EXACT),
+    "std",
+)
 
 # Below β = 0.3 π* is all but certain, and there is nothing left to blow up.
-claims.column("with the KL in a std-normalised reward even exact training at a constant step does not settle for β "
-    "from "
-    "{beta} on: its gradient stays above {bound}, since near π* all regularised rewards are equal, and the division "
-    "blows up what is left", OWN, "a million times that of settled runs", "gradient_norm", above(1e-3), "training",
+claims.column(
+    "with the KL in a std-normalised reward even exact training at a constant step does not settle for β from {beta} "
+    "on: its gradient stays above {bound}, since near π* all regularised rewards are equal, and the division blows up "
+    "what is left",
+    OWN,
+    "a million times that of settled runs",
+    "gradient_norm",
+    above(1e-3),
+    "training",
     batch_size=0,
-    estimator="group-std", beta=at_least(0.3))  # fmt: skip
+    estimator="group-std",
+    beta=at_least(0.3),
+)
 
 
 def _gap(rows: pd.DataFrame, name: str, beta: Bound = SETTLES) -> float:
@@ -192,8 +248,13 @@ def _of_exact_training(rows: pd.DataFrame) -> Cited:
     yield from extremes("KL ratio of masked", pairs["kl"] / pairs["kl_right"])
 
 
-numbers.add(lambda rows: [number("push", size, kind=kind, beta=push) for kind in ("normalised", "plain")
-    for push, size in _push(rows, kind).items()])  # fmt: skip
+numbers.add(
+    lambda rows: [
+        number("push", size, kind=kind, beta=push)
+        for kind in ("normalised", "plain")
+        for push, size in _push(rows, kind).items()
+    ]
+)
 
 
 @numbers.add

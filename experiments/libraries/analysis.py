@@ -52,8 +52,14 @@ def _directions(rows: pd.DataFrame, margin: float) -> Measured:
     return {"within_the_margin": (wrong <= margin).sum(), "wrong_in_the_others": wrong[wrong > margin]}
 
 
-claims.column("each setting that is proposed instead of a default follows ∇KL(π‖ref) of whole sequences", OWN,
-    COMPUTED_IN_FLOAT32, "relative_bias", near(0, ROUNDING), "instead")  # fmt: skip
+claims.column(
+    "each setting that is proposed instead of a default follows ∇KL(π‖ref) of whole sequences",
+    OWN,
+    COMPUTED_IN_FLOAT32,
+    "relative_bias",
+    near(0, ROUNDING),
+    "instead",
+)
 
 
 @claims.measure(OWN, RECORDED, changes_of_class=exactly(1), days=above(365))

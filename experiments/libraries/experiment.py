@@ -71,8 +71,10 @@ def _purpose(row: Mapping[str, Any]) -> str:
 
 def _on_sequences(row: Mapping[str, Any]) -> Row:
     """Its gradient and bias on sequences, in the largest batch that was enumerated, and its largest bias off-policy."""
-    there = {who: [one for one in row["gradients"] if (one["environment"], one["sampler"]) == ("sequence", who)]
-             for who in ("current", "stale")}  # fmt: skip
+    there = {
+        who: [one for one in row["gradients"] if (one["environment"], one["sampler"]) == ("sequence", who)]
+        for who in ("current", "stale")
+    }
     alone, whole = there["current"][0]["identified"] or {}, max(there["current"], key=lambda one: one["batch"])
     terms = {} if whole["identified"] is None else whole["identified"]
     return {

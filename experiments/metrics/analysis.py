@@ -21,12 +21,20 @@ claims = Claims("metrics")
 numbers = Numbers()
 tidy = ordered(PARTS)
 
-claims.column("k1 in the reward made in place: at every step what was recorded as the KL reads, per rollout, as the "
-    "objective E[R] − β·KL itself", f"{SLIME}; {OWN}", SUMS, "read - objective", near(0, EXACT), "mutation",
-    copied=False)  # fmt: skip
+claims.column(
+    "k1 in the reward made in place: at every step what was recorded as the KL reads, per rollout, as the "
+    "objective E[R] − β·KL itself",
+    f"{SLIME}; {OWN}",
+    SUMS,
+    "read - objective",
+    near(0, EXACT),
+    "mutation",
+    copied=False,
+)
 
-claims.column("what was recorded before was right, the KL(π‖ref)", SLIME, SUMS, "recorded - kl", near(0, EXACT),
-    "mutation")  # fmt: skip
+claims.column(
+    "what was recorded before was right, the KL(π‖ref)", SLIME, SUMS, "recorded - kl", near(0, EXACT), "mutation"
+)
 
 
 @claims.measure(f"{SLIME}; {OWN}", SUMS, kl=near(0, EXACT), read_off_reward=near(0, EXACT))
@@ -57,15 +65,28 @@ def _ends(rows: pd.DataFrame, read: str) -> pd.DataFrame:
     return need(rows, "controller", read=read, round=CONTROLLER["rounds"])
 
 
-claims.column("an adaptive β that goes by the true KL meets its target", "Ziegler et al. 2019, §2.2",
-    "after the rounds made", f"kl / {TARGET:g}", near(1, 1e-6), "controller", read="kl",
-    round=CONTROLLER["rounds"])  # fmt: skip
+claims.column(
+    "an adaptive β that goes by the true KL meets its target",
+    "Ziegler et al. 2019, §2.2",
+    "after the rounds made",
+    f"kl / {TARGET:g}",
+    near(1, 1e-6),
+    "controller",
+    read="kl",
+    round=CONTROLLER["rounds"],
+)
 
 
-@claims.measure(OWN, "a hundredth of the target; all that there can be but a hundredth; nearer to zero the objective "
-    "can be the "
-    "target for some β, which is then met", raised=below(0.01), lowered=above(0.99), lowered_over_target=above(1),
-    up=at_least(1), down=at_most(-1))  # fmt: skip
+@claims.measure(
+    OWN,
+    "a hundredth of the target; all that there can be but a hundredth; nearer to zero the objective can be the target "
+    "for some β, which is then met",
+    raised=below(0.01),
+    lowered=above(0.99),
+    lowered_over_target=above(1),
+    up=at_least(1),
+    down=at_most(-1),
+)
 def _thrown(rows: pd.DataFrame, up: Bound, down: Bound) -> Measured:
     """by the mutated one it runs away: with an offset of {up} or more in the reward the KL ends below {raised:.0%} of
     the target, with one of {down} or less above {lowered:.0%} of all that there can be, −log ref(best)"""
@@ -79,8 +100,14 @@ def _thrown(rows: pd.DataFrame, up: Bound, down: Bound) -> Measured:
     }
 
 
-@claims.measure(OWN, "k2 meets the target after the rounds made; a twentieth of it would still be near",
-    met_or_out_of_reach=EVERY, met=at_least(1), kl_off_target=above(0.05), beta=below(1e-3))  # fmt: skip
+@claims.measure(
+    OWN,
+    "k2 meets the target after the rounds made; a twentieth of it would still be near",
+    met_or_out_of_reach=EVERY,
+    met=at_least(1),
+    kl_off_target=above(0.05),
+    beta=below(1e-3),
+)
 def _missed(rows: pd.DataFrame, beta: Bound) -> Measured:
     """by k2 the KL ends off the target by more than {kl_off_target:.0%}: k2 meets the target, or, where it comes to it
     at no β, β goes below {beta}"""
@@ -106,13 +133,24 @@ def _scaled(rows: pd.DataFrame) -> Measured:
 
 
 for _column in ("sequence ratio", "prefix ratio"):
-    claims.column(f"off-policy a metric with the {_column} is the KL", "Precup et al. 2000", SUMS, f"`{_column}` - kl",
-        near(0, EXACT), "reweighted")  # fmt: skip
+    claims.column(
+        f"off-policy a metric with the {_column} is the KL",
+        "Precup et al. 2000",
+        SUMS,
+        f"`{_column}` - kl",
+        near(0, EXACT),
+        "reweighted",
+    )
 
 for _column, _words in (("token ratio", "k1"), ("token ratio, k3", "k3")):
 
-    @claims.measure(TRL, SUMS, claim=f"with the token's ratio {_words} is the next-token KL at the sampler's prefixes",
-        off=near(0, EXACT), column=_column)  # fmt: skip
+    @claims.measure(
+        TRL,
+        SUMS,
+        claim=f"with the token's ratio {_words} is the next-token KL at the sampler's prefixes",
+        off=near(0, EXACT),
+        column=_column,
+    )
     def _with_token_ratio(rows: pd.DataFrame, column: str) -> Measured:
         found = need(rows, "reweighted")
         return {"off": found[column] - found["local@sampler"]}
@@ -141,15 +179,23 @@ def _advantage(rows: pd.DataFrame) -> Measured:
     }
 
 
-claims.column("masked where rewards tie it reads `Σ π·u·(1 − P(the others earn the same))`", MASKS, SUMS,
-    "closed_form_error", near(0, EXACT), "masked")  # fmt: skip
+claims.column(
+    "masked where rewards tie it reads `Σ π·u·(1 − P(the others earn the same))`",
+    MASKS,
+    SUMS,
+    "closed_form_error",
+    near(0, EXACT),
+    "masked",
+)
 
-claims.column("in evaluation groups of {group_size} it reads zero", MASKS, SUMS, "read", near(0, EXACT), "masked",
-    group_size=1)  # fmt: skip
+claims.column(
+    "in evaluation groups of {group_size} it reads zero", MASKS, SUMS, "read", near(0, EXACT), "masked", group_size=1
+)
 
 
-@claims.measure(OWN, "zero to nine decimals; a thousandth of a nat", sign_as_said=EVERY, lowest=below(-1e-3),
-    group_size=2)  # fmt: skip
+@claims.measure(
+    OWN, "zero to nine decimals; a thousandth of a nat", sign_as_said=EVERY, lowest=below(-1e-3), group_size=2
+)
 def _negative(rows: pd.DataFrame, group_size: int) -> Measured:
     """in groups of {group_size} it reads negative, down to less than {lowest}, exactly where the policy is surer of
     right or wrong than the reference: its sign is that of `log(p(1 − p)/(r(1 − r)))`, p and r the chances of a right
@@ -179,12 +225,25 @@ def _garbage(rows: pd.DataFrame) -> Measured:
     return {"off": found["mean over garbage"] - found["mean over zeros"] - GARBAGE * dead}
 
 
-claims.column("along a run k1 and k3 have the KL as their mean", "Schulman 2020", SUMS, "mean - kl", near(0, EXACT),
-    "logged", estimator=("k1-loss", "k3-loss"))  # fmt: skip
+claims.column(
+    "along a run k1 and k3 have the KL as their mean",
+    "Schulman 2020",
+    SUMS,
+    "mean - kl",
+    near(0, EXACT),
+    "logged",
+    estimator=("k1-loss", "k3-loss"),
+)
 
 
-@claims.measure("Schulman 2020", "√KL, as third moments go; a tenth", bias_over_root_of_kl=below(1),
-    largest_bias_far=above(0.1), near_kl=below(0.05), far_kl=above(1))  # fmt: skip
+@claims.measure(
+    "Schulman 2020",
+    "√KL, as third moments go; a tenth",
+    bias_over_root_of_kl=below(1),
+    largest_bias_far=above(0.1),
+    near_kl=below(0.05),
+    far_kl=above(1),
+)
 def _biased(rows: pd.DataFrame, near_kl: Bound, far_kl: Bound) -> Measured:
     """k2 has not: for a KL below {near_kl} its bias, over the KL, is less than √KL, for one above {far_kl} it reaches
     more than {largest_bias_far:.0%}"""
@@ -198,13 +257,27 @@ def _biased(rows: pd.DataFrame, near_kl: Bound, far_kl: Bound) -> Measured:
 
 
 # Close to the reference u has variance 2·KL.
-claims.column("near the reference, KL below {kl}, k1's standard deviation is within {bound:±.0%} of `√(2·KL)`, far "
-    "more than the KL", "Schulman 2020", "the next order in √KL", "std / (2 * kl) ** 0.5", near(1, 0.1), "logged",
-    estimator="k1-loss", kl=below(0.05))  # fmt: skip
+claims.column(
+    "near the reference, KL below {kl}, k1's standard deviation is within {bound:±.0%} of `√(2·KL)`, far "
+    "more than the KL",
+    "Schulman 2020",
+    "the next order in √KL",
+    "std / (2 * kl) ** 0.5",
+    near(1, 0.1),
+    "logged",
+    estimator="k1-loss",
+    kl=below(0.05),
+)
 
 
-@claims.measure(f"Schulman 2020; {OWN}", "chosen beside the curves", near_ratio=below(0.5), far_ratio=above(1),
-    near_kl=below(0.1), far_kl=above(3))  # fmt: skip
+@claims.measure(
+    f"Schulman 2020; {OWN}",
+    "chosen beside the curves",
+    near_ratio=below(0.5),
+    far_ratio=above(1),
+    near_kl=below(0.1),
+    far_kl=above(3),
+)
 def _crossing(rows: pd.DataFrame, near_kl: Bound, far_kl: Bound) -> Measured:
     """k3 has less than {near_ratio} of k1's standard deviation where the KL is below {near_kl}, and is noisier where
     it is above {far_kl}"""
@@ -224,8 +297,15 @@ def _none_of_three(rows: pd.DataFrame, apart: float) -> Measured:
     return {"share_apart": (off > apart).mean(), "points": len(off), "median": off.median()}
 
 
-claims.column("it is `E[Σu/L] + E[Σ(w − 1)/L]`", OWN, SUMS, "over_own_length - mean_of_token_means - correction",
-    near(0, EXACT), "logged", estimator="k3-loss")  # fmt: skip
+claims.column(
+    "it is `E[Σu/L] + E[Σ(w − 1)/L]`",
+    OWN,
+    SUMS,
+    "over_own_length - mean_of_token_means - correction",
+    near(0, EXACT),
+    "logged",
+    estimator="k3-loss",
+)
 
 
 @claims.measure(OWN, "a thousandth of a nat", lowest=below(-1e-3), kl_there=above(0))
@@ -239,8 +319,7 @@ def _below_zero(rows: pd.DataFrame) -> Measured:
 numbers.add(lambda rows: [number("target", TARGET)])
 numbers.melt("mutation", ["kl", "read"], ["step", "beta"], copied=False, seed=0)
 
-numbers.melt("controller", {"kl": "kl at the end"}, ["read", "offset"],
-    round=CONTROLLER["rounds"], seed=0)  # fmt: skip
+numbers.melt("controller", {"kl": "kl at the end"}, ["read", "offset"], round=CONTROLLER["rounds"], seed=0)
 
 
 @numbers.add

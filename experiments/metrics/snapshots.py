@@ -28,9 +28,7 @@ def reweighted(one: Mapping[str, Any]) -> list[Row]:
     instance = Instance.draw(environment, one["seed"], staleness=one["staleness"])
     batch, chances = Rollout.of(instance, sampler="stale"), instance.rollout_weights("stale")
     live = batch.mask != 0
-    u, log_ratio = (
-        (batch.logp - other).where(live, 0.0).detach() for other in (batch.ref_logp, batch.old_logp)
-    )  # fmt: skip
+    u, log_ratio = ((batch.logp - other).where(live, 0.0).detach() for other in (batch.ref_logp, batch.old_logp))
     k3 = find("k3-loss").function(batch.logp, batch.ref_logp).where(live, 0.0).detach()
     token = log_ratio.exp().where(live, 0.0)
     prefix = log_ratio.cumsum(dim=1).exp()

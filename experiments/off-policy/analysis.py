@@ -54,17 +54,35 @@ def _sequences(rows: pd.DataFrame, name: str) -> pd.DataFrame:
     return _path(rows, name, length=lambda x: x > 1)
 
 
-claims.column("full-sequence ratios, and prefix ratios on the cost to go, follow the whole KL at every staleness",
-    "Precup et al. 2000; an estimate that Shah et al. 2025, §3, leave for future work", LIMIT, "bias", near(0, EXACT),
-    "path", estimator=WHOLE)  # fmt: skip
+claims.column(
+    "full-sequence ratios, and prefix ratios on the cost to go, follow the whole KL at every staleness",
+    "Precup et al. 2000; an estimate that Shah et al. 2025, §3, leave for future work",
+    LIMIT,
+    "bias",
+    near(0, EXACT),
+    "path",
+    estimator=WHOLE,
+)
 
-claims.column(f"every estimator with a name for what it follows off-policy follows that: combinations of named "
+claims.column(
+    f"every estimator with a name for what it follows off-policy follows that: combinations of named "
     "gradients "
-    f"for all of `{len(FOLLOWED)} estimators` but the clipped one", OWN, LIMIT, "off_followed", near(0, EXACT),
-    "path")  # fmt: skip
+    f"for all of `{len(FOLLOWED)} estimators` but the clipped one",
+    OWN,
+    LIMIT,
+    "off_followed",
+    near(0, EXACT),
+    "path",
+)
 
-claims.column("the truth by recursion is the truth by automatic differentiation", OWN, LIMIT, "truth_again",
-    near(0, EXACT), "path")  # fmt: skip
+claims.column(
+    "the truth by recursion is the truth by automatic differentiation",
+    OWN,
+    LIMIT,
+    "truth_again",
+    near(0, EXACT),
+    "path",
+)
 
 
 @claims.measure(f"DeepSeek-V3.2, §3.1, Eq. 7; {TRL}", LIMIT, gradient_bias=near(0, EXACT), value_bias=near(0, EXACT))
@@ -104,9 +122,15 @@ def _twins(rows: pd.DataFrame) -> Measured:
     return {"apart": (one - other).dropna()}
 
 
-claims.column("k3 with its ratio detached stays the forward KL's, on a single decision as well: biased at every "
-    "staleness",
-    OWN, SOME, "bias", above(SEEN), "path", estimator="k3-ratio-detached")  # fmt: skip
+claims.column(
+    "k3 with its ratio detached stays the forward KL's, on a single decision as well: biased at every staleness",
+    OWN,
+    SOME,
+    "bias",
+    above(SEEN),
+    "path",
+    estimator="k3-ratio-detached",
+)
 
 
 @claims.measure(f"TRL #6586; {OWN}", f"{LIMIT}; {SOME}", off_on_policy=near(0, EXACT), bias=above(SEEN))
@@ -135,8 +159,12 @@ def _first_order(rows: pd.DataFrame, updates: int) -> Measured:
     return {"times_the_drift": (four / one).dropna()}
 
 
-@claims.measure("this work, after Schulman et al. 2017", f"{LIMIT}; {SOME}", bias_inside=near(0, EXACT),
-    largest_bias_beyond=above(SEEN))  # fmt: skip
+@claims.measure(
+    "this work, after Schulman et al. 2017",
+    f"{LIMIT}; {SOME}",
+    bias_inside=near(0, EXACT),
+    largest_bias_beyond=above(SEEN),
+)
 def _clip(rows: pd.DataFrame) -> Measured:
     """a clipped ratio is exact on a single decision until a ratio leaves `1 ± ε`"""
     found = _path(rows, "k1-reward-clipped-ratio", length=1)
@@ -144,8 +172,14 @@ def _clip(rows: pd.DataFrame) -> Measured:
     return {"bias_inside": found[found["furthest"] < CLIP]["bias"], "largest_bias_beyond": beyond["bias"].max()}
 
 
-claims.column("effective sample sizes by recursion are those of all rollouts", OWN, LIMIT, "off_enumerated",
-    near(0, EXACT), "weights")  # fmt: skip
+claims.column(
+    "effective sample sizes by recursion are those of all rollouts",
+    OWN,
+    LIMIT,
+    "off_enumerated",
+    near(0, EXACT),
+    "weights",
+)
 
 
 @claims.measure(
@@ -163,9 +197,13 @@ def _exponential(rows: pd.DataFrame, at: Bound) -> Measured:
     return {"off_over_noise": (rate - 2).abs() / found["noise"], "rate": rate}
 
 
-@claims.measure(OWN, "the first tokens are not yet in the long run's contexts", token_share_over_early=near(1,
-    0.1),
-    prefix_share_over_early=below(1), tokens=SETTLED)  # fmt: skip
+@claims.measure(
+    OWN,
+    "the first tokens are not yet in the long run's contexts",
+    token_share_over_early=near(1, 0.1),
+    prefix_share_over_early=below(1),
+    tokens=SETTLED,
+)
 def _tokens_flat(rows: pd.DataFrame, tokens: int) -> Measured:
     """the effective share of token weights at the longest is within {token_share_over_early:±.0%} of that at {tokens}
     tokens, that of prefix weights is smaller"""
@@ -178,8 +216,12 @@ def _tokens_flat(rows: pd.DataFrame, tokens: int) -> Measured:
     return {f"{name}_over_early": last[name] / early[name] for name in names}
 
 
-@claims.measure("Precup et al. 2000; this work", "an order, in these environments; for short rollouts it can be either",
-    times_the_variance=above(1), tokens=LONG)  # fmt: skip
+@claims.measure(
+    "Precup et al. 2000; this work",
+    "an order, in these environments; for short rollouts it can be either",
+    times_the_variance=above(1),
+    tokens=LONG,
+)
 def _prefix_less_noisy(rows: pd.DataFrame, tokens: Bound) -> Measured:
     """from {tokens} tokens on the full-sequence ratio is noisier than prefix ratios on the cost to go"""
     whole, prefix = (
@@ -188,12 +230,22 @@ def _prefix_less_noisy(rows: pd.DataFrame, tokens: Bound) -> Measured:
     return {"times_the_variance": whole / prefix}
 
 
-claims.column("where training rests on-policy it rests for every number of updates to one sampler", OWN,
-    "updates of rounding's size, 64 times", "moved", near(0, 1e-9), "stability")  # fmt: skip
+claims.column(
+    "where training rests on-policy it rests for every number of updates to one sampler",
+    OWN,
+    "updates of rounding's size, 64 times",
+    "moved",
+    near(0, 1e-9),
+    "stability",
+)
 
 
-@claims.measure(OWN, "central differences; larger factors leave the range where a cycle is linear", off=near(0, 1e-6),
-    predicted=below(500))  # fmt: skip
+@claims.measure(
+    OWN,
+    "central differences; larger factors leave the range where a cycle is linear",
+    off=near(0, 1e-6),
+    predicted=below(500),
+)
 def _cycles(rows: pd.DataFrame, predicted: Bound) -> Measured:
     """what a cycle of updates does to a small step off π* has closed forms, with and without ratios: the largest
     eigenvalue is as predicted where that is below {predicted}"""
@@ -229,9 +281,15 @@ def _none_threshold(rows: pd.DataFrame) -> Measured:
     return {"settles_just_below_half_a_nat": agrees, "kl": kls}
 
 
-claims.column("without ratios, with a baseline, the update is that of a regression whose least value is at π*, "
-    "`−∇Var_μ(R − β·Σu)/(2β)`", "Flet-Berliac et al. 2024 (CoPG)", "a difference of logits over a learning rate",
-    "off_regression", near(0, 1e-9), "stability")  # fmt: skip
+claims.column(
+    "without ratios, with a baseline, the update is that of a regression whose least value is at π*, "
+    "`−∇Var_μ(R − β·Σu)/(2β)`",
+    "Flet-Berliac et al. 2024 (CoPG)",
+    "a difference of logits over a learning rate",
+    "off_regression",
+    near(0, 1e-9),
+    "stability",
+)
 
 
 @claims.measure(
@@ -272,8 +330,14 @@ def _same_end(rows: pd.DataFrame) -> Measured:
     return {"apart": (gaps["max"] - gaps["min"] - ROUNDING).clip(lower=0.0) / gaps["min"].clip(lower=ROUNDING)}
 
 
-@claims.measure(OWN, "the margin for a mean over repetitions; fewer rollouts make the baseline noise itself, fewer "
-    "updates have not arrived", times_the_gap=below(1.25), batch_size=at_least(16), way=above(60))  # fmt: skip
+@claims.measure(
+    OWN,
+    "the margin for a mean over repetitions; fewer rollouts make the baseline noise itself, fewer "
+    "updates have not arrived",
+    times_the_gap=below(1.25),
+    batch_size=at_least(16),
+    way=above(60),
+)
 def _ratio_free(rows: pd.DataFrame, batch_size: Bound, way: Bound) -> Measured:
     """sampled, with batches from {batch_size} on, the update without ratios but with a baseline ends with less than
     {times_the_gap} times the gap of one update a sampler, however stale the rollouts (updates times rate above
@@ -286,13 +350,24 @@ def _ratio_free(rows: pd.DataFrame, batch_size: Bound, way: Bound) -> Measured:
 
 
 # ------------------------------------------------------------------------------------------------------ a sampler's age
-claims.column("to first order in a sampler's age the bias of a ratio is `‖b − E X‖` and its variance `2 tr Cov(G, X)` "
-    "above that without one: these are the derivatives of the enumerated moments", OWN,
-    "of the bias: central differences, whose error is of the second order in a step of the path", "off_slopes",
-    near(0, 1e-4), "age")  # fmt: skip
+claims.column(
+    "to first order in a sampler's age the bias of a ratio is `‖b − E X‖` and its variance `2 tr Cov(G, X)` "
+    "above that without one: these are the derivatives of the enumerated moments",
+    OWN,
+    "of the bias: central differences, whose error is of the second order in a step of the path",
+    "off_slopes",
+    near(0, 1e-4),
+    "age",
+)
 
-claims.column("with and without prefix ratios these moments are those of the registered estimators", OWN, LIMIT,
-    "off_again", near(0, EXACT), "age")  # fmt: skip
+claims.column(
+    "with and without prefix ratios these moments are those of the registered estimators",
+    OWN,
+    LIMIT,
+    "off_again",
+    near(0, EXACT),
+    "age",
+)
 
 
 def _aged(rows: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
@@ -303,8 +378,9 @@ def _aged(rows: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
     return found.assign(noisier=noisier, error=error, left=found["bias_token"] / found["bias_none"])
 
 
-@claims.measure(OWN, "a first-order law: signs of differences near zero can differ", share_as_said=above(0.9),
-    age=at_most(4))  # fmt: skip
+@claims.measure(
+    OWN, "a first-order law: signs of differences near zero can differ", share_as_said=above(0.9), age=at_most(4)
+)
 def _said(rows: pd.DataFrame, age: Bound) -> Measured:
     """for samplers up to {age} updates old the sign of `tr Cov(G, X)` says if prefix ratios add noise or remove it, in
     more than {share_as_said} of the environments"""
@@ -316,8 +392,14 @@ def _said(rows: pd.DataFrame, age: Bound) -> Measured:
     }
 
 
-@claims.measure(OWN, "shares of random environments", better_at_every_batch_size=above(0.5), more_than_early=above(0),
-    age=at_most(16), made=64)  # fmt: skip
+@claims.measure(
+    OWN,
+    "shares of random environments",
+    better_at_every_batch_size=above(0.5),
+    more_than_early=above(0),
+    age=at_most(16),
+    made=64,
+)
 def _at_every_size(rows: pd.DataFrame, age: Bound, made: int) -> Measured:
     """late on a path, after {made} updates, prefix ratios remove noise as well as bias in most environments: for
     samplers up to {age} updates old they have the smaller mean squared error at every batch size in a share of more
@@ -328,8 +410,9 @@ def _at_every_size(rows: pd.DataFrame, age: Bound, made: int) -> Measured:
     return {"better_at_every_batch_size": better[made].dropna(), "more_than_early": (better[made] - early).dropna()}
 
 
-@claims.measure(OWN, "shares and medians over environments", share_better=above(0.9), times_the_error=above(1.1), age=4,
-    batch=BATCH)  # fmt: skip
+@claims.measure(
+    OWN, "shares and medians over environments", share_better=above(0.9), times_the_error=above(1.1), age=4, batch=BATCH
+)
 def _left_out(rows: pd.DataFrame, age: int, batch: int) -> Measured:
     """with batches of {batch} rollouts and samplers {age} updates old, prefix ratios have the smaller error in more
     than {share_better} of the environments; without a ratio it is in the median more than {times_the_error} times as
@@ -339,8 +422,14 @@ def _left_out(rows: pd.DataFrame, age: int, batch: int) -> Measured:
     return {"share_better": by.agg(lambda error: (error > 1).mean()), "times_the_error": by.median()}
 
 
-@claims.measure(OWN, "medians and shares over environments", share_of_the_bias_left=above(0.2),
-    worse_than_none=within(0, 0.5), tokens=at_least(2), age=at_most(4))  # fmt: skip
+@claims.measure(
+    OWN,
+    "medians and shares over environments",
+    share_of_the_bias_left=above(0.2),
+    worse_than_none=within(0, 0.5),
+    tokens=at_least(2),
+    age=at_most(4),
+)
 def _token_ratio(rows: pd.DataFrame, tokens: Bound, age: Bound) -> Measured:
     """a token's ratio leaves a bias of the same order as no ratio does: more than {share_of_the_bias_left} of it in the
     median with {tokens} tokens or more, and in some environments more than all of it"""

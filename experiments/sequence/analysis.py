@@ -59,8 +59,15 @@ def _root_seen(rows: pd.DataFrame) -> Measured:
     return {"to_go_off": right["found"] - right["whole"], "the_others": blind["found"]}
 
 
-claims.column("where no context is seen, at `κ = 0`, nothing is missed, for every length, vocabulary and draw", OWN,
-    "rounding", "missed", near(0, EXACT), ("length", "vocabulary"), steering=0.0)  # fmt: skip
+claims.column(
+    "where no context is seen, at `κ = 0`, nothing is missed, for every length, vocabulary and draw",
+    OWN,
+    "rounding",
+    "missed",
+    near(0, EXACT),
+    ("length", "vocabulary"),
+    steering=0.0,
+)
 
 
 def _at_longest(rows: pd.DataFrame) -> pd.DataFrame:
@@ -81,8 +88,14 @@ def _steered(rows: pd.DataFrame, length: Bound) -> Measured:
     }
 
 
-@claims.measure(OWN, "a tenth and a twentieth of the gradient", mean_growth=above(0.1), change_beyond=near(0, 0.05),
-    steering=at_least(0.75), memories=10)  # fmt: skip
+@claims.measure(
+    OWN,
+    "a tenth and a twentieth of the gradient",
+    mean_growth=above(0.1),
+    change_beyond=near(0, 0.05),
+    steering=at_least(0.75),
+    memories=10,
+)
 def _levels_off(rows: pd.DataFrame, steering: Bound, memories: int) -> Measured:
     """for κ from {steering} on what is missed grows with length, from two tokens on by more than {mean_growth} in the
     mean over draws, up to a few memories `1/(1 − κ)`; from {memories} memories on it changes by less than
@@ -99,16 +112,33 @@ def _levels_off(rows: pd.DataFrame, steering: Bound, memories: int) -> Measured:
     return {"mean_growth": growth, "change_beyond": change}
 
 
-claims.column("what a persistent bigram misses has a closed form: a token decides the KL of `(1 − κⁿ)/(1 − κ)` later "
-    "ones",
-    OWN, SUMS, "off_formula", near(0, EXACT), ("length", "vocabulary"))  # fmt: skip
+claims.column(
+    "what a persistent bigram misses has a closed form: a token decides the KL of `(1 − κⁿ)/(1 − κ)` later ones",
+    OWN,
+    SUMS,
+    "off_formula",
+    near(0, EXACT),
+    ("length", "vocabulary"),
+)
 
-claims.column("for T from {length} on the last token alone has less than {bound}/T of the gradient", OWN,
-    "a tenth: tokens differ in context", "last * length", below(1.1), "length", length=at_least(100))  # fmt: skip
+claims.column(
+    "for T from {length} on the last token alone has less than {bound}/T of the gradient",
+    OWN,
+    "a tenth: tokens differ in context",
+    "last * length",
+    below(1.1),
+    "length",
+    length=at_least(100),
+)
 
 
-@claims.measure(OWN, "rounding; a share below one percent would not be called missing",
-    missed_if_so=near(0, EXACT), missed_else=above(CLEAR), off_second_route=near(0, EXACT))  # fmt: skip
+@claims.measure(
+    OWN,
+    "rounding; a share below one percent would not be called missing",
+    missed_if_so=near(0, EXACT),
+    missed_else=above(CLEAR),
+    off_second_route=near(0, EXACT),
+)
 def _conditions(rows: pd.DataFrame) -> Measured:
     """a token-level loss misses nothing where the KL to come does not depend on the token (both policies context-free,
     or relabelled alike); with one of them context-free, or neither, it misses more than {missed_else:.0%} of the
@@ -147,8 +177,12 @@ def _critic(rows: pd.DataFrame) -> Measured:
     return {"advantages_off": formed, "bias_off": pd.concat([by[critic] - (1 - critic) * by[0.0] for critic in by])}
 
 
-@claims.measure(NOTA, "rounding; what is there may be small, but not as small as this",
-    asymmetry_of_one_token=near(0, EXACT), asymmetry_of_more=above(VISIBLE))  # fmt: skip
+@claims.measure(
+    NOTA,
+    "rounding; what is there may be small, but not as small as this",
+    asymmetry_of_one_token=near(0, EXACT),
+    asymmetry_of_more=above(VISIBLE),
+)
 def _curl(rows: pd.DataFrame) -> Measured:
     """a token-level loss is the gradient of no function for more than one token: `‖J − Jᵀ‖/‖J + Jᵀ‖` is above
     {asymmetry_of_more}"""
@@ -164,8 +198,13 @@ def _curl_without_bias(rows: pd.DataFrame) -> Measured:
     return {"missed": found["missed"], "asymmetry": found["asymmetry"]}
 
 
-@claims.measure(OWN, "a Gauss-Legendre rule of 30 nodes an edge; a hundredth would be called little",
-    off_formula=near(0, EXACT), true_gradient=near(0, EXACT), size=above(CLEAR))  # fmt: skip
+@claims.measure(
+    OWN,
+    "a Gauss-Legendre rule of 30 nodes an edge; a hundredth would be called little",
+    off_formula=near(0, EXACT),
+    true_gradient=near(0, EXACT),
+    size=above(CLEAR),
+)
 def _circulation(rows: pd.DataFrame) -> Measured:
     """going round a rectangle of two logits a token-level loss gains Δp·ΔKL, more than {size} in size, ∇KL nothing"""
     found = need(rows, "circulation")
@@ -175,8 +214,13 @@ def _circulation(rows: pd.DataFrame) -> Measured:
     return {"off_formula": off, "true_gradient": whole, "size": local["formula"].abs(), "rectangles": len(whole)}
 
 
-@claims.measure(OWN, "in probability, after the steps made; triangular to rounding", off_rest=near(0, 1e-6),
-    not_triangular=near(0, EXACT), largest_eigenvalue=below(0))  # fmt: skip
+@claims.measure(
+    OWN,
+    "in probability, after the steps made; triangular to rounding",
+    off_rest=near(0, 1e-6),
+    not_triangular=near(0, EXACT),
+    largest_eigenvalue=below(0),
+)
 def _ends(rows: pd.DataFrame) -> Measured:
     """with a reward, in a token tree, there is one end and no rotation: every start ends at the rest point, whose
     eigenvalues are real (the Jacobian is triangular) and below zero"""

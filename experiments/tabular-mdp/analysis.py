@@ -37,13 +37,23 @@ for _words, _column in (
     claims.column(_words, OWN, SUMS, _column, near(0, EXACT), "environments")
 
 for _words, _names, _column in (
-    ("a token-level loss follows the local gradient `Σ_t E ∇KL_t`, states held fixed, under stochastic dynamics too",
-     LOCAL, "off_local"),
+    (
+        "a token-level loss follows the local gradient `Σ_t E ∇KL_t`, states held fixed, under stochastic dynamics too",
+        LOCAL,
+        "off_local",
+    ),
     ("k1 in the reward with credit for later steps follows ∇KL(π‖ref)", RIGHT, "bias"),
-):  # fmt: skip
+):
 
-    @claims.measure(TANG_MUNOS, SUMS, claim=_words, off=near(0, EXACT), off_by_enumeration=near(0, EXACT),
-        estimators=_names, column=_column)  # fmt: skip
+    @claims.measure(
+        TANG_MUNOS,
+        SUMS,
+        claim=_words,
+        off=near(0, EXACT),
+        off_by_enumeration=near(0, EXACT),
+        estimators=_names,
+        column=_column,
+    )
     def _followed(rows: pd.DataFrame, estimators: tuple[str, ...], column: str) -> Measured:
         found = need(rows, "estimators", estimator=estimators)
         return {"off": found[column], "off_by_enumeration": found[["off_again", "off_value"]]}
@@ -57,8 +67,9 @@ def _one_step(rows: pd.DataFrame, slip: Bound) -> Measured:
     return {"missed_in_one_step": one["missed"], "missed_in_more": several["missed"]}
 
 
-@claims.measure(OWN, "an order of means; rounding", fall=above(0), missed_at_1=near(0, EXACT),
-    asymmetry_at_1=near(0, EXACT))  # fmt: skip
+@claims.measure(
+    OWN, "an order of means; rounding", fall=above(0), missed_at_1=near(0, EXACT), asymmetry_at_1=near(0, EXACT)
+)
 def _slip(rows: pd.DataFrame) -> Measured:
     """the mean of what is missed falls as actions slip; where they decide nothing (`slip = 1`) nothing is missed, and
     the token-level loss is a gradient"""
@@ -95,8 +106,14 @@ def _many_betas(rows: pd.DataFrame) -> pd.Series:
     return local
 
 
-@claims.measure(OWN, "counted at every β tried; the recursion in float64", settings_with_two_ends=above(0),
-    ends_of_the_local=EVERY, ends_of_the_whole=exactly(1), off_formula=near(0, EXACT))  # fmt: skip
+@claims.measure(
+    OWN,
+    "counted at every β tried; the recursion in float64",
+    settings_with_two_ends=above(0),
+    ends_of_the_local=EVERY,
+    ends_of_the_whole=exactly(1),
+    off_formula=near(0, EXACT),
+)
 def _several_ends(rows: pd.DataFrame) -> Measured:
     """where a state recurs, training with a token-level loss has one stable end or two, by β; ∇KL(π‖ref) always one"""
     local, whole = _many_betas(rows), _ends(rows, "reverse_kl").map(len)
@@ -110,8 +127,12 @@ def _several_ends(rows: pd.DataFrame) -> Measured:
     }
 
 
-@claims.measure(OWN, "folds in closed form; counted at every β tried", two_ends_just_between_the_folds=EVERY,
-    β_between_the_folds=above(0))  # fmt: skip
+@claims.measure(
+    OWN,
+    "folds in closed form; counted at every β tried",
+    two_ends_just_between_the_folds=EVERY,
+    β_between_the_folds=above(0),
+)
 def _hysteresis(rows: pd.DataFrame) -> Measured:
     """lowering β and raising it again does not lead back: a token-level loss has two ends at the β between two folds,
     one at all others"""
@@ -133,9 +154,14 @@ def _bands(rows: pd.DataFrame) -> dict[float, tuple[float, float]]:
     return {reference: tuple(edge) for reference, edge in edges.iterrows()}
 
 
-@claims.measure(OWN, "eigenvalues of symmetric matrices come out below 1e-7 of their size; rest points to rounding",
-    imaginary_over_real=above(TURNS), the_same_of_the_whole=below(1e-7), off_rest=near(0, EXACT),
-    processes=at_least(30))  # fmt: skip
+@claims.measure(
+    OWN,
+    "eigenvalues of symmetric matrices come out below 1e-7 of their size; rest points to rounding",
+    imaginary_over_real=above(TURNS),
+    the_same_of_the_whole=below(1e-7),
+    off_rest=near(0, EXACT),
+    processes=at_least(30),
+)
 def _turns(rows: pd.DataFrame, processes: Bound) -> Measured:
     """where states recur, the rest point of a token-level loss may have complex eigenvalues: in some random process
     their imaginary part is above {imaginary_over_real} of the real one; never for ∇KL(π‖ref)"""
@@ -172,6 +198,12 @@ def _of_ends(rows: pd.DataFrame) -> Cited:
     yield number("tipping point", tipping["chance"].iloc[0])
 
 
-numbers.single("rotation", {"processes": ("turn", len), "largest turn": ("turn", "max"),
-    "processes with complex eigenvalues": ("turn", lambda turn: (turn > TURNS).sum())},
-    followed="local_reverse_kl")  # fmt: skip
+numbers.single(
+    "rotation",
+    {
+        "processes": ("turn", len),
+        "largest turn": ("turn", "max"),
+        "processes with complex eigenvalues": ("turn", lambda turn: (turn > TURNS).sum()),
+    },
+    followed="local_reverse_kl",
+)

@@ -36,8 +36,12 @@ def _ends(rows: pd.DataFrame, estimator: str, **where: object) -> pd.DataFrame:
     return _curves(rows, estimator, update=rows["update"].max(), **where)
 
 
-@claims.measure(TANG_MUNOS, "one decision: the three gradients are one, to rounding along a curve",
-    difference=near(0, ROUNDING), environment="bandit")  # fmt: skip
+@claims.measure(
+    TANG_MUNOS,
+    "one decision: the three gradients are one, to rounding along a curve",
+    difference=near(0, ROUNDING),
+    environment="bandit",
+)
 def _alike(rows: pd.DataFrame, environment: str) -> Measured:
     """on a bandit the partial and the last token's gradient train as the correct one does"""
     right = _curves(rows, CORRECT, environment=environment)
@@ -51,8 +55,13 @@ def _nothing(rows: pd.DataFrame) -> Measured:
     return {"difference": _curves(rows, "k1-loss") - _curves(rows, "none")}
 
 
-@claims.measure(TANG_MUNOS, "expected gradients; what is asked for is what the correct gradient ascends",
-    draws=at_least(3), lost=above(0), environment=SEVERAL)  # fmt: skip
+@claims.measure(
+    TANG_MUNOS,
+    "expected gradients; what is asked for is what the correct gradient ascends",
+    draws=at_least(3),
+    lost=above(0),
+    environment=SEVERAL,
+)
 def _best(rows: pd.DataFrame, environment: tuple[str, ...]) -> Measured:
     """on sequences and in the MDP every other gradient ends at a lower objective than the correct one, in every draw"""
     right = _ends(rows, CORRECT, environment=environment)["objective"]
@@ -62,8 +71,13 @@ def _best(rows: pd.DataFrame, environment: tuple[str, ...]) -> Measured:
     return {"lost": lost, "draws": right.groupby("environment").size()}
 
 
-@claims.measure(OWN, "95 % intervals of the mean over runs, and what a finite step adds",
-    apart=above(0), environment=SEVERAL, estimator=("none", "k1-loss", "last-token"))  # fmt: skip
+@claims.measure(
+    OWN,
+    "95 % intervals of the mean over runs, and what a finite step adds",
+    apart=above(0),
+    environment=SEVERAL,
+    estimator=("none", "k1-loss", "last-token"),
+)
 def _sampled(rows: pd.DataFrame, environment: tuple[str, ...], estimator: tuple[str, ...]) -> Measured:
     """so it is with sampled gradients: without a penalty, with naive k1 and with the last token's gradient the
     objective's interval ends below that of the correct gradient, in every draw"""

@@ -73,10 +73,17 @@ def _schulman_variances(m: float) -> dict[str, float]:
 
 for _kl in PRINTED:
 
-    @claims.measure(SCHULMAN, "rounding of the printed table; float64 for the formulas", kl=_kl,
+    @claims.measure(
+        SCHULMAN,
+        "rounding of the printed table; float64 for the formulas",
+        kl=_kl,
         claim="bias and standard deviation of k1, k2, k3 at KL {kl:g}, over KL, are as printed, and the roots of `m`, "
-        "`m²/2 + m³/4` and `e^m − 1 − m`, m = `2 KL`", bias_off_printed=near(0, 6e-4), std_off_printed=near(0, 6e-3),
-        bias_off=near(0, EXACT), std_over_formula=near(1, EXACT))  # fmt: skip
+        "`m²/2 + m³/4` and `e^m − 1 − m`, m = `2 KL`",
+        bias_off_printed=near(0, 6e-4),
+        std_off_printed=near(0, 6e-3),
+        bias_off=near(0, EXACT),
+        std_over_formula=near(1, EXACT),
+    )
     def _printed(rows: pd.DataFrame, kl: float) -> Measured:
         found, exact = _values(rows, kl), pd.Series(_schulman_variances(2 * kl))
         bias, std = found["mean"] / kl - 1, found["variance"] ** 0.5 / kl
@@ -124,8 +131,13 @@ def _sampled_means(rows: pd.DataFrame) -> Measured:
     return {"standard_errors_off": (found["sampled_mean"] - found["mean"]) / error}
 
 
-@claims.measure(TANG, f"{FIVE}: elsewhere a quarter of a million samples cannot tell", standard_errors_off=near(0, 5.0),
-    kl=at_most(0.5), width=at_least(1))  # fmt: skip
+@claims.measure(
+    TANG,
+    f"{FIVE}: elsewhere a quarter of a million samples cannot tell",
+    standard_errors_off=near(0, 5.0),
+    kl=at_most(0.5),
+    width=at_least(1),
+)
 def _sampled_errors(rows: pd.DataFrame, kl: Bound, width: Bound) -> Measured:
     """the squared error of averages of n samples is `variance/n + bias²`, within {standard_errors_off:±} standard
     errors, up to a KL of {kl} and for a width of {width} or more"""
@@ -158,19 +170,41 @@ def _narrow() -> float:
 
 
 for _claim, _source, _which, _expected in (
-    ("with one sample k2 errs less than k1 up to the KL at which `m³/64 + m²/4 + m/2 = 1`, m = `2 KL`",
-    f"{TANG}; {OWN}",
-     ("shifted", "k2-loss", "k1-loss", "error"), _cubic),
-    ("k3 errs less than k1 up to the KL at which `e^m = 1 + 2m`, by Lambert's W", f"{TANG}; {OWN}",
-     ("shifted", "k3-loss", "k1-loss", "error"), _lambert),
-    ("k2 is less noisy than k1 up to the golden ratio less one", OWN,
-     ("shifted", "k2-loss", "k1-loss", "variance"), lambda: (math.sqrt(5) - 1) / 2),
-    ("narrowing the policy makes k3 noisier than k1 at the KL of the closed form", OWN,
-     ("narrower", "k3-loss", "k1-loss", "error"), _narrow),
-):  # fmt: skip
+    (
+        "with one sample k2 errs less than k1 up to the KL at which `m³/64 + m²/4 + m/2 = 1`, m = `2 KL`",
+        f"{TANG}; {OWN}",
+        ("shifted", "k2-loss", "k1-loss", "error"),
+        _cubic,
+    ),
+    (
+        "k3 errs less than k1 up to the KL at which `e^m = 1 + 2m`, by Lambert's W",
+        f"{TANG}; {OWN}",
+        ("shifted", "k3-loss", "k1-loss", "error"),
+        _lambert,
+    ),
+    (
+        "k2 is less noisy than k1 up to the golden ratio less one",
+        OWN,
+        ("shifted", "k2-loss", "k1-loss", "variance"),
+        lambda: (math.sqrt(5) - 1) / 2,
+    ),
+    (
+        "narrowing the policy makes k3 noisier than k1 at the KL of the closed form",
+        OWN,
+        ("narrower", "k3-loss", "k1-loss", "error"),
+        _narrow,
+    ),
+):
 
-    @claims.measure(_source, "roots in float64", claim=_claim, kl_over_expected=near(1, 1e-9), better_below=EVERY,
-        which=_which, expected=_expected)  # fmt: skip
+    @claims.measure(
+        _source,
+        "roots in float64",
+        claim=_claim,
+        kl_over_expected=near(1, 1e-9),
+        better_below=EVERY,
+        which=_which,
+        expected=_expected,
+    )
     def _order(rows: pd.DataFrame, which: tuple[str, ...], expected: Callable[[], float]) -> Measured:
         row = records(need(rows, kind="order", **dict(zip(ORDERED, which, strict=True))))[-1]
         kl = math.nan if row["kl"] is None else row["kl"]
@@ -291,10 +325,17 @@ def _wholes(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"bias": total["bias"], "std": total["variance"]}).div(total["size"], axis=0) ** 0.5
 
 
-@claims.measure("Tang & Munos 2025; Liu et al. 2025", "float64 for no bias; a bias is called one above a thousandth "
-    "of the value, a twentieth of the gradient", value_bias_k3=near(0, 1e-9), value_bias_k2=above(1e-3),
-    value_variance_k3_over_k2=below(1), gradient_bias_k2=near(0, 1e-9), gradient_bias_k1=above(0.05),
-    gradient_bias_k3=above(0.05), gradient_std_k2_over_k3=below(1))  # fmt: skip
+@claims.measure(
+    "Tang & Munos 2025; Liu et al. 2025",
+    "float64 for no bias; a bias is called one above a thousandth of the value, a twentieth of the gradient",
+    value_bias_k3=near(0, 1e-9),
+    value_bias_k2=above(1e-3),
+    value_variance_k3_over_k2=below(1),
+    gradient_bias_k2=near(0, 1e-9),
+    gradient_bias_k1=above(0.05),
+    gradient_bias_k3=above(0.05),
+    gradient_std_k2_over_k3=below(1),
+)
 def _reversed(rows: pd.DataFrame) -> Measured:
     """the best value is not the best gradient: as a value k3 is unbiased and quieter, k2 biased; of the losses only k2
     is unbiased, and quieter than k3"""
@@ -327,8 +368,11 @@ def _k3_in_reward(rows: pd.DataFrame) -> Measured:
     return {"off": found["mean"] / found["variance"] ** 0.5, "truth": found["truth"], "kl": found["kl"]}
 
 
-@claims.measure("Liu et al. 2025; Wang & Zhang 2025; Aribandi 2026",
-    "w − 1 + u + 1 − w is u up to rounding, and w is large at times", apart=below(1e-9))  # fmt: skip
+@claims.measure(
+    "Liu et al. 2025; Wang & Zhang 2025; Aribandi 2026",
+    "w − 1 + u + 1 − w is u up to rounding, and w is large at times",
+    apart=below(1e-9),
+)
 def _same_noise(rows: pd.DataFrame) -> Measured:
     """k2 in loss, k1 in reward and k3 in both are the same sample by sample: their sampled means agree"""
     found = need(rows, kind="gradient")
@@ -350,8 +394,13 @@ def _variance(width: float, estimator: str) -> float:
     return moments(value_terms(estimator, pair), pair)[1]
 
 
-@claims.measure(OWN, "the closed form; E[w²] is finite where 2s² > 1", variance_at_the_edge=exactly(math.inf),
-    growth_100_times_nearer=near(10, 0.1), times_k1_at_width_08=above(20))  # fmt: skip
+@claims.measure(
+    OWN,
+    "the closed form; E[w²] is finite where 2s² > 1",
+    variance_at_the_edge=exactly(math.inf),
+    growth_100_times_nearer=near(10, 0.1),
+    times_k1_at_width_08=above(20),
+)
 def _infinite(rows: pd.DataFrame) -> Measured:
     """a policy at most `√½` times as wide as its reference gives k3 an infinite variance (towards it like the root of
     what is left), while k1's is finite; at a width of `s = 0.8` k3 is over

@@ -53,8 +53,12 @@ def _published(rows: pd.DataFrame) -> pd.Series:
     return need(rows, "pair", reference=PUBLISHED).iloc[0]
 
 
-@claims.measure(f"{CHECK}; against {AMINI}", "an order of exact variances, and of sampled ones",
-    times_as_noisy=above(1), times_as_noisy_drawn=above(1))  # fmt: skip
+@claims.measure(
+    f"{CHECK}; against {AMINI}",
+    "an order of exact variances, and of sampled ones",
+    times_as_noisy=above(1),
+    times_as_noisy_drawn=above(1),
+)
 def _noisier(rows: pd.DataFrame) -> Measured:
     """Rao–Blackwell's value can be the noisier one: the inequality that was published fails for two tokens"""
     row = _published(rows)
@@ -65,18 +69,24 @@ def _noisier(rows: pd.DataFrame) -> Measured:
     }
 
 
-@claims.measure(OWN, "two independent numbers are further apart with probability below 1e-6",
-    standard_errors_off=near(0, 5.0))  # fmt: skip
+@claims.measure(
+    OWN, "two independent numbers are further apart with probability below 1e-6", standard_errors_off=near(0, 5.0)
+)
 def _drawn(rows: pd.DataFrame) -> Measured:
     """rollouts drawn from the pair have these variances, within {standard_errors_off:±} standard errors"""
     row = _published(rows)
     return {"standard_errors_off": [(row[f"{name}_drawn"] - row[name]) / row[f"{name}_error"] for name in PAIR[1:]]}
 
 
-claims.column("the two variances differ by `Σ E Var(u_t | s_t) + 2 Σ E Cov(u_t, KL ahead | s_t)` in every random "
-    "environment: "
-    "Rao–Blackwell loses where costly tokens lead to cheaper prefixes", OWN, "of the variances: recursions in float64",
-    "off_identity", near(0, EXACT), "rates")  # fmt: skip
+claims.column(
+    "the two variances differ by `Σ E Var(u_t | s_t) + 2 Σ E Cov(u_t, KL ahead | s_t)` in every random environment: "
+    "Rao–Blackwell loses where costly tokens lead to cheaper prefixes",
+    OWN,
+    "of the variances: recursions in float64",
+    "off_identity",
+    near(0, EXACT),
+    "rates",
+)
 
 
 @claims.measure(OWN, "rounding", times_the_better_one=at_most(1 + EXACT))
@@ -99,15 +109,31 @@ def _by_distance(rows: pd.DataFrame, close: Bound, far: Bound) -> Measured:
 
 
 for _words, _name, _bound, _spread in (
-    ("it fails more often where the policy is sure of its tokens: at the largest spread of logits more than at the "
-    "smallest",
-     "spread", above(0), at_least(0)),
-    ("for mild policies, of a spread up to {spread}, it fails less often with more tokens to choose from: with the "
-    "largest vocabulary less than with the smallest", "vocabulary", below(0), MILD),
-):  # fmt: skip
+    (
+        "it fails more often where the policy is sure of its tokens: at the largest spread of logits more than at the "
+        "smallest",
+        "spread",
+        above(0),
+        at_least(0),
+    ),
+    (
+        "for mild policies, of a spread up to {spread}, it fails less often with more tokens to choose from: with the "
+        "largest vocabulary less than with the smallest",
+        "vocabulary",
+        below(0),
+        MILD,
+    ),
+):
 
-    @claims.measure(OWN, "exact for each environment; counts over the same cells", claim=_words, more_failures=_bound,
-        name=_name, distance=FAR, spread=_spread)  # fmt: skip
+    @claims.measure(
+        OWN,
+        "exact for each environment; counts over the same cells",
+        claim=_words,
+        more_failures=_bound,
+        name=_name,
+        distance=FAR,
+        spread=_spread,
+    )
     def _fails_by(rows: pd.DataFrame, name: str, distance: Bound, spread: Bound) -> Measured:
         found = need(rows, "rates", distance=distance, spread=spread)
         others = [one for one in ("vocabulary", "length", "distance", "spread", "seed") if one != name]
@@ -137,14 +163,26 @@ def _gradients(rows: pd.DataFrame) -> Measured:
     }
 
 
-claims.column("recursions over prefixes give what enumeration of the registered estimators does", OWN,
-    "of the second moment", "off_again", near(0, EXACT), ("rates", "ladder"))  # fmt: skip
+claims.column(
+    "recursions over prefixes give what enumeration of the registered estimators does",
+    OWN,
+    "of the second moment",
+    "off_again",
+    near(0, EXACT),
+    ("rates", "ladder"),
+)
 
 
 # -------------------------------------------------------------------------------------------------- what can be gained
-claims.column("whatever an unbiased estimator knows, if it gives gradients to visited prefixes alone its variance is "
-    "at least `Σ d(1 − d)‖M‖²`, in every environment", OWN, "rounding", "least_over_floor", at_least(1 - EXACT),
-    "ladder")  # fmt: skip
+claims.column(
+    "whatever an unbiased estimator knows, if it gives gradients to visited prefixes alone its variance is "
+    "at least `Σ d(1 − d)‖M‖²`, in every environment",
+    OWN,
+    "rounding",
+    "least_over_floor",
+    at_least(1 - EXACT),
+    "ladder",
+)
 
 
 @claims.measure(OWN, "exact: ranks of integers' size", dimensions_too_many=exactly(0))
@@ -156,10 +194,17 @@ def _freedom(rows: pd.DataFrame) -> Measured:
     return {"dimensions_too_many": found["dimension"] - found["predicted"], "dimensions": dimensions}
 
 
-claims.column("near the reference, up to a logit noise of {distance}, Rao–Blackwell alone has all but reached the "
-    "floor: below "
-    "{bound} times it", OWN, "medians over environments", "over_floor", below(1.2), "ladder", estimator="rao-blackwell",
-    distance=at_most(0.1))  # fmt: skip
+claims.column(
+    "near the reference, up to a logit noise of {distance}, Rao–Blackwell alone has all but reached the floor: below "
+    "{bound} times it",
+    OWN,
+    "medians over environments",
+    "over_floor",
+    below(1.2),
+    "ladder",
+    estimator="rao-blackwell",
+    distance=at_most(0.1),
+)
 
 
 @claims.measure(
@@ -180,8 +225,15 @@ def _cells(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     return need(rows, "ladder").pivot_table(column, ["length", "distance", "seed"], "estimator", aggfunc="last")
 
 
-@claims.measure(OWN, "medians over environments", ratio_near=above(1), ratio_far=below(1), close=NEAR, distance=FAR,
-    length=at_least(6))  # fmt: skip
+@claims.measure(
+    OWN,
+    "medians over environments",
+    ratio_near=above(1),
+    ratio_far=below(1),
+    close=NEAR,
+    distance=FAR,
+    length=at_least(6),
+)
 def _critic_or_exact(rows: pd.DataFrame, close: Bound, distance: Bound, length: Bound) -> Measured:
     """k1 to go with a critic is noisier than Rao–Blackwell with one number up to a logit noise of {close}, and less
     noisy from {distance} on, with {length} tokens or more: a critic is worth less than exact next-token terms near the
@@ -194,8 +246,9 @@ def _critic_or_exact(rows: pd.DataFrame, close: Bound, distance: Bound, length: 
     }
 
 
-@claims.measure("Tang & Munos 2025 (arXiv 2506.09477)", "medians over environments; single ones can differ",
-    times_as_noisy=above(1))  # fmt: skip
+@claims.measure(
+    "Tang & Munos 2025 (arXiv 2506.09477)", "medians over environments; single ones can differ", times_as_noisy=above(1)
+)
 def _to_go(rows: pd.DataFrame) -> Measured:
     """k1 on the whole return is noisier than k1 to go in the median over environments, at every length and distance"""
     over, to_go = _cells(rows, "over_floor"), need(rows, "ladder", estimator="to go")
@@ -218,8 +271,13 @@ def _gains_of_mixtures(rows: pd.DataFrame) -> pd.Series:
     return found["rao-blackwell, one baseline: over_floor"] / found["all: over_floor"]
 
 
-@claims.measure(OWN, "medians over environments, weights best for each", sampled_alone=above(2),
-    weight_of_rao_blackwell=above(0.8), gain=below(3))  # fmt: skip
+@claims.measure(
+    OWN,
+    "medians over environments, weights best for each",
+    sampled_alone=above(2),
+    weight_of_rao_blackwell=above(0.8),
+    gain=below(3),
+)
 def _mixtures(rows: pd.DataFrame) -> Measured:
     """no mixture of sampled log-probs comes nearer than {sampled_alone} times the floor, and one with Rao–Blackwell is
     mostly that, with a weight above {weight_of_rao_blackwell} and less than {gain} times less noise than it alone"""
@@ -232,9 +290,15 @@ def _mixtures(rows: pd.DataFrame) -> Measured:
 
 
 # --------------------------------------------------------------------------------------------------- exact KLs, budget
-claims.column("with exact next-token KLs at any prefixes, and sampled ones elsewhere, the variance is Rao–Blackwell's "
-    "plus `Σ d(1 − c)·gain`: of value, token-level gradient and whole gradient, by recursion and by enumeration", OWN,
-    "of the variances: two routes in float64", "off_again", near(0, EXACT), "budget")  # fmt: skip
+claims.column(
+    "with exact next-token KLs at any prefixes, and sampled ones elsewhere, the variance is Rao–Blackwell's "
+    "plus `Σ d(1 − c)·gain`: of value, token-level gradient and whole gradient, by recursion and by enumeration",
+    OWN,
+    "of the variances: two routes in float64",
+    "off_again",
+    near(0, EXACT),
+    "budget",
+)
 
 
 @claims.measure(OWN, "exact, an order", of_both=at_most(1 + EXACT), of_the_best_mixture_in_the_published_pair=below(1))
@@ -248,8 +312,14 @@ def _threshold(rows: pd.DataFrame) -> Measured:
     }
 
 
-@claims.measure(OWN, "medians over environments", removed=above(0.6), without_looking_ahead=above(0.6), share=QUARTER,
-    spread=at_least(4))  # fmt: skip
+@claims.measure(
+    OWN,
+    "medians over environments",
+    removed=above(0.6),
+    without_looking_ahead=above(0.6),
+    share=QUARTER,
+    spread=at_least(4),
+)
 def _few_positions(rows: pd.DataFrame, share: float, spread: Bound) -> Measured:
     """for sure policies, of a spread from {spread} on, exact KLs at a share of {share} of the positions remove more
     than {removed} of what they can remove, also if they are chosen by `Var(u | s)` alone"""
@@ -268,23 +338,49 @@ def _entropy(rows: pd.DataFrame, share: float) -> Measured:
     return {"less": found["variance"] - found["entropy"], "entropy": found["entropy"]}
 
 
-claims.column("choosing positions by the sampled log-ratio itself biases the value: at logit noises of {distance} the "
-    "relative bias is below {bound}, at every spread", OWN, "medians over environments; nearer to the reference signs "
-    "vary", "bias_by_token", below(-0.1), "budget", distance=(1.0, 3.0))  # fmt: skip
+claims.column(
+    "choosing positions by the sampled log-ratio itself biases the value: at logit noises of {distance} the "
+    "relative bias is below {bound}, at every spread",
+    OWN,
+    "medians over environments; nearer to the reference signs vary",
+    "bias_by_token",
+    below(-0.1),
+    "budget",
+    distance=(1.0, 3.0),
+)
 
 
-claims.column("at the optimum of `E[R] − β·KL` the objective `R − β·Σu` has no noise, and each exact KL adds "
-    "`β²·Var(u | s)`", f"{OWN}; that sampled terms have no noise there: Roeder et al. 2017 (arXiv 1703.09194)",
-    "of the variance: two routes in float64", "off_optimum", near(0, EXACT), "budget")  # fmt: skip
+claims.column(
+    "at the optimum of `E[R] − β·KL` the objective `R − β·Σu` has no noise, and each exact KL adds `β²·Var(u | s)`",
+    f"{OWN}; that sampled terms have no noise there: Roeder et al. 2017 (arXiv 1703.09194)",
+    "of the variance: two routes in float64",
+    "off_optimum",
+    near(0, EXACT),
+    "budget",
+)
 
 
-claims.column("along a path of training the same theorem, the reward in the gain, says how much exact KLs add to the "
-    "objective's variance: recursion and enumeration agree", OWN, "of the variance: two routes in float64", "off_gain",
-    near(0, EXACT), "reward")  # fmt: skip
+claims.column(
+    "along a path of training the same theorem, the reward in the gain, says how much exact KLs add to the "
+    "objective's variance: recursion and enumeration agree",
+    OWN,
+    "of the variance: two routes in float64",
+    "off_gain",
+    near(0, EXACT),
+    "reward",
+)
 
-claims.column("trained from the reference, exact KLs beside a sampled reward make the gradient of `E[R] − β·KL` "
-    "noisier than sampled ones do, in every environment, all along the path, each with its best single baseline", OWN,
-    "exact, an order", "gradient", above(1), "reward", start="reference", made=above(0))  # fmt: skip
+claims.column(
+    "trained from the reference, exact KLs beside a sampled reward make the gradient of `E[R] − β·KL` "
+    "noisier than sampled ones do, in every environment, all along the path, each with its best single baseline",
+    OWN,
+    "exact, an order",
+    "gradient",
+    above(1),
+    "reward",
+    start="reference",
+    made=above(0),
+)
 
 
 def _language(rows: pd.DataFrame, by: list[str], column: str = "removed", **wanted: Any) -> pd.DataFrame:
@@ -314,8 +410,13 @@ def _language_model(rows: pd.DataFrame, share: float) -> Measured:
     return {"by_variance": found.loc["variance", "low"], "by_entropy": found.loc["entropy", "high"]}
 
 
-@claims.measure(OWN, "ends of 95 % intervals over seeds", removed_at_first=above(0.8), removed_at_last=below(0.4),
-    noise_of_the_objective=above(1))  # fmt: skip
+@claims.measure(
+    OWN,
+    "ends of 95 % intervals over seeds",
+    removed_at_first=above(0.8),
+    removed_at_last=below(0.4),
+    noise_of_the_objective=above(1),
+)
 def _while_it_trains(rows: pd.DataFrame) -> Measured:
     """recorded, while a language model trains: exact KLs everywhere remove more than {removed_at_first} of the variance
     of the KL's estimate at first and less than {removed_at_last} at last, and leave that of the objective `R − β·KL`
@@ -338,9 +439,14 @@ def _medians(rows: pd.DataFrame, rate: float) -> pd.Series:
     return ends[ends["runs"] >= SEEDS].groupby("rule")["kl"].median()
 
 
-@claims.measure(STUDY_OF_λ, "the margin was published with the medians", rate=PUBLISHED_RATE,
-    right_over_wrong=below(1), λ_1_less_λ_gradient=near(0, MEDIAN_TOLERANCE),
-    λ_value_less_λ_0=above(-MEDIAN_TOLERANCE))  # fmt: skip
+@claims.measure(
+    STUDY_OF_λ,
+    "the margin was published with the medians",
+    rate=PUBLISHED_RATE,
+    right_over_wrong=below(1),
+    λ_1_less_λ_gradient=near(0, MEDIAN_TOLERANCE),
+    λ_value_less_λ_0=above(-MEDIAN_TOLERANCE),
+)
 def _as_published(rows: pd.DataFrame, rate: float) -> Measured:
     """on the bandit at learning rate {rate:g} λ_value is no better than `λ = 0`, `λ = 1` as good as λ_grad (medians of
     the KL at the end, a margin of {λ_1_less_λ_gradient:±} nats), and both of these end nearer than both of those"""

@@ -38,10 +38,15 @@ def counts() -> list[Row]:
         unknowns, rank = _rank(environments())
         rows.append(
             {
-                "sees": sees, "vocabulary": vocabulary, "length": length, "unknowns": unknowns, "rank": rank,
-                "dimension": unknowns - rank, "predicted": predicted,
+                "sees": sees,
+                "vocabulary": vocabulary,
+                "length": length,
+                "unknowns": unknowns,
+                "rank": rank,
+                "dimension": unknowns - rank,
+                "predicted": predicted,
             }
-        )  # fmt: skip
+        )
     return rows
 
 

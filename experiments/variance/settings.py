@@ -46,9 +46,14 @@ STARTS = {"reference": 0.0, "away": 2.0}
 # of some of the last ones gradients at the weights are taken; shares of the positions; when it was made, with what, on
 # CPUs.
 LANGUAGE: Mapping[str, Any] = {
-    "updates": (4, 12, 24, 48), "fewer": 2048, "rollouts": 8192, "differentiated": 384,
-    "date": "2026-11-23", "python": "3.11", "torch": "2.13",
-}  # fmt: skip
+    "updates": (4, 12, 24, 48),
+    "fewer": 2048,
+    "rollouts": 8192,
+    "differentiated": 384,
+    "date": "2026-11-23",
+    "python": "3.11",
+    "torch": "2.13",
+}
 RECORDED_SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 
 PARTS: dict[str, tuple[str, ...]] = {

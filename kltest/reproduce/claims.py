@@ -104,9 +104,15 @@ class Claims:
         self._ask(claim, source, why, {of: bound}, where, measured, {"bound": bound, **where})
 
     def _ask(
-        self, sentence: str, source: str, why: str, bounds: Mapping[str, Bound], where: Mapping[str, Any],
-        measured: Callable[..., Measured], slots: Mapping[str, Any],
-    ) -> None:  # fmt: skip
+        self,
+        sentence: str,
+        source: str,
+        why: str,
+        bounds: Mapping[str, Bound],
+        where: Mapping[str, Any],
+        measured: Callable[..., Measured],
+        slots: Mapping[str, Any],
+    ) -> None:
         def judge(rows: pd.DataFrame) -> tuple[str, bool]:
             found = {name: _values(one) for name, one in measured(rows).items()}
             require(all(len(found[name]) for name in bounds))
