@@ -180,35 +180,6 @@ def test_a_sweep_made_again_is_asked_the_same_and_written_as_it_is_read(tmp_path
     assert sorted(RUNS.committed(), key=key) == sorted(committed, key=key)
 
 
-@pytest.mark.parametrize(
-    ("words", "variants", "change"),
-    [
-        ("over-optimised", ["none"], {"gold_held_out": 0.4}),
-        ("k1 in the reward holds", ["k1-reward"], {"kl": 31.0}),
-        ("does not hold it back", ["k1-loss"], {"kl": 14.0}),
-        ("a better objective than k2 and k3 in the loss", ["k3-loss"], {"kl": 2.0}),
-        ("a better gold score", ["k2-loss"], {"gold_held_out": 0.6}),
-        ("a baseline on the penalty", ["leave-one-out"], {"kl": 3.0}),
-        ("than terms of tokens", ["stale:k3-ratio"], {"kl": 1.0}),
-        ("which is noisier", ["stale:k1-reward-sequence-ratio"], {"kl": 1.0}),
-    ],
-)
-def test_a_planted_result_is_told(words, variants, change):
-    def planted(row):
-        mine = row["variant"] in variants and row["update"]
-        wobble = 1 + 0.001 * (row["seed"] - 1.5)
-        return {**row, **{name: value * wobble for name, value in change.items()}} if mine else row
-
-    rows = synthetic()
-    TRIAL.tells(rows, words, [planted(row) for row in rows])
-
-
-def test_a_run_that_k1_in_the_reward_does_not_hold_back_is_told():
-    rows = synthetic("run")
-    moved = [{**row, "kl_high": 40.0} if row["variant"] == "k1-reward" else row for row in rows]
-    TRIAL.tells(rows, "runs made now are held back by k1 in the reward", moved)
-
-
 @pytest.fixture(scope="module")
 def audits():
     """Those that are committed."""
@@ -223,19 +194,6 @@ def test_the_committed_audits_are_whole_and_as_the_atlas_says(audits):
     # The policy is that of the sweep's run.
     (run,) = (row for row in RUNS.committed() if row["update"] == 96 and SETTINGS.AUDITED.items() <= row.items())
     assert {row["kl"] for row in audits} == {run["kl"]}
-
-
-@pytest.mark.parametrize(
-    ("words", "estimator", "change"),
-    [
-        ("follow what its SPEC names", "k3-loss", {"follows": "local_reverse_kl"}),
-        ("follow what its SPEC names", "k2-loss", {"coefficient_high": 0.9}),
-        ("biased on sequences is refuted", "k1-reward-immediate", {"distance_low": 0.01}),
-        ("and none that it says is unbiased", "k1-reward", {"distance_low": 0.06}),
-    ],
-)
-def test_a_planted_audit_is_told(audits, words, estimator, change):
-    TRIAL.tells(audits, words, [{**row, **change} if row["estimator"] == estimator else row for row in audits])
 
 
 def test_an_audit_is_written_as_it_is_read(tmp_path, monkeypatch):
@@ -261,3 +219,12 @@ def test_intervals_are_scipys():
     logs = stats.ttest_1samp(np.log(values), 0).confidence_interval(0.9)
     found = SPREAD.geometric(values, 0.9)
     assert (found.low, found.high) == pytest.approx((math.exp(logs.low), math.exp(logs.high)), rel=1e-12)
+
+
+@pytest.mark.parametrize("part", ["committed", "run"])
+def test_each_claim_about_runs_can_fail(part):
+    TRIAL.claims_can_fail(synthetic(part))
+
+
+def test_each_claim_about_audits_can_fail(audits):
+    TRIAL.claims_can_fail(audits, "audited")

@@ -70,36 +70,12 @@ def test_claims_agree_and_those_without_rows_are_not_run(rows):
     assert TRIAL.may_lack([]) == {None}
 
 
-@pytest.mark.parametrize(
-    ("words", "part", "change"),
-    [
-        ("masking tied groups loses", "masking", {"closed_form_error": 1e-6}),
-        ("in evaluation groups", "masking", {"lost": 0.9}),
-        ("unmasked", "training", {"kl_to_optimum": 1e-3}),
-        ("masked, it ends", "training", {"kl": 0.1}),
-        ("masked, it ends", "training", {"gap": 1e-6}),
-        ("every fixed point", "training", {"right": 0.5}),
-        ("with the rollout itself", "baselines", {"factor": 1.0}),
-        ("without the rollout itself", "baselines", {"factor": 0.9}),
-        ("std-normalisation cancels", "std", {"normalised": None}),
-        ("without normalisation", "std", {"plain": None}),
-        ("second, plain enumeration", "std", {"by_hand_error": 1e-3}),
-        ("does not settle", "training", {"gradient_norm": 1e-12}),
-    ],
-)
-def test_a_planted_result_is_told(rows, words, part, change):
-    """None stands for a push that grows like √β."""
-    planted = [
-        {**row, **{name: row["push"] ** 0.5 if value is None else value for name, value in change.items()}}
-        if row["part"] == part
-        else row
-        for row in rows
-    ]
-    TRIAL.tells(rows, words, planted)
-
-
 def test_parts_have_what_concerns_them_once():
     configurations = Experiment(CHECKOUT, "groups").configurations(Request())
     assert not any("beta" in one or "steps" in one for one in configurations if one["part"] == "masking")
     exact = [one for one in configurations if one["part"] == "training" and not one["batch_size"]]
     assert {one["seed"] for one in exact} == {0}
+
+
+def test_each_claim_can_fail(rows):
+    TRIAL.claims_can_fail(rows)

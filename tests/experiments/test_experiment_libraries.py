@@ -1,10 +1,9 @@
 """The libraries experiment: the record as the paper shows it, and each claim able to fail."""
 
 import pytest
-from trial import CHECKOUT, Trial, irrefutable, look_up, plant, row_of
+from trial import CHECKOUT, Trial, look_up, row_of
 
 from kltest.reproduce.experiment import Experiment, Request
-from kltest.reproduce.frames import frame
 
 TRIAL = Trial("libraries")
 (analysis,) = TRIAL.modules("analysis")
@@ -16,23 +15,8 @@ def rows():
     return TRIAL.tidied([one] for one in found)
 
 
-def test_claims_agree_and_can_fail(rows):
+def test_claims_agree_and_those_without_rows_are_not_run(rows):
     TRIAL.may_lack_parts(rows)
-    assert irrefutable(analysis, frame(rows), {}, {}) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "part", "change", "where"),
-    [
-        ("at most 1 follows", "defaults", {"relative_bias": 0.0}, {"library": "skyrl"}),
-        ("another coefficient mends", "defaults", {"cosine": 1.0}, {"library": "verl", "setting": "kl_in_reward/gae"}),
-        ("instead of a default", "instead", {"relative_bias": 0.01}, {"library": "liger"}),
-        ("come to another gradient", "history", {"class_changed": True}, {"library": "torchrl", "version": "0.14.1"}),
-    ],
-)
-def test_a_planted_result_is_told(rows, words, part, change, where):
-    ((name, value),) = change.items()
-    TRIAL.tells(rows, words, plant(rows, part, name, value, where))
 
 
 def test_every_penalty_is_of_one_class(rows):
@@ -55,3 +39,7 @@ def test_a_row_of_the_table_is_what_the_source_of_the_library_says(rows):
 def test_combinations_are_written_with_their_factors():
     assert analysis._gradient({"reverse_kl": "−0.17", "local_reverse_kl": ""}) == "−0.17·∇KL(π‖ref) + local ∇KL(π‖ref)"
     assert analysis._gradient({"local_reverse_kl": "", "reverse_kl": "−1/T"}) == "local ∇KL(π‖ref) − 1/T·∇KL(π‖ref)"
+
+
+def test_each_claim_can_fail(rows):
+    TRIAL.claims_can_fail(rows)

@@ -197,51 +197,12 @@ def scaled(name, factor):
     return lambda row: {name: row[name] * factor if row[name] is not None else None}
 
 
-@pytest.mark.parametrize(
-    ("words", "part", "change"),
-    [
-        ("follow the whole KL at every", "path", lambda row: {"bias": 1e-8}),
-        ("every estimator with a name", "path", lambda row: {"off_followed": 1e-8}),
-        ("the truth by recursion", "path", lambda row: {"truth_again": 1e-8}),
-        ("unbiased in value and gradient", "path", lambda row: {"value_bias": 1e-8}),
-        ("on sequences it is not", "path", lambda row: {"drift": 0.5}),
-        ("its value is the KL", "path", lambda row: {"value_off_sampler": 1e-8}),
-        ("k2 with its ratio detached", "path", lambda row: {"bias": len(row["estimator"])}),
-        ("k3 with its ratio detached", "path", lambda row: {"bias": 1e-5}),
-        ("broadcast", "path", lambda row: {"off_followed": 0.3}),
-        ("rewards from the sampler's", "path", lambda row: {"off_followed": 1e-3}),
-        ("first order in staleness", "path", lambda row: {"drift": row["drift"] ** 2}),
-        ("clipped ratio", "path", lambda row: {"bias": 1e-8}),
-        ("sample sizes by recursion", "weights", lambda row: {"off_enumerated": 1e-8}),
-        ("falls as e^", "weights", scaled("log_sequence_share", 0.5)),
-        ("share of token weights at", "weights", lambda row: {"token_share": row["prefix_share"]}),
-        ("full-sequence ratio is noisier", "length", lambda row: {"variance": 1.0}),
-        ("where training rests", "stability", lambda row: {"moved": 1e-6}),
-        ("has closed forms", "stability", scaled("multiplier", 1.0001)),
-        ("with rewards from stale log-probs training", "stability", lambda row: {"multiplier": 0.9}),
-        ("many updates settle where", "stability", lambda row: {"multiplier": 0.9}),
-        ("that of a regression", "stability", lambda row: {"off_regression": 1e-3}),
-        ("ends as these factors", "training", lambda row: {"gap": 1.0}),
-        ("to first order in a sampler's age", "age", lambda row: {"off_slopes": 1e-3}),
-        ("those of the registered estimators", "age", lambda row: {"off_again": 1e-8}),
-        ("the sign of", "age", lambda row: {"variance_slope_prefix": -row["variance_slope_prefix"]}),
-        (
-            "late on a path",
-            "age",
-            lambda row: {"variance_prefix": row["variance_none"] * (1.1 if row["draw"] % 2 else 0.9)},
-        ),
-        ("the smaller error in more than", "age", lambda row: {"bias_none": 0.0}),
-        ("a token's ratio leaves a bias", "age", lambda row: {"bias_token": 0.0}),
-        ("makes no difference", "training", lambda row: {"gap": row["gap"] * (1 + 1e-4 * row["inner_steps"])}),
-        ("however stale", "training", lambda row: {"gap": row["gap"] * row["inner_steps"] ** 4}),
-    ],
-)
-def test_a_planted_result_is_told(rows, words, part, change):
-    TRIAL.tells(rows, words, [{**row, **change(row)} if row["part"] == part else row for row in rows])
-
-
 def test_parts_have_what_concerns_them_once():
     found = Experiment(CHECKOUT, "off-policy").configurations(Request())
     assert len({tuple(sorted(one.items())) for one in found}) == len(found)
     assert not any(one["recipe"] == "broadcast" for one in found if one["part"] == "stability")
     assert not any("steps" in one or "inner_steps" in one for one in found if one["part"] != "training")
+
+
+def test_each_claim_can_fail(rows):
+    TRIAL.claims_can_fail(rows)
