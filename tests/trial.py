@@ -119,7 +119,7 @@ CHANGES: tuple[Callable[[list, int], Any], ...] = (
 
 
 def _planted(rows: pd.DataFrame, columns: Sequence[str]) -> Iterator[pd.DataFrame]:
-    """Yield the rows with one column changed; each change in all columns before the next, since most claims fall soon."""
+    """Yield the rows with one column changed: a change in all columns before the next, since most claims fall soon."""
     for number in range(len(CHANGES)):
         for name in columns:
             measured = rows[name].map(lambda one: isinstance(one, int | float) and one == one)
