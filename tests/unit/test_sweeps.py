@@ -39,8 +39,13 @@ def test_the_grid_is_every_combination_that_applies():
     configurations = SETTINGS.configurations(SETTINGS.grid("quick"))
     assert len(configurations) == (3 * 2 - 1) * 2
     assert configurations[0] == {
-        "estimator": "k1-loss", "beta": 0.1, "steps": 100, "exact": True, "environment": "bandit", "seed": 0,
-    }  # fmt: skip
+        "estimator": "k1-loss",
+        "beta": 0.1,
+        "steps": 100,
+        "exact": True,
+        "environment": "bandit",
+        "seed": 0,
+    }
     assert len({json.dumps(one, sort_keys=True) for one in configurations}) == len(configurations)
 
 
