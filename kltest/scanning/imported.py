@@ -5,6 +5,7 @@ import builtins
 from collections.abc import Iterator
 from pathlib import Path
 
+from kltest.loss.importing import package_of
 from kltest.scanning.arithmetic import MODULES
 from kltest.scanning.sources import Source
 from kltest.scanning.tree import Tree
@@ -24,19 +25,10 @@ def imported(tree: Tree, source: Source, module: ast.Module) -> str:
     for function in module.body:
         found = [each.source for each in tree.called(getattr(function, "name", ""), source)]
         home = found[0] if found else source
-        folder, name = _package(home.path)
+        folder, name = package_of(home.path.resolve())
         folders[str(folder)] = None
         lines |= dict.fromkeys(_imports(home, name, _free(function) - lifted))
     return "\n".join([f"import sys\nsys.path += {list(folders)!r}", *lines, ""])
-
-
-def _package(path: Path) -> tuple[Path, str]:
-    """Return the folder from which a file is imported, and its dotted name there."""
-    path = path.resolve()
-    folder, parts = path.parent, [path.stem]
-    while (folder / "__init__.py").exists():
-        folder, parts = folder.parent, [folder.name, *parts]
-    return folder, ".".join(part for part in parts if part != "__init__")
 
 
 def _free(function: ast.AST) -> set[str]:
