@@ -68,12 +68,12 @@ def test_the_coefficient_of_k3_is_that_of_the_interpolated_frontier(environment,
     assert LIMITS.coefficient(environment, seed, 0.3) == pytest.approx(by_curve, rel=1e-4)
 
 
+@mpmath.workdps(1000)
 def test_the_law_of_k3_for_small_coefficients_in_a_thousand_digits():
     """Both KLs as they are defined agree at the β' found; and it goes to its limit as fast as the terms left out.
 
     β·ref_v/Δ_v against e^(−Δ/β') give Δ/β' = log(1/β) + log(ref_2/(ref_*·Σ ref_v/Δ_v)) + O(1/log(1/β)).
     """
-    mpmath.mp.dps = 1000
     reference, reward = (list(map(mpmath.mpf, values)) for values in bandit())
     (_, best), *others = sorted((max(reward) - one, r) for one, r in zip(reward, reference, strict=True))
 
