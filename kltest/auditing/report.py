@@ -104,8 +104,11 @@ class Audit:
         estimated = [row for row in self.named if row.coefficient is not None]
         rows = [[row.name, _shown(row.coefficient), _shown(row.cosine), row.note] for row in estimated]
         heads = ("named gradient", "coefficient", "cosine", "")
-        others = {row.note: [one.name for one in self.named if one not in estimated and one.note == row.note]
-                  for row in self.named if row not in estimated}  # fmt: skip
+        others = {
+            row.note: [one.name for one in self.named if one not in estimated and one.note == row.note]
+            for row in self.named
+            if row not in estimated
+        }
         level = f"{100 * (1 - self.error_rate):g} %"
         lines = [
             *_first_lines(self),

@@ -112,6 +112,13 @@ def figure(shown: dict[tuple[str, str], list[BoardRow]]) -> str:
     legend = [(COLOURS[kind], CLASSES[kind].words) for kind in CLASSES if kind in there]
     bottom = TOP + len(shown) * HEIGHT
     return template("history.svg.j2").render(
-        width=WIDTH, height=bottom + 34 + 20 * len(legend), bottom=bottom, left=LEFT, bar=BAR, top=TOP,
-        bars=bars, ticks=ticks, legend=legend,
-    )  # fmt: skip
+        width=WIDTH,
+        height=bottom + 34 + 20 * len(legend),
+        bottom=bottom,
+        left=LEFT,
+        bar=BAR,
+        top=TOP,
+        bars=bars,
+        ticks=ticks,
+        legend=legend,
+    )

@@ -26,10 +26,28 @@ WHY = "token-level on purpose"
 
 # Wrong values of each argument of `kltest.grade`; a pair is a value and words that the message holds as well.
 WRONG = {
-    "expect": [5, None, [], "", "2*", ("revers_kl", "did you mean reverse_kl"), "reverse_kl--", "nan*reverse_kl",
-               {"reverse_kl": "x"}, {"reverse_kl": NAN}, {5: 1.0}],
-    "placement": [5, [], "", True, ("los", "did you mean loss"), ("rewards", "did you mean reward"),
-                  ("x", "reward, shaped-reward, both")],
+    "expect": [
+        5,
+        None,
+        [],
+        "",
+        "2*",
+        ("revers_kl", "did you mean reverse_kl"),
+        "reverse_kl--",
+        "nan*reverse_kl",
+        {"reverse_kl": "x"},
+        {"reverse_kl": NAN},
+        {5: 1.0},
+    ],
+    "placement": [
+        5,
+        [],
+        "",
+        True,
+        ("los", "did you mean loss"),
+        ("rewards", "did you mean reward"),
+        ("x", "reward, shaped-reward, both"),
+    ],
     "credit": [5, [], "", ("togo", "did you mean to-go")],
     "environment": [5, None, [], "", ",", ("bandits", "did you mean bandit"), (["bandit", 5], "")],
     "sampler": [5, [], "", ("curent", "did you mean current"), ("stael", "did you mean stale")],
@@ -46,16 +64,25 @@ WRONG = {
     "margin": [0, -1, NAN, INF, True, "x"],
     "samples": [0, 1.5, NAN, True, "x"],
     "bound": [0, -1, NAN, INF, True, "x"],
-    "expected_failures": [5, {"KL9": "why"}, ({"KL999": WHY}, "no check 'KL999'"), ({"KL2": WHY}, "no check 'KL2'"),
-                          ({3: WHY}, "no check"), ({"KL201": ""}, "say why KL201"), ({"KL201": "  "}, "say why"),
-                          ({"KL201": None}, "say why KL201"), ({"KL201": WHY, "kl201": WHY}, "two reasons"),
-                          ["KL201"], "KL201"],
+    "expected_failures": [
+        5,
+        {"KL9": "why"},
+        ({"KL999": WHY}, "no check 'KL999'"),
+        ({"KL2": WHY}, "no check 'KL2'"),
+        ({3: WHY}, "no check"),
+        ({"KL201": ""}, "say why KL201"),
+        ({"KL201": "  "}, "say why"),
+        ({"KL201": None}, "say why KL201"),
+        ({"KL201": WHY, "kl201": WHY}, "two reasons"),
+        ["KL201"],
+        "KL201",
+    ],
     "allow_unexpected_passes": [5, "yes", None],
     "strict": [5, "yes", None],
     "levels": [5, "KL502", {"KL999": "error"}, {"KL502": "fatal"}],
     "allow_stale_excuses": [5, "yes", None],
     "name": [5, "", []],
-}  # fmt: skip
+}
 # What a message calls an option whose name is another where it is written.
 NAMED = {"arguments": ("arg", "@nope"), "expected_failures": ("expect", "KL201")}
 # Wrong by itself, in whatever option: these stand on the command line alone.

@@ -137,12 +137,15 @@ def test_an_expected_failure_is_one_and_excuses_the_gradient_that_it_explains(pr
     ("decoration", "arguments", "expected"),
     [
         ('[token_level], expected_failed_checks={"KL102": "the wrong excuse"}', (), {"gradient", "KL201", "KL102"}),
-        ('[right, token_level], expected_failed_checks=lambda loss: {"KL201": "x"} if loss is token_level else None',
-         (), set()),
+        (
+            '[right, token_level], expected_failed_checks=lambda loss: {"KL201": "x"} if loss is token_level else None',
+            (),
+            set(),
+        ),
         ('[token_level], expected_failed_checks={"KL201": "on purpose"}', ("--runxfail",), {"gradient", "KL201"}),
     ],
     ids=["without the excuse, or with another", "an excuse that depends on the loss", "what is excused, shown"],
-)  # fmt: skip
+)
 def test_what_fails_is_what_is_not_excused(project, pytester, decoration, arguments, expected):
     project(decoration)
     assert failed(outcomes(pytester, *arguments)) == {f"token_level-{name}" for name in expected}

@@ -12,9 +12,15 @@ from trial import Trial, row_of
 TRIAL = Trial("approximations")
 ANALYSIS, HEADS, LENGTHS, PRECISION = TRIAL.modules("analysis", "heads", "lengths", "precision")
 SMALL = (
-    "k=2,8,32", "sharpness=1.0", "distance=0.0,0.1", "lead=3.0,4.0,8.0", "log_ratio=3e-4,0.03,0.1",
-    "vocabulary=4096", "batch_size=1,2,3,64,128,1024", "beta=1.0,2.0",
-)  # fmt: skip
+    "k=2,8,32",
+    "sharpness=1.0",
+    "distance=0.0,0.1",
+    "lead=3.0,4.0,8.0",
+    "log_ratio=3e-4,0.03,0.1",
+    "vocabulary=4096",
+    "batch_size=1,2,3,64,128,1024",
+    "beta=1.0,2.0",
+)
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,16 @@ experiment, analysis, prefixes, bandit, freedom, budget, recorded, rewarded, set
 def rows() -> list[dict]:
     """All parts; of the bandit's training only what three claims need least: its start, and made-up ends."""
     found = TRIAL.computed(
-        "part=pair,rates,ladder,mixtures,freedom,noise,budget,language,reward", "budgeted=100",
-        "reference=0.1,0.25,0.5,0.9", "vocabulary=2,8",
-        "length=2,6", "distance=0.1,3.0", "environments=1000", "compared=10", "lam=-0.5,0.0,1.0,2.0",
-    )  # fmt: skip
+        "part=pair,rates,ladder,mixtures,freedom,noise,budget,language,reward",
+        "budgeted=100",
+        "reference=0.1,0.25,0.5,0.9",
+        "vocabulary=2,8",
+        "length=2,6",
+        "distance=0.1,3.0",
+        "environments=1000",
+        "compared=10",
+        "lam=-0.5,0.0,1.0,2.0",
+    )
     path = {"part": "bandit", "what": "path", "step": 0, "rule": "1", "rate": 5.0, "kl": 2.4302}
     return [*found, *_ends(), {**path, "low": 2.4302, "high": 2.4302}]
 
@@ -53,8 +59,10 @@ def test_the_published_pair_by_hand(rows):
     assert row["rao_blackwell"] == pytest.approx(d**2 / 4, rel=1e-12)
     assert row["monte_carlo"] == pytest.approx(sum(p * (value - kl) ** 2 for p, value in values), rel=1e-12)
     assert (round(row["kl"], 5), round(row["monte_carlo"], 5), round(row["rao_blackwell"], 5)) == (
-        2.39545, 3.31591, 5.06974,
-    )  # fmt: skip
+        2.39545,
+        3.31591,
+        5.06974,
+    )
 
 
 def test_the_best_mixture_is_least_along_the_line_between_the_two(rows):

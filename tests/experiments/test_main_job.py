@@ -191,8 +191,10 @@ def test_a_missing_environment_is_not_agreement(analysis, rows):
     [("keeps the name", {"identified": {"local_forward_kl": 0.9}}), ("removes no bias", {"relative_bias": 1e-3})],
 )
 def test_a_wrong_name_or_bias_at_shared_weights_is_a_disagreeing_claim(analysis, rows, words, planted):
-    wrong = [{**row, **planted} if (row["estimator"], row["environment"]) == ("k3-loss", "transformer") else row
-             for row in rows]  # fmt: skip
+    wrong = [
+        {**row, **planted} if (row["estimator"], row["environment"]) == ("k3-loss", "transformer") else row
+        for row in rows
+    ]
     verdicts = {claim.claim: claim.agrees for claim in analysis.claims(analysis.tidy(wrong))}
     assert {claim for claim, agrees in verdicts.items() if agrees is not True} == {c for c in verdicts if words in c}
 

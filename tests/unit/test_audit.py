@@ -262,8 +262,15 @@ def test_20_million_weights_fit_into_4_gb_and_half_a_billion_into_80():
 
 def test_logits_of_all_positions_are_never_in_memory(monkeypatch):
     """With a large vocabulary a unit's peak stays below one (B, T, V); planted: in one chunk it is many of them."""
-    configuration = LlamaConfig(vocab_size=20_000, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                num_attention_heads=1, eos_token_id=1, pad_token_id=0)  # fmt: skip
+    configuration = LlamaConfig(
+        vocab_size=20_000,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     cut = CutModel(LanguageModel(LlamaForCausalLM(configuration).eval(), None, (1,), 0))
     tokens = torch.randint(3, 20_000, (4, 64), generator=torch.Generator().manual_seed(0))
     unit = of_batch({"prompt_ids": tokens[:, :2], "completion_ids": tokens}, cut.language, 4)[0]

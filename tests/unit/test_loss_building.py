@@ -171,8 +171,13 @@ def test_dotted_arguments_win(target, arguments, weight, classes):
         return
     follows(resolve(f"mine.py:{target}", Call(arguments=arguments)), weight * K2)
     if "needs" not in target and "Unset" not in target:
-        follows(resolve(f"mine.py:{target}"), {"OfDefaults": 2, "OfAConfig": 3, "Module": 2, "Child": 4, "typed": 6,
-                "quoted": 5, "optional": 1}[target.split(".")[0]] * K2)  # fmt: skip
+        follows(
+            resolve(f"mine.py:{target}"),
+            {"OfDefaults": 2, "OfAConfig": 3, "Module": 2, "Child": 4, "typed": 6, "quoted": 5, "optional": 1}[
+                target.split(".")[0]
+            ]
+            * K2,
+        )
 
 
 def test_an_attribute_that_the_object_lacks(classes):

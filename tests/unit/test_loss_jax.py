@@ -301,8 +301,11 @@ def test_the_command_grades_a_file_in_a_child(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-m", "kltest.cli", "grade", "losses.py:loss", "--timeout", "300", "--output", "json"],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     report = json.loads(done.stdout)
     assert (done.returncode, report["verdict"]) == (0, "confirmed"), done.stdout + done.stderr
     assert any(CALLED in note for note in report["notes"])
