@@ -52,7 +52,7 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "kltest finetune runs in one process: start it without accelerate launch or torchrun, with micro_batch if "
-            "memory is short; a trainer that spreads a model over devices can be measured with kltest.KLAuditCallback"
+            "memory is short; a trainer of yours with several processes can be measured with kltest.KLAuditCallback"
         )
     _set_threads(settings)
     task = task_named(settings.task, settings.keys)
