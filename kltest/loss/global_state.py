@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kltest.loss.state import Place, same
+from kltest.loss.state import Place, State
 
 # The global generators. NumPy's is the old one, which a loss without a generator of its own draws from.
 TORCH = Place("torch's generator", torch.get_rng_state, torch.set_rng_state, drawn=True)
@@ -22,25 +22,20 @@ NUMPY = Place("NumPy's generator", np.random.get_state, np.random.set_state, dra
 MERSENNE_TWISTER = 4 * 625
 
 
-class RandomState:
+class RandomState(State):
     """The state of random generators when it was made: the global ones, and others.
 
     Without `numpy`, NumPy's is not restored: to read and write it takes ten times as long as the other two together.
     """
 
     def __init__(self, *own: Place, numpy: bool = True) -> None:
-        self._states = [(place, place.get()) for place in (TORCH, PYTHON, *[NUMPY] * numpy, *own)]
+        super().__init__((TORCH, PYTHON, *[NUMPY] * numpy, *own))
         self._numpy = _numpy_stands()
-
-    def reset(self) -> None:
-        """Let every generator go back to where it stood."""
-        for place, state in self._states:
-            place.put(state)
 
     @property
     def moved(self) -> bool:
         """True if a generator has been drawn from since."""
-        return any(not same(place.get(), state) for place, state in self._states) or self.numpy_moved
+        return bool(self.changed()) or self.numpy_moved
 
     @property
     def numpy_moved(self) -> bool:

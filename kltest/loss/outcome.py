@@ -60,7 +60,7 @@ class Calls:
     find: Callable[[], Iterator[Place]]
     state: State
     generators: list[Place]
-    held: tuple[State | RandomState, ...] = ()
+    held: tuple[State, ...] = ()
     count: int = 0
     seconds: float = 0.0
     longest: float = 0.0
@@ -92,7 +92,7 @@ class Calls:
             yield self.draws()
 
     @contextmanager
-    def holding(self, *held: State | RandomState) -> Iterator[None]:
+    def holding(self, *held: State) -> Iterator[None]:
         """Hold this instead of what was held before."""
         before, self.held = self.held, held
         try:

@@ -53,13 +53,19 @@ class Place:
 
 
 class State:
-    """The content of some places, as it was when this was made."""
+    """The content of some places, as it was when this was made.
+
+    Where a random generator stands is read as a copy, and is written as fast as it is compared.
+    """
 
     def __init__(self, places: Iterable[Place]) -> None:
         self._before: list[tuple[Place, Any]] = []
         for place in places:
             with suppress(Exception):  # what cannot be copied is not looked at
-                if _small(value := place.get()):
+                value = place.get()
+                if place.drawn:
+                    self._before.append((place, value))
+                elif _small(value):
                     self._before.append((place, copy.deepcopy(value)))
 
     def now(self) -> "State":
@@ -78,7 +84,9 @@ class State:
         """Make everything as it was."""
         for place, before in self._before:
             with suppress(Exception):
-                if not same(place.get(), before):
+                if place.drawn:
+                    place.put(before)
+                elif not same(place.get(), before):
                     place.put(copy.deepcopy(before))
 
 

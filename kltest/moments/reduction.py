@@ -13,7 +13,7 @@ import numpy as np
 
 from kltest.errors import KltestError, TargetError
 from kltest.loss.calling import Loss
-from kltest.loss.global_state import RandomState, preserved
+from kltest.loss.global_state import preserved
 from kltest.loss.state import State
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
@@ -54,7 +54,7 @@ class NonDeterministicError(TargetError):
         with preserved():
             draws, state = calls.draws(), calls.state.now()
             call()
-            possible: dict[Cause, tuple[RandomState | State, ...]] = {"draws": (draws,)} if draws.moved else {}
+            possible: dict[Cause, tuple[State, ...]] = {"draws": (draws,)} if draws.moved else {}
             possible |= {"state": (draws, state)} if (kept := calls.state.changed()) else {}
             for why, restored in possible.items():
                 with calls.holding(*calls.held, *restored):
