@@ -128,7 +128,7 @@ def spread(
 
 
 def _on_cluster(work: Callable[[Batch], Done], batches: Sequence[Batch], address: str) -> Iterator[Done]:
-    # Not by joblib's own Dask backend: it leaves out, without an error, a task that the workers cannot read.
+    # Not by joblib's own Dask backend: if a cluster has a single thread, that computes in this process without a word.
     from dask.distributed import as_completed
 
     client = connect(address)
