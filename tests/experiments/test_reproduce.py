@@ -220,8 +220,9 @@ def test_what_is_recorded_is_made_at_full_scale_by_its_own_command_alone(checkou
 
 def test_a_disagreeing_claim_is_exit_1_and_is_told_in_full(checkout, monkeypatch, capsys):
     monkeypatch.setenv("LIMIT", "2")
+    monkeypatch.setenv("COLUMNS", "120")  # in a narrow table a sentence goes on below
     assert reproduce() == 1
-    out = " ".join(capsys.readouterr().out.split())  # lines break where the terminal ends
+    out = " ".join(capsys.readouterr().out.split())
     assert "NO roots: roots are small" in out
     assert f"{11**0.5 / 2:.3g}" in out, "what was found"
     assert "source: arithmetic" in out
