@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from trial import representative
+from trial import irrefutable, representative
 
 from kltest.errors import UsageError
+from kltest.reproduce.bounds import near
 from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.claims import OWN, Claims
 from kltest.reproduce.experiment import Experiment, Request, compute_all
+from kltest.reproduce.frames import frame
 from kltest.reproduce.typesetting import cited, sources, written
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Settings
@@ -69,3 +73,11 @@ def test_a_readme_says_what_was_asked_and_found(name):
 def test_a_figure_shows_it_and_the_paper_speaks_of_it(name):
     assert any(name in sources(CHECKOUT, figure) for figure in CHECKOUT.figures())
     assert name in {experiment for experiment, _ in cited(written(CHECKOUT))}
+
+
+def test_a_claim_that_nothing_refutes_is_noticed():
+    claims = Claims("made up")
+    claims.column("a number is one", OWN, "made up", "number", near(1, 0.1))
+    claims.column("nothing is nothing", OWN, "made up", "0 * number", near(0, 0.1))
+    analysis = SimpleNamespace(claims=claims)
+    assert irrefutable(analysis, frame([{"number": 1.0}, {"number": 1.05}]), {}) == ["nothing is nothing"]  # type: ignore[arg-type]
