@@ -15,7 +15,6 @@ from itertools import product
 import numpy as np
 import torch
 
-from kltest.auditing.fits import distance
 from kltest.auditing.named import controls_of, parts_of
 from kltest.auditing.passes import measure
 from kltest.auditing.units import narrowed
@@ -24,8 +23,9 @@ from kltest.estimators.spec import registry
 from kltest.files import as_csv
 from kltest.identify.instances import instances, network, seeds
 from kltest.loss.resolve import bind, resolve
-from kltest.moments.blocks import HEAVY, Sample, angle, coefficient, cosine, norm
-from kltest.moments.sketch import Sketch
+from kltest.samples.blocks import HEAVY, Sample, angle, coefficient, cosine, norm
+from kltest.samples.fits import distance
+from kltest.samples.sketch import Sketch
 from kltest.sweeps.progress import Progress
 from tests.audited import models, rollouts
 

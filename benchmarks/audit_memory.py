@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from kltest.auditing import passes
 from kltest.auditing.named import controls_of, parts_of
-from kltest.auditing.run import MOST_BLOCKS
 from kltest.files import as_csv
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.models import needs_transformers, save, tiny_tokenizer
-from kltest.moments.sketch import Sketch
+from kltest.samples.blocks import MOST_BLOCKS
+from kltest.samples.sketch import Sketch
 
 
 @dataclass(frozen=True)

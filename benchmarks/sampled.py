@@ -1,4 +1,4 @@
-"""Sampled grading against the loss's own forward and backward, and the samples that pairing saves."""
+"""Sampled grading against the loss's own forward and backward, and the samples that controls save."""
 
 import numpy as np
 
@@ -6,12 +6,12 @@ from benchmarks.environments import forward_backward, loss
 from benchmarks.measure import Row, compare
 from kltest.environments import Instance, ngram, ragged, sequence
 from kltest.loss.calling import Loss
-from kltest.moments import Sampled, sampled
 from kltest.rollout import Rollout
+from kltest.samples.sampled import Sampled, sampled
 from kltest.truth import gradient
 
 ENVIRONMENTS = {"V=3, T=3": sequence(3, 3), "ragged, V=8, T≤3": ragged(8, 3), "2-gram, V=4, T=50": ngram(4, 50, 2)}
-# Each with what it follows; top-k-detached is none of the estimators that it is paired with.
+# Each with what it follows; top-k-detached is none of its controls.
 LOSSES = {
     "k3-loss": "local_forward_kl",
     "top-k-detached": "local_reverse_kl",
@@ -29,12 +29,12 @@ def main() -> list[Row]:
         for name, followed in LOSSES.items():
             taken, target = loss(name), gradient(followed, instance)
             rollouts = batch(instance, taken)
-            for pair in (True, False):
+            for controls in (True, False):
                 rows.append(
                     compare(
-                        f"{SAMPLES:,} samples{' with pairing' if pair else ''} / forward and backward on as many rows",
+                        f"{SAMPLES:,} samples{' with controls' if controls else ''} / forward and backward of as many",
                         f"{case}: {name}",
-                        lambda given=(taken, instance, target), pair=pair: undecided(*given, pair=pair),
+                        lambda given=(taken, instance, target), controls=controls: undecided(*given, controls=controls),
                         lambda taken=taken, rollouts=rollouts: forward_backward(taken, rollouts),
                         bound=None,
                         rounds=3,
@@ -53,21 +53,19 @@ def batch(instance: Instance, taken: Loss) -> Rollout:
     return rollouts
 
 
-def undecided(taken: Loss, instance: Instance, target: np.ndarray, *, pair: bool) -> Sampled:
+def undecided(taken: Loss, instance: Instance, target: np.ndarray, *, controls: bool) -> Sampled:
     """SAMPLES samples of what is exactly right, to an accuracy that they cannot reach."""
-    accuracy = 1e-9 * float(np.linalg.norm(target))
-    found = sampled(taken, instance, target=target, accuracy=accuracy, samples=SAMPLES, pair=pair)
+    found = sampled(taken, instance, target=target, margin=1e-9, samples=SAMPLES, controls=controls)
     assert found.samples == SAMPLES
     return found
 
 
 def saved(case: str, taken: Loss, instance: Instance, target: np.ndarray) -> Row:
-    """Samples until the gradient is confirmed, with pairing over without; counts stand where others have seconds."""
-    accuracy = MARGIN * float(np.linalg.norm(target))
-    paired, plain = (
-        float(sampled(taken, instance, target=target, accuracy=accuracy, samples=ENOUGH, pair=pair).samples)
-        for pair in (True, False)
+    """Samples until the gradient is confirmed, with controls over without; counts stand where others have seconds."""
+    controlled, plain = (
+        float(sampled(taken, instance, target=target, margin=MARGIN, samples=ENOUGH, controls=controls).samples)
+        for controls in (True, False)
     )
-    ratio = paired / plain
-    claim = f"samples until confirmed within {MARGIN:.0%}, paired / plain"
-    return Row(claim, case, ratio, ratio, ratio, None, True, None, paired, plain)
+    ratio = controlled / plain
+    claim = f"samples until confirmed within {MARGIN:.0%}, controlled / plain"
+    return Row(claim, case, ratio, ratio, ratio, None, True, None, controlled, plain)

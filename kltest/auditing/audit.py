@@ -16,7 +16,7 @@ from kltest.errors import UsageError
 from kltest.grading.options import Options
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
-from kltest.moments.sketch import SIZE
+from kltest.samples.sketch import SIZE
 
 
 def audit(

@@ -28,7 +28,7 @@ from kltest.errors import KltestError, UsageError
 from kltest.grading.options import Options
 from kltest.language_models.generation import Rollouts
 from kltest.loss.global_state import preserved
-from kltest.moments.sketch import SIZE
+from kltest.samples.sketch import SIZE
 
 LOGGED = ("reverse_kl", "local_reverse_kl", "local_forward_kl")
 FORWARD, SCORE, LOSS = "_get_per_token_logps_and_entropies", "_generate_and_score_completions", "compute_loss"

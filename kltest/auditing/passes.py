@@ -19,8 +19,8 @@ from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import logits_of
 from kltest.loss.calling import Loss
 from kltest.moments.differentiate import leaf_gradients
-from kltest.moments.sketch import Sketch
 from kltest.rollout import Rollout
+from kltest.samples.sketch import Sketch
 
 # Divisors of the log-probs at which those of a file are compared with the model's.
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0)

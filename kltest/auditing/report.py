@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kltest.auditing.fits import Combination
 from kltest.errors import KltestError
 from kltest.files import as_json, mapped
-from kltest.moments.blocks import Interval
 from kltest.render.tables import PLAIN, Terminal, table
 from kltest.report import EXIT_CODES, RefutedError, Verdict
+from kltest.samples.blocks import Interval
+from kltest.samples.fits import Combination
 from kltest.truth import ATLAS
 
 SCHEMA = "kltest.audit/1"

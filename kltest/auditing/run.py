@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kltest.auditing.fits import distance, nearest
 from kltest.auditing.named import Part, controls_of, parts_of
 from kltest.auditing.passes import Models, measure
 from kltest.auditing.report import Audit, Row
@@ -25,17 +24,16 @@ from kltest.language_models.generation import Rollouts
 from kltest.loss.callables import name_of
 from kltest.loss.global_state import preserved
 from kltest.loss.resolve import resolve
-from kltest.moments.blocks import HEAVY, Sample, angle, coefficient, misfit, norm
 from kltest.moments.reduction import probe
-from kltest.moments.sketch import SIZE, Sketch
 from kltest.report import Verdict
 from kltest.rollout import Rollout
+from kltest.samples.blocks import HEAVY, Blocks, Sample, angle, coefficient, misfit, norm
+from kltest.samples.fits import distance, nearest
+from kltest.samples.sketch import SIZE, Sketch
 from kltest.truth import plain
 from kltest.version import VERSION
 
 UNITS = 256
-# Blocks of units that are kept; with more, pairs of them are averaged.
-MOST_BLOCKS = 64
 FIRST_LOOK = 16
 LEAST = 8
 # A prefix weight is hopeless if it leaves fewer effective rollouts than this share of all.
@@ -61,10 +59,8 @@ class Auditing:
         self.looks = max(1, math.ceil(math.log2(max(units, FIRST_LOOK) / FIRST_LOOK)) + 1)
         self.names: dict[str, tuple[Part, ...]] = {}
         self.parts: list[Part] = []
-        self.blocks, self.filled = np.empty(0), 0
-        # The sum of the units of a block that is not full.
-        self.partial, self.within = torch.zeros(()), 0
-        self.each, self.units, self.rollouts = 1, 0, 0
+        self.blocks = Blocks()
+        self.units, self.rollouts = 0, 0
         self.weights: dict[str, list[torch.Tensor]] = {"reference": [], "policy": [], "square": []}
         self.facts: Counter[str] = Counter()
         self.misfits: Counter[float] = Counter()
@@ -101,15 +97,7 @@ class Auditing:
         self.facts.update(counts)
         self.misfits.update(unit.misfits)
         self.largest_gap = max(self.largest_gap, float(gap.max()))
-        self.partial, self.within = self.partial + unit.vectors, self.within + 1
-        if self.within == self.each:
-            if self.filled == MOST_BLOCKS:
-                for half in range(MOST_BLOCKS // 2):
-                    self.blocks[half] = (self.blocks[2 * half] + self.blocks[2 * half + 1]) / 2
-                self.filled, self.each = MOST_BLOCKS // 2, 2 * self.each
-                return
-            self.blocks[self.filled] = (self.partial / self.each).numpy()
-            self.filled, self.partial, self.within = self.filled + 1, torch.zeros(()), 0
+        self.blocks.add(unit.vectors.numpy())
 
     def _begin(self, rollouts: Rollouts) -> None:
         """Learn from the first unit which named gradients there are, and if the loss sums over rollouts."""
@@ -123,9 +111,6 @@ class Auditing:
         if self._sums():
             self.divisor = float(len(rollouts))
             self.loss.notes.append("It sums over rollouts: its gradient was divided by their number")
-        # Memory is taken when a block is written.
-        shape = (MOST_BLOCKS, 2 + len(self.parts), self.sketch.size)
-        self.blocks = np.empty(shape, np.float64 if self.sketch.dtype == torch.float64 else np.float32)
 
     def _sums(self) -> bool:
         """True if the loss is a sum over the rollouts of a batch, as it shows where `kltest grade` looks."""
@@ -151,7 +136,7 @@ class Auditing:
 
     def report(self) -> Audit:
         """Return what can be said of the units so far."""
-        options, sample = self.options, Sample(self.blocks[: self.filled]).controlled(self.controls)
+        options, sample = self.options, Sample(self.blocks.vectors).controlled(self.controls)
         rate = options.error_rate / (2 * self.looks)
         raw, own = np.eye(2 + len(self.parts))[:2]
         truth = self.vector({"reverse_kl": 1.0})
@@ -186,7 +171,7 @@ class Auditing:
                     "tells if that factor is the same for all lengths and batches"
                 )
         square, error = sample.estimate(norm(d))
-        noise, size = (float(x @ sample.noise @ x) * self.each for x in (raw - declared, raw))
+        noise, size = (float(x @ sample.noise @ x) * self.blocks.each for x in (raw - declared, raw))
         signal = float(own @ sample.products @ own)
         return Audit(
             target=self.name,
@@ -196,7 +181,7 @@ class Auditing:
             margin=options.margin,
             seed=options.seed,
             models={},
-            units=len(sample) * self.each,
+            units=len(sample) * self.blocks.each,
             rollouts=self.rollouts,
             tokens=int(self.facts["tokens"]),
             parameters=self.sketch.parameters,

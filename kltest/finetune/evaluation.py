@@ -20,8 +20,8 @@ from kltest.finetune.update import UpdateInfo, accumulate
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import over_time, score, score_in_parts
-from kltest.moments.blocks import Interval, Sample, cosine, norm, reach
-from kltest.moments.sketch import Sketch
+from kltest.samples.blocks import Interval, Sample, cosine, norm, reach
+from kltest.samples.sketch import Sketch
 
 LEVEL = 0.95
 Record = dict[str, float]

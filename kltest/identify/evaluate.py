@@ -8,8 +8,9 @@ import numpy as np
 from kltest.identify.case import Case, relative_bias, size, target, worst_cosine
 from kltest.identify.identification import Identification, identify
 from kltest.identify.rows import Combination, Row
-from kltest.moments import Moments, Sampled
+from kltest.moments import Moments
 from kltest.moments.tolerances import LOWEST_FIRST, TOLERANCES
+from kltest.samples.sampled import Sampled
 
 # A bias beyond this is more than rounding in float64, even if it is within the tolerance.
 ALMOST = 1e-9

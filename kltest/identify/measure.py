@@ -19,12 +19,13 @@ from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.sizes import BATCHES, GROUPS, MOST_BATCHES, Sizes
 from kltest.identify.values import reported
 from kltest.loss.calling import Loss
-from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, Sampled, exact, exact_batches, exact_known
+from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches, exact_known
 from kltest.moments.differentiate import Experiment, RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
 from kltest.moments.reduction import Witness
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
+from kltest.samples.sampled import Sampled
 
 STALE_ONLY = "means something only when the sampler is not the policy"
 # Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.

@@ -1,11 +1,13 @@
 """Rows from samples, for what is not enumerated: the relative bias is confirmed, refuted or inconclusive.
 
-In each instance d = ‖E[ĝ] − t‖/‖t‖ lies in an interval that holds at all times at once (kltest.moments.confidence).
+In each instance d = ‖E[ĝ] − t‖/‖t‖ lies in an interval that holds at all looks at once (kltest.samples.sampled).
 Sampling stops as soon as the interval lies on one side of the margin m. The declared gradient t is confirmed if d ≤ m
 in every instance, refuted if d > m in one, and else the row is inconclusive; d = 0 is never claimed. All rows and
-instances of a grading share the error rate: it bounds the probability that any of their intervals misses.
+instances of a grading share the error rate: it bounds the probability that any of their intervals misses. A gradient is
+named only if what the name leaves of it is surely within the margin, and no other name may be as near.
 """
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +15,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kltest.identify.case import Case, size, target, worst_cosine
+from kltest.environments import Instance
+from kltest.identify.case import Case, target, worst_cosine
 from kltest.identify.evaluate import row_of
 from kltest.identify.identification import Identification
 from kltest.identify.rows import Combination, Row
-from kltest.moments import Sampled, sampled
+from kltest.samples.blocks import Sample
+from kltest.samples.fits import distance, nearest
+from kltest.samples.sampled import LEAST, OWN, ROUNDING, UNIT, Sampled, sampled
+from kltest.truth import gradient as true_gradient
 
 if TYPE_CHECKING:
     from kltest.loss.calling import Loss
@@ -31,7 +37,7 @@ class Sampling:
         requested: True if everything is sampled, and not only what cannot be enumerated.
         error_rate: Highest probability that an interval misses, shared by all rows.
         margin: Largest relative bias that is confirmed.
-        samples: Most batches drawn in an instance; None for the default of kltest.moments.sampled.
+        samples: Most batches drawn in an instance; None for the default of kltest.samples.sampled.
         bound: Largest norm of a batch's gradient, if one is known.
         rows: Rows that share the error rate.
     """
@@ -63,8 +69,9 @@ def sample(
             loss,
             instance,
             case.sampler,
-            target=(wanted := target(declared, instance, case.sampler)),
-            accuracy=sampling.margin * (float(np.linalg.norm(wanted)) or size(instance)),
+            target=target(declared, instance, case.sampler),
+            unit=_unit(declared, instance, case.sampler),
+            margin=sampling.margin,
             error_rate=sampling.error_rate / (sampling.rows * len(drawn)),
             samples=sampling.samples,
             size=batch,
@@ -81,10 +88,8 @@ def sample(
 def sampled_row(case: Case, declared: Combination, sampling: Sampling, found: Sequence[Sampled], why: str = "") -> Row:
     """Return the row of a case from samples, one set an instance; `why` tells why nothing was enumerated."""
     targets = [target(declared, instance, case.sampler) for instance in case.instances]
-    units = [float(np.linalg.norm(wanted)) or size(i) for wanted, i in zip(targets, case.instances, strict=True)]
-    ends = [tuple(end / unit for end in one.interval) for one, unit in zip(found, units, strict=True)]
-    low, high = (max(end) for end in zip(*ends, strict=True))
-    identification = identify_sampled(found, {name: case.candidates[name] for name in case.basis})
+    low, high = max(one.distance.low for one in found), max(one.distance.high for one in found)
+    identification = identify_sampled(found, {name: case.candidates[name] for name in case.basis}, sampling)
     agrees = True if high <= sampling.margin else False if low > sampling.margin else None
     samples = max(one.samples for one in found)
     note = _words(agrees, sampling, (low, high), samples, found[0].asymptotic)
@@ -94,7 +99,7 @@ def sampled_row(case: Case, declared: Combination, sampling: Sampling, found: Se
         found,
         identification,
         agrees=agrees,
-        relative_bias=max(one.distance / unit for one, unit in zip(found, units, strict=True)),
+        relative_bias=max(one.distance.value for one in found),
         cosine=worst_cosine([one.gradient for one in found], targets, identification),
         method="sampled",
         rollouts=samples * found[0].batch,
@@ -105,6 +110,12 @@ def sampled_row(case: Case, declared: Combination, sampling: Sampling, found: Se
         interval=(low, high),
         asymptotic=found[0].asymptotic,
     )
+
+
+def _unit(declared: Combination, instance: Instance, sampler: str) -> np.ndarray:
+    """Return the gradient whose norm is the unit of distances: the declared one, or ∇KL(π‖ref) if that is zero."""
+    wanted = target(declared, instance, sampler)
+    return wanted if wanted.any() else true_gradient("reverse_kl", instance)
 
 
 def _words(
@@ -122,63 +133,43 @@ def _words(
     return f"inconclusive after {samples} samples: the relative bias is {between}, the margin {margin}, {surely}"
 
 
-def identify_sampled(found: Sequence[Sampled], candidates: Mapping[str, Sequence[np.ndarray]]) -> Identification:
-    """Identify the one of the candidates, none a combination of others, that every instance's sphere contains.
+def identify_sampled(
+    found: Sequence[Sampled], candidates: Mapping[str, Sequence[np.ndarray]], sampling: Sampling
+) -> Identification:
+    """Identify the combination of the fewest candidates that leaves surely less than the margin of every instance.
 
-    A gradient with coefficient 1 is preferred; if none is in all spheres, a fitted multiple of one counts. The
-    combination is None if several are possible or none is. Zero counts as a named gradient. The residual is that of
-    the best single multiple of a named gradient, from the estimates.
+    Blocks of all instances are put side by side, so that coefficients are common to them. A coefficient is 1 if its
+    interval contains 1. The combination is None if another may be as near, or if too much may be left; the residual is
+    then that of the best one. Zero counts as a named gradient.
+
+    Args:
+        found: Samples, an instance each.
+        candidates: (C, V) gradients by name, an instance each; none is a combination of others.
+        sampling: The margin and the error rate.
     """
-    columns = {name: np.concatenate([g.ravel() for g in given]) for name, given in candidates.items()}
-    names = list(columns)
-    estimate = np.concatenate([one.gradient.ravel() for one in found])
-    contained = {name for name in names if all(_contains(s, g) for s, g in zip(found, candidates[name], strict=True))}
-    if all(_contains(one, np.zeros_like(one.gradient)) for one in found):
-        contained.add("zero")
-    ranges = {name: _multiples(found, candidates[name]) for name in names}
-    possible = {name: ends for name, ends in ranges.items() if ends[0] <= ends[1]}
-    if len(contained) == 1:
-        combination: Combination | None = {contained.pop(): 1.0}
-    elif not contained and len(possible) == 1:
-        ((name, ends),) = possible.items()
-        fit = float(columns[name] @ estimate / (columns[name] @ columns[name]))
-        combination = {name: min(max(fit, ends[0]), ends[1])}
-    else:
-        combination = None
-    if combination is None:
-        residual = min((_residual(estimate, columns[name]) for name in names), default=1.0)
-    elif "zero" in combination:
-        residual = 0.0
-    else:
-        ((name, coefficient),) = combination.items()
-        residual = float(np.linalg.norm(estimate - coefficient * columns[name]) / np.linalg.norm(estimate))
-    return Identification(combination, residual)
-
-
-def _contains(sphere: Sampled, gradient: np.ndarray) -> bool:
-    return float(np.linalg.norm(sphere.gradient - gradient)) <= sphere.radius
-
-
-def _multiples(found: Sequence[Sampled], named: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Return the smallest and largest c with c·named in every sphere; there is none if the largest is less."""
-    low, high = -np.inf, np.inf
-    for sphere, gradient in zip(found, named, strict=True):
-        square, along = float((gradient**2).sum()), float((gradient * sphere.gradient).sum())
-        away = float((sphere.gradient**2).sum()) - sphere.radius**2
-        if square == 0:
-            if away > 0:
-                return 1.0, 0.0
-            continue
-        half = along**2 - square * away
-        if not half >= 0:
-            return 1.0, 0.0
-        low, high = max(low, (along - np.sqrt(half)) / square), min(high, (along + np.sqrt(half)) / square)
-    return low, high
-
-
-def _residual(estimate: np.ndarray, column: np.ndarray) -> float:
-    norm = float(np.linalg.norm(estimate))
-    if norm == 0:
-        return 0.0
-    fit = column * (column @ estimate / (column @ column))
-    return float(np.linalg.norm(estimate - fit)) / norm
+    blocks = min(len(one.sample) for one in found)
+    if blocks < LEAST:
+        return Identification(None, 1.0)
+    own = np.concatenate([one.sample.vectors[:blocks, OWN] for one in found], axis=1)
+    unit = np.concatenate([one.sample.vectors[0, UNIT] for one in found])
+    named = [unit, *(np.concatenate([part.ravel() for part in parts]) for parts in candidates.values())]
+    fixed = np.broadcast_to(np.stack(named), (blocks, len(named), unit.size))
+    sample = Sample(np.concatenate([own[:, None], own[:, None], fixed], axis=1))
+    _, gradient, length, *others = np.eye(sample.vectors.shape[1])
+    rate = sampling.error_rate / (sampling.rows * max(one.looks for one in found))
+    unseen = math.hypot(*(one.unseen for one in found))
+    norm = distance(sample, gradient, length, length[None], (), rate, unseen)
+    if norm.high <= sampling.margin:
+        return Identification({"zero": 1.0}, 0.0)
+    names = dict(zip(candidates, others, strict=True))
+    fit = nearest(sample, gradient, names, rate, sampling.margin, within=0.0) if norm.low > 0 else None
+    if fit is None:
+        return Identification(None, 1.0)
+    rest = gradient - sum(one.value * names[name] for name, one in fit.terms.items())
+    left = distance(sample, rest, gradient, length[None], (), rate, unseen)
+    if fit.rivals or not left.high <= sampling.margin:
+        return Identification(None, fit.misfit.value)
+    terms = {
+        name: 1.0 if one.low - ROUNDING <= 1.0 <= one.high + ROUNDING else one.value for name, one in fit.terms.items()
+    }
+    return Identification(terms, fit.misfit.value)

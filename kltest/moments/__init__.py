@@ -1,11 +1,10 @@
-"""Moments of the gradient of any loss: enumerated, over batches, by dynamic programming, of any module, sampled."""
+"""Moments of the gradient of any loss: enumerated, over batches, by dynamic programming, of any module."""
 
 from kltest.moments.batches import exact_batches
 from kltest.moments.dynamic_programming import Expected, dynamic
 from kltest.moments.enumeration import exact, exact_known
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.reduction import BatchOfOneError, NonDeterministicError
-from kltest.moments.sampled import Sampled, sampled
 
 __all__ = [
     "BatchOfOneError",
@@ -13,10 +12,8 @@ __all__ = [
     "Expected",
     "Moments",
     "NonDeterministicError",
-    "Sampled",
     "dynamic",
     "exact",
     "exact_batches",
     "exact_known",
-    "sampled",
 ]

@@ -32,7 +32,7 @@ from kltest.finetune.objective import advantages
 from kltest.finetune.run import run
 from kltest.finetune.tasks import task_named
 from kltest.language_models import generation
-from kltest.moments.blocks import Sample
+from kltest.samples.blocks import Sample
 
 SIZES = {"model": "tiny:30k", "task": "addition:1", "steps": 6, "prompts": 4, "group_size": 2, "checkpoint_every": 2}
 MEASURED = {"eval_every": 3, "eval_prompts": 16, "gradient_every": 4, "gradient_chunks": 3, "gradient_batches": 1}

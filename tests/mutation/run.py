@@ -28,7 +28,7 @@ ROOMS = {"kltest/moments": 0.4, "kltest/identify": 0.3, "kltest/checks": 0.2, "k
 SUITES = [
     str(next(ROOT.glob(f"tests/*/test_{name}.py")).relative_to(ROOT))
     for name in (
-        *("moments_exact", "moments_dynamic", "moments_tree", "properties", "confidence", "sampling"),
+        *("moments_exact", "moments_dynamic", "moments_tree", "properties", "intervals", "sampling"),
         *("identification", "grading", "identification_examples", "checks", "groups", "hygiene", "values", "variance"),
         *("approximations", "credit", "losses", "shrink", "explain", "expected_failures", "pytest"),
     )

@@ -26,8 +26,8 @@ from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import score
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
-from kltest.moments.blocks import Sample, norm
-from kltest.moments.sketch import Sketch
+from kltest.samples.blocks import Sample, norm
+from kltest.samples.sketch import Sketch
 from kltest.truth import gradient
 
 SCHEMA = json.loads((files("kltest.auditing") / "audit-1.schema.json").read_text(encoding="utf-8"))

@@ -16,6 +16,7 @@ LAYERS = (
     ("truth", "estimators"),
     ("loss",),
     ("moments",),
+    ("samples",),
     ("language_models", "report"),
     ("identify",),
     ("counterexample",),

@@ -1,4 +1,4 @@
-"""Statistics of expected gradients, from sketches of n independent blocks of units.
+"""Statistics of expected gradients, from n independent blocks of units: gradients at the logits, or their sketches.
 
 Inner products of expectations are means over pairs of different blocks, which makes them unbiased: noise adds nothing
 to a norm. Standard errors are those of the jackknife that leaves out one block at a time, with Student's quantiles. For
@@ -7,15 +7,19 @@ a mean over pairs their square is on average no smaller than the variance (Efron
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from scipy.stats import t
 
 Statistic = Callable[[np.ndarray], np.ndarray]
+# Blocks that are kept; with more, pairs of them are averaged.
+MOST_BLOCKS = 64
 # Directions of noise below this share of the largest are not fitted: their coefficients would be noise of their own.
 SHARED = 1e-3
+# A row whose variance is below this share of its square is a constant, up to rounding.
+CONSTANT = 1e-12
 # Numbers of a sketch that is folded again.
 FOLDED = 4096
 # Noise is heavy-tailed if fewer than this share of the blocks carry it: half of what carries it if it is normal.
@@ -45,18 +49,56 @@ def reach(rate: float, blocks: int) -> float:
     return float(t.ppf(1 - rate / 2, blocks - 1))
 
 
+class Blocks:
+    """Means of equally many units, at most MOST_BLOCKS of them.
+
+    Attributes:
+        each: Units in a block.
+        vectors: (n, Q, m) the blocks so far.
+    """
+
+    def __init__(self) -> None:
+        self.each, self._filled, self._within = 1, 0, 0
+        self._blocks = np.empty(0)
+        self._partial: np.ndarray | float = 0.0
+
+    def add(self, unit: np.ndarray) -> None:
+        """Add the Q vectors (Q, m) of one unit."""
+        if not self._filled and not self._within:
+            # Memory is taken when a block is written.
+            self._blocks = np.empty((MOST_BLOCKS, *unit.shape), unit.dtype)
+        self._partial, self._within = self._partial + unit, self._within + 1
+        if self._within < self.each:
+            return
+        if self._filled == MOST_BLOCKS:
+            for half in range(MOST_BLOCKS // 2):
+                self._blocks[half] = (self._blocks[2 * half] + self._blocks[2 * half + 1]) / 2
+            self._filled, self.each = MOST_BLOCKS // 2, 2 * self.each
+            return
+        self._blocks[self._filled] = self._partial / self.each
+        self._filled, self._partial, self._within = self._filled + 1, 0.0, 0
+
+    @property
+    def vectors(self) -> np.ndarray:
+        return self._blocks[: self._filled]
+
+
 @dataclass(frozen=True)
 class Sample:
-    """Sketches (n, Q, m) of Q gradients in n blocks, each the mean of as many independent units."""
+    """Vectors (n, Q, m) of Q gradients in n blocks, each the mean of as many independent units.
+
+    `rank` is the share of the largest direction of noise below which controls are not fitted.
+    """
 
     vectors: np.ndarray
+    rank: float = SHARED
 
     def __len__(self) -> int:
         return len(self.vectors)
 
     def half(self, which: int) -> "Sample":
         """Every other block, from the first or from the second."""
-        return Sample(self.vectors[which::2])
+        return replace(self, vectors=self.vectors[which::2])
 
     def controlled(self, controls: Sequence[int]) -> "Sample":
         """Fill row 1 with row 0 less its share of the controls, whose expectation is zero.
@@ -66,17 +108,18 @@ class Sample:
         shares = [self.half(which).shares(controls) for which in (0, 1)]
         for number, block in enumerate(self.vectors):
             block[1] = block[0] - shares[1 - number % 2].astype(block.dtype) @ block[list(controls)]
-        return Sample(self.vectors)
+        return replace(self)
 
     def shares(self, controls: Sequence[int]) -> np.ndarray:
         """(K,) coefficients of the controls in the least-squares fit of row 0's noise by that of all other rows."""
         own, _ = self._products
         noise = own.mean(0) - self.mean @ self.mean.T
+        varies = np.diag(noise) > CONSTANT * np.diag(own.mean(0))
         scale = np.sqrt(np.maximum(np.diag(noise), 1e-300))
         noise = noise / scale / scale[:, None]
-        rows = [row for row in range(2, len(noise)) if scale[row] > 1e-12 * scale.max()]
+        rows = [row for row in range(2, len(noise)) if varies[row]]
         solved = np.zeros(len(noise))
-        solved[rows] = np.linalg.lstsq(noise[np.ix_(rows, rows)], noise[rows, 0], rcond=SHARED)[0]
+        solved[rows] = np.linalg.lstsq(noise[np.ix_(rows, rows)], noise[rows, 0], rcond=self.rank)[0]
         found: np.ndarray = (solved * scale[0] / scale)[list(controls)]
         return found
 
@@ -132,10 +175,16 @@ class Sample:
 
         All error is in that part if E d is zero; the jackknife's is then small just when ‖E d‖² comes out small.
         """
+        return self.spread(d)[0]
+
+    def spread(self, d: np.ndarray) -> tuple[float, float]:
+        """Return `pairs`, and a bound on the variance of the mean of d along any direction: the largest eigenvalue of
+        its covariance, or the root of the sum of their squares, whichever is estimated to be less."""
         n, each = len(self), np.einsum("nqk,q->nk", self._folded, d)
         products = (each - each.mean(0)) @ (each - each.mean(0)).T
         squares = (products**2).sum() - (np.diag(products) ** 2).sum()
-        return math.sqrt(2 * squares) / (n * (n - 1))
+        quadratic = math.sqrt(2 * squares) / (n * (n - 1))
+        return quadratic, min(float(np.linalg.eigvalsh(products)[-1]) / (n * (n - 1)), quadratic / math.sqrt(2))
 
     def interval(self, statistic: Statistic, rate: float, more: float = 0.0) -> Interval:
         """A statistic of the inner products (…, Q, Q) with its interval; `more` is a standard error to add."""

@@ -17,9 +17,6 @@ from kltest.moments.batches import joint_paths
 from kltest.moments.projection import each_gradient
 from kltest.truth import combine
 
-# Directions in which the known estimators vary less than this share of their largest variance count as rounding.
-RANK = 1e-10
-
 
 class Along:
     """Ingredients of known estimators, (N, T) and zero at padded positions.
@@ -107,8 +104,8 @@ COSTS: dict[str, tuple[Callable[[Along], np.ndarray], Names]] = {
 }
 
 
-class Pairing:
-    """Known estimators on batches of `size` rollouts, and the coefficients fitted to the samples so far."""
+class Controls:
+    """Estimators of known expectation on batches of `size` rollouts."""
 
     def __init__(self, instance: Instance, sampler: str, size: int = 1, *, known: Mapping[str, Any] = KNOWN) -> None:
         self.instance = instance
@@ -118,9 +115,6 @@ class Pairing:
         self.means = self._expectations({name: means[not current] for name, (_, *means) in known.items()})
         products = {name: mean for name, (_, mean) in COSTS.items()} if known and current and size > 1 else {}
         self.products = {name: mean / size for name, mean in self._expectations(products).items()}
-        self._count = 0
-        self._sums: np.ndarray | float = 0.0
-        self._gram: np.ndarray | float = 0.0
 
     def __len__(self) -> int:
         return len(self.means) + len(self.products)
@@ -155,25 +149,3 @@ class Pairing:
         each = weight.reshape(len(batches), -1, *weight.shape[2:]) / self.size
         leaves = (each, None) if weight.ndim == 2 else (None, each)
         return each_gradient(batches, self.instance.policy, *leaves).reshape(len(batches), -1)
-
-    def less_noise(self, gradients: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """(n, C·V) gradients minus the fitted combination of the known estimators (n, K, C·V)."""
-        return gradients - np.einsum("k,nkd->nd", self.coefficients, known)
-
-    def learn(self, gradients: np.ndarray, known: np.ndarray) -> None:
-        """Add gradients (n, C·V) and the known estimators (n, K, C·V) on the same rollouts to the fit."""
-        both = np.concatenate([known, gradients[:, None]], axis=1)
-        self._count += len(both)
-        self._sums = self._sums + both.sum(axis=0)
-        flat = both.swapaxes(0, 1).reshape(both.shape[1], -1)
-        self._gram = self._gram + flat @ flat.T
-
-    @property
-    def coefficients(self) -> np.ndarray:
-        """(K,) least-squares coefficients from all samples so far."""
-        sums = np.asarray(self._sums)
-        covariance = self._gram - sums @ sums.T / self._count
-        scale = np.sqrt(np.diag(covariance)[:-1].clip(min=0.0))
-        scale = np.where(scale > 0, scale, 1.0)
-        normal, shared = covariance[:-1, :-1] / np.outer(scale, scale), covariance[:-1, -1] / scale
-        return np.linalg.lstsq(normal, shared, rcond=RANK)[0] / scale

@@ -8,25 +8,36 @@ from itertools import combinations
 import numpy as np
 from scipy.stats import t
 
-from kltest.moments.blocks import Interval, Sample, fit, misfit, norm, reach
+from kltest.samples.blocks import Interval, Sample, fit, misfit, norm, reach
 
 
 def distance(
-    sample: Sample, d: np.ndarray, unit: np.ndarray, named: np.ndarray, controls: Sequence[int], rate: float
+    sample: Sample,
+    d: np.ndarray,
+    unit: np.ndarray,
+    named: np.ndarray,
+    controls: Sequence[int],
+    rate: float,
+    unseen: float = 0.0,
 ) -> Interval:
     """Bound ‖E d‖/‖E unit‖ from both sides.
 
-    From above by ‖E d‖², a mean over pairs: around a small ‖E d‖ it is no normal variable, but a weighted sum of χ²
-    variables, whose lower tail is below exp(−s²/2) at s standard deviations (Laurent & Massart 2000, Lemma 1; Birgé
-    2001 off zero). From below by cross-fitting: a direction w from one half of the blocks, and Student's interval of
-    ⟨d, w⟩ over the other half, which is an ordinary mean; ‖E d‖ ≥ ⟨E d, w⟩ for any w of norm 1. Both halves serve in
-    turn, with two directions each: the mean of d, and the nearest combination of the `named` gradients (K, Q), which
-    has less noise.
+    From above by ‖E d‖², a mean over pairs of blocks. Its lower tail is that of a weighted sum of χ² variables, off
+    their centre: with weights of squares p²/2 and largest weight λ it falls below y = ‖E d‖² by s·√(p² + 4λy) with
+    probability at most exp(−s²/2) (Laurent & Massart 2000, Lemma 1; Birgé 2001, Lemma 8.1), which is solved for y;
+    Student's s stands for that of weights which are known, if it is more.
+
+    From below by cross-fitting: a direction w from one half of the blocks, and Student's interval of ⟨d, w⟩ over the
+    other half, which is an ordinary mean; ‖E d‖ ≥ ⟨E d, w⟩ for any w of norm 1. Both halves serve in turn, with two
+    directions each: the mean of d, and the nearest combination of the `named` gradients (K, Q), which has less noise.
+
+    Both ends are moved by `unseen`, a norm that rare units may add to E d though none was drawn.
     """
-    square, error = sample.estimate(norm(d))
-    error = math.hypot(error, sample.pairs(d))
+    square, (quadratic, along_any) = float(norm(d)(sample.products)), sample.spread(d)
     units = sample.interval(norm(unit), rate / 4)
-    most = max(square + error * max(math.sqrt(2 * math.log(4 / rate)), reach(rate / 2, len(sample))), 0.0)
+    s = max(math.sqrt(2 * math.log(4 / rate)), reach(rate / 2, len(sample)))
+    root = quadratic**2 + 4 * along_any * (max(square, 0.0) + s**2 * along_any)
+    most = max(square + 2 * s**2 * along_any + s * math.sqrt(root), 0.0)
     lows = [0.0]
     for own, other in ((0, 1), (1, 0)):
         learn, test = sample.half(own), sample.half(other)
@@ -41,7 +52,9 @@ def distance(
                 lows.append(float(along.mean() - margin))
     least, largest = math.sqrt(max(units.low, 0.0)), math.sqrt(max(units.high, 1e-300))
     value = math.sqrt(max(square, 0.0) / max(units.value, 1e-300))
-    return Interval(value, max(lows) / largest, math.sqrt(most) / least if least else math.inf)
+    return Interval(
+        value, max(max(lows) - unseen, 0.0) / largest, (math.sqrt(most) + unseen) / least if least else math.inf
+    )
 
 
 def _directions(learn: Sample, d: np.ndarray, named: np.ndarray) -> list[np.ndarray]:
@@ -68,7 +81,12 @@ class Combination:
 
 
 def nearest(
-    sample: Sample, x: np.ndarray, names: dict[str, np.ndarray], rate: float, margin: float
+    sample: Sample,
+    x: np.ndarray,
+    names: dict[str, np.ndarray],
+    rate: float,
+    margin: float,
+    within: float | None = None,
 ) -> Combination | None:
     """Return the combination of the fewest names that E x may be: one, or two if each alone is surely too far.
 
@@ -81,18 +99,20 @@ def nearest(
         names: Named gradients (Q,) in the order of preference, none of them zero.
         rate: Error rate of all that is said.
         margin: A misfit surely beyond this share of ‖E x‖ is too far.
+        within: A misfit surely below this fits, whatever else may; None: the margin.
     """
+    within = margin if within is None else within
     found = None
     for terms in (1, 2):
         fits = {one: np.stack([names[name] for name in one]) for one in combinations(names, terms)}
-        found = _nearest(sample, x, fits, rate / 2, margin) or found
+        found = _nearest(sample, x, fits, rate / 2, within) or found
         if found is None or found.misfit.low <= margin:
             return found
     return found
 
 
 def _nearest(
-    sample: Sample, x: np.ndarray, fits: dict[tuple[str, ...], np.ndarray], rate: float, margin: float
+    sample: Sample, x: np.ndarray, fits: dict[tuple[str, ...], np.ndarray], rate: float, within: float
 ) -> Combination | None:
     """The nearest of several combinations, and those that are not surely farther; None if none is defined."""
     try:
@@ -118,5 +138,5 @@ def _nearest(
     return Combination(
         {name: term(k) for k, name in enumerate(best)},
         Interval(*(math.sqrt(max(number, 0.0)) for number in astuple(square))),
-        () if square.high <= margin**2 else tuple(one for one in values if one != best and not farther(one)),
+        () if square.high <= within**2 else tuple(one for one in values if one != best and not farther(one)),
     )

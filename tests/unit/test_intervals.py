@@ -1,0 +1,150 @@
+"""Intervals of samples: coverage by simulation, the paper's formula in one dimension, the inequality behind vectors."""
+
+import numpy as np
+import pytest
+from scipy.optimize import linprog
+
+from kltest.errors import UsageError
+from kltest.samples.blocks import Sample
+from kltest.samples.bounded import LARGEST_BET, EmpiricalBernstein
+from kltest.samples.fits import distance
+
+GRADINGS = 10_000
+
+
+def plug_in_empirical_bernstein(x, alpha, most):
+    """Waudby-Smith & Ramdas 2024, Theorem 2, for samples in [0, 1]: one sample after the other."""
+    intervals, total, squares = [], 0.0, 0.0
+    numerator = weights = penalty = 0.0
+    for t, sample in enumerate(x, 1):
+        before, variance = (0.5 + total) / t, (0.25 + squares) / t
+        bet = min(np.sqrt(2 * np.log(2 / alpha) / (variance * t * np.log(1 + t))), most)
+        numerator += bet * sample
+        weights += bet
+        penalty += 4 * (sample - before) ** 2 * (-np.log(1 - bet) - bet) / 4
+        total += sample
+        squares += (sample - (0.5 + total) / (t + 1)) ** 2
+        half = (np.log(2 / alpha) + penalty) / weights
+        intervals.append((numerator / weights - half, numerator / weights + half))
+    return np.array(intervals)
+
+
+def test_in_one_dimension_the_bounded_sphere_is_the_published_interval():
+    x = np.random.default_rng(0).beta(2, 5, size=400)
+    stream, found = EmpiricalBernstein(0.5, 0.05), []
+    for sample in x:
+        stream.update(np.array([[sample - 0.5]]))
+        centre, radius = stream.sphere
+        found.append((0.5 + centre[0] - radius, 0.5 + centre[0] + radius))
+    # Sums of 400 terms of order one, in another order.
+    np.testing.assert_allclose(found, plug_in_empirical_bernstein(x, 0.05, LARGEST_BET), rtol=0, atol=1e-12)
+
+
+def worst_growth(bet, penalty, start):
+    """The most by which E[cosh‖s + λ(x − μ)‖·exp(−ψ‖x − c‖²)] exceeds cosh‖s‖, over all distributions of x.
+
+    With ‖x − c‖ ≤ 1, c = 0 and E[x] = μ: for each μ of a grid a linear program over probabilities on the grid. Two
+    coordinates span s and μ; what lies outside of their plane enters by its length alone, and has mean zero when it is
+    given either sign: so that this is all there is in any number of dimensions.
+    """
+    radii, angles, tilts = np.linspace(0, 1, 11)[1:], np.linspace(0, 2 * np.pi, 25)[:-1], np.linspace(0, np.pi / 2, 4)
+    ring = np.stack([np.cos(angles), np.sin(angles)], axis=-1)
+    flat = np.cos(tilts)[:, None, None] * ring
+    ball = np.concatenate([flat, np.broadcast_to(np.sin(tilts)[:, None, None], (4, 24, 1))], axis=-1)
+    points = np.concatenate([np.zeros((1, 3)), (radii[:, None, None, None] * ball).reshape(-1, 3)])
+    worst = -np.inf
+    for mean in points[(points[:, 2] == 0)][::5]:
+        distance = np.linalg.norm([start, 0, 0] + bet * (points - mean), axis=1)
+        growth = np.cosh(distance) / np.cosh(start) * np.exp(-penalty * (points**2).sum(axis=1))
+        constraints = np.vstack([points[:, :2].T, np.ones(len(points))])
+        worst = max(worst, -linprog(-growth, A_eq=constraints, b_eq=[*mean[:2], 1.0]).fun - 1)
+    return worst
+
+
+@pytest.mark.parametrize("bet", [0.05, LARGEST_BET])
+def test_no_distribution_makes_the_vector_process_grow(bet):
+    penalty = -np.log1p(-bet) - bet
+    # The point mass at c leaves it as it is, so that the largest growth is 0 up to rounding.
+    assert max(worst_growth(bet, penalty, start) for start in (0.0, 0.4, 2.0, 15.0)) < 1e-9
+    assert worst_growth(bet, 0.7 * penalty, 15.0) > 1e-4, "a smaller penalty is not enough, and the program sees it"
+
+
+def bernoulli(generator, shape):
+    return (generator.random(shape) < 0.03).astype(float), 0.03
+
+
+def nearly_constant(generator, shape):
+    return generator.beta(200, 20, size=shape), 200 / 220
+
+
+def two_points(generator, shape):
+    return generator.choice([0.0, 1.0], size=shape), 0.5
+
+
+@pytest.mark.parametrize("draw", [bernoulli, nearly_constant, two_points])
+def test_bounded_spheres_cover_at_all_times(draw):
+    generator, alpha = np.random.default_rng(4), 0.1
+    streams, missed = EmpiricalBernstein(0.5, alpha), np.zeros(GRADINGS, dtype=bool)
+    for _ in range(400):
+        x, mean = draw(generator, (1, GRADINGS, 1))
+        streams.update(x - 0.5)
+        centre, radius = streams.sphere
+        missed |= np.abs(0.5 + centre[:, 0] - mean) > radius
+    assert missed.mean() <= alpha
+    assert radius.max() < 0.3, "and they say something"
+
+
+def test_bounded_spheres_cover_vectors_whose_noise_depends_on_the_past():
+    """A martingale difference sequence: the scale of each sample is set by the sum of those before it."""
+    generator, alpha, count = np.random.default_rng(5), 0.2, 5000
+    mean = np.array([0.2, -0.1, 0.0])
+    streams, missed, total = EmpiricalBernstein(1.0, alpha), np.zeros(count, dtype=bool), np.zeros((count, 3))
+    for _ in range(300):
+        direction = generator.standard_normal((count, 3))
+        direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+        x = mean + np.where(total[:, :1] > 0, 0.7, 0.05) * direction
+        total += x - mean
+        streams.update(x[None])
+        centre, radius = streams.sphere
+        missed |= np.linalg.norm(centre - mean, axis=1) > radius
+    assert missed.mean() <= alpha
+
+
+def test_a_sample_beyond_the_bound_is_refused():
+    stream = EmpiricalBernstein(1.0, 0.05)
+    with pytest.raises(UsageError, match=r"norm 1\.5, beyond the bound of 1 "):
+        stream.update(np.array([[0.5, 0.0], [1.5, 0.0]]))
+
+
+NOISES = {
+    "normal": lambda generator, shape: generator.standard_normal(shape),
+    "skewed": lambda generator, shape: generator.exponential(size=shape) - 1,
+    # Student's t with five degrees of freedom: four moments, and tails of a power.
+    "heavy": lambda generator, shape: generator.standard_t(5, size=shape),
+}
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("bias", [0.0, 0.1, 1.0])
+def test_bounds_on_a_distance_miss_it_as_seldom_as_stated(noise, bias):
+    """Biases of none, of a few standard errors and of many: around the second the square is neither normal nor a χ²."""
+    generator, rate, tries = np.random.default_rng(6), 0.05, 400
+    away, rows = bias * np.array([0.6, 0.8, 0.0]), np.eye(3)
+    missed, widths = 0, []
+    for _ in range(tries):
+        mean = away + NOISES[noise](generator, (64, 32, 3)).mean(axis=1)
+        sample = Sample(np.stack([mean, mean, np.broadcast_to([1.0, 0.0, 0.0], mean.shape)], axis=1))
+        found = distance(sample, rows[1], rows[2], rows[2:], (), rate)
+        missed += not found.low <= bias <= found.high
+        widths.append(found.width)
+    # Three standard deviations of a binomial share above the rate.
+    assert missed / tries <= rate + 3 * np.sqrt(rate * (1 - rate) / tries)
+    assert np.median(widths) < 0.3, "and they say something"
+
+
+def test_what_was_not_seen_moves_both_ends():
+    generator, rows = np.random.default_rng(7), np.eye(3)
+    mean = np.array([2.0, 0.0]) + 0.01 * generator.standard_normal((64, 2))
+    sample = Sample(np.stack([mean, mean, np.broadcast_to([4.0, 0.0], mean.shape)], axis=1))
+    near, far = (distance(sample, rows[1], rows[2], rows[2:], (), 0.01, unseen) for unseen in (0.0, 0.4))
+    assert (near.low - far.low, far.high - near.high) == pytest.approx((0.1, 0.1), rel=1e-6)
