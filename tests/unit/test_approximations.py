@@ -207,15 +207,6 @@ def sampler_tempered(logp, ref_logp, old_logits, tokens, t):
     return (logp - old).exp().detach() * (logp - ref_logp).square() / 2
 
 
-def field_divided(logp, ref_logp, t):
-    return (logp / t - ref_logp).square() / 2
-
-
-def k3_field_divided(logp, ref_logp, t):
-    delta = ref_logp - logp / t
-    return torch.expm1(delta) - delta
-
-
 @pytest.mark.parametrize(
     ("loss", "side"),
     [
@@ -224,16 +215,13 @@ def k3_field_divided(logp, ref_logp, t):
         (both_tempered, "the policy's and the reference's log-probs"),
         (drawn_tempered, "the policy's log-probs"),
         (sampler_tempered, "the sampler's log-probs"),
-        (field_divided, "the policy's log-probs"),
-        (k3_field_divided, "the policy's log-probs"),
     ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 1.37])
 def test_a_temperature_is_found_with_its_side(loss, side, temperature):
     options = {"arguments": {"t": temperature}, "sampler": "current", "environment": "bandit,ragged"}
     if temperature == 1.0:
-        if loss is not k3_field_divided:
-            assert confirmed(loss, **options)
+        assert confirmed(loss, **options)
         return
     found = failing(loss, **options)
     assert set(found) - {"KL503"} == {"KL702"}
@@ -252,34 +240,6 @@ def test_a_second_valley_is_looked_into_and_not_the_slope_of_the_first():
     assert temperature._valleys(lambda x: min((x - deep) ** 2, (x - shallow) ** 2 + 0.1)) == [deep, shallow]
     assert temperature._valleys(lambda x: x) == [temperature.GRID[0]]
     assert temperature._valleys(lambda x: -x) == [temperature.GRID[-1]]
-
-
-def test_a_temperature_shows_where_nothing_named_lies_behind_it():
-    def jensen_shannon(logits, ref_logits, t):
-        p, q = (logits / t).log_softmax(-1), ref_logits
-        middle = ((p.exp() + q.exp()) / 2).log()
-        return (exact_kl(p, middle) + exact_kl(q, middle)) / 2
-
-    assert "policy at a temperature of 0.8 instead" in failing(jensen_shannon, arguments={"t": 0.8})["KL702"]
-    assert set(failing(jensen_shannon, arguments={"t": 1.0})) == {"KL105"}
-
-
-def test_a_tempered_log_prob_in_the_reward_is_no_second_gradient_of_the_estimator():
-    def k1(logp, ref_logp):
-        return logp / 0.7 - ref_logp
-
-    assert set(failing(k1, expect="reverse_kl", placement="reward")) == {"KL702"}
-
-
-def test_an_entropy_bonus_is_no_temperature():
-    def drawn(logp, ref_logp):
-        return (logp - ref_logp).square() / 2 + 0.1 * logp.detach() * logp
-
-    def exact(logits, ref_logits):
-        return exact_kl(logits, ref_logits) + 0.1 * (logits.exp() * logits).sum(-1)
-
-    for loss in (drawn, exact):
-        assert "KL702" not in failing(loss)
 
 
 # The numbers of the examples, by the formulas of a single context.

@@ -26,6 +26,7 @@ from kltest.identify.instances import instances
 from kltest.loss.calling import bind
 from kltest.moments import exact
 from kltest.moments.projection import each_gradient
+from kltest.samples.controls import Along, before, from_here
 
 # Rollouts for one of a better estimator from which on there is a warning. Score-function forms cost nothing more, so an
 # order of magnitude is much. Rao–Blackwell needs the full next-token distributions of both models, and any whole return
@@ -102,59 +103,36 @@ def variances(expect: Combination, instance: Instance, sampler: str) -> dict[str
 @lru_cache(maxsize=256)
 def estimators(target: str, instance: Instance, sampler: str) -> dict[str, np.ndarray]:
     """(N, C, V) gradients of all rollouts under the known estimators of a named gradient, all unbiased."""
-    if "@" in target and not (target.startswith("local_") and target.endswith("@sampler")):
+    local, at_sampler = target.startswith("local_"), target.endswith("@sampler")
+    base = target.removesuffix("@sampler").removeprefix("local_")
+    if base not in ("reverse_kl", "forward_kl") or (at_sampler and not local):
         return {}
-    base, at_sampler = target.removesuffix("@sampler"), target.endswith("@sampler")
-    paths, policy, reference = instance.paths, instance.policy, instance.reference
-    live = paths.mask
-    own = _per_token(instance, policy - instance.behaviour(sampler))
-    upto = np.exp(own.cumsum(axis=1))
-    before = np.ones_like(upto) if at_sampler else np.exp(_before(own))
+    along = Along(instance, instance.paths, sampler)
+    prefix = along.live if at_sampler else along.before * along.live
 
-    def next_token(towards_logits: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-        """Gradients at the log-probs of all next tokens, (C, V), in each visited context."""
-        return np.where(live, ratio, 0.0)[:, :, None] * towards_logits[paths.contexts]
+    def gradients(logp: np.ndarray | None, logits: np.ndarray | None = None) -> np.ndarray:
+        return each_gradient(instance.paths, instance.policy, logp, logits)
 
-    def score(costs: np.ndarray, *, rest: bool) -> np.ndarray:
-        """Sum of the costs from each token on, or only after it."""
-        later = costs[:, ::-1].cumsum(axis=1)[:, ::-1]
-        return np.where(live, later if rest else later - costs, 0.0)
-
-    log_ratio = policy - reference
-    chances = np.exp(policy)
-    if base in ("reverse_kl", "local_reverse_kl"):
-        exact = next_token(chances * (log_ratio + 1), before)
-        if base == "local_reverse_kl":
-            return {"rao-blackwell": each_gradient(paths, policy, None, exact)}
-        kl = np.broadcast_to((chances * log_ratio).sum(axis=1, keepdims=True), policy.shape)
-        u = _per_token(instance, log_ratio)
-        whole = np.where(live, upto[:, -1:] * u.sum(axis=1, keepdims=True), 0.0)
-        return {
-            "rao-blackwell": each_gradient(paths, policy, score(before * _per_token(instance, kl), rest=False), exact),
-            "to-go": each_gradient(paths, policy, score(upto * u, rest=True), None),
-            "return": each_gradient(paths, policy, whole, None),
-        }
-    if base in ("forward_kl", "local_forward_kl"):
-        whole = np.exp(_before(own) - _before(_per_token(instance, log_ratio)))
-        towards = whole if base == "forward_kl" else before
-        return {"rao-blackwell": each_gradient(paths, policy, None, next_token(-np.exp(reference), towards))}
-    return {}
-
-
-def _per_token(instance: Instance, costs: np.ndarray) -> np.ndarray:
-    """(N, T) entries of a (C, V) table at the tokens taken, zero at padded positions."""
-    return np.where(instance.paths.mask, instance.paths.chosen(costs), 0.0)
-
-
-def _before(each: np.ndarray) -> np.ndarray:
-    """(N, T) sums of the entries of the tokens before."""
-    return each.cumsum(axis=1) - each
+    if base == "forward_kl":
+        # Rollouts up to the token are the reference's, or, in the local form, the policy's.
+        reached = prefix if local else prefix * np.exp(-before(along.u))
+        towards = -np.exp(instance.reference)[instance.paths.contexts]
+        return {"rao-blackwell": gradients(None, reached[..., None] * towards)}
+    exact_terms = prefix[..., None] * along.moves
+    if local:
+        return {"rao-blackwell": gradients(None, exact_terms)}
+    later = along.before * along.kl
+    return {
+        "rao-blackwell": gradients((from_here(later) - later) * along.live, exact_terms),
+        "to-go": gradients(from_here(along.prefix_ratio * along.u) * along.live),
+        "return": gradients(along.whole_ratio * along.u.sum(axis=1, keepdims=True)),
+    }
 
 
 def _score(instance: Instance, sampler: str) -> np.ndarray:
     """(N, C, V) ρ·Σ_t g_t, whose mean is zero."""
-    ratio = np.exp(_per_token(instance, instance.policy - instance.behaviour(sampler)).sum(axis=1, keepdims=True))
-    return each_gradient(instance.paths, instance.policy, np.where(instance.paths.mask, ratio, 0.0), None)
+    weights = Along(instance, instance.paths, sampler).whole_ratio
+    return each_gradient(instance.paths, instance.policy, weights, None)
 
 
 def _variance(each: np.ndarray, weights: np.ndarray, score: np.ndarray | None = None) -> float:
