@@ -53,8 +53,10 @@ def missed(noise: str, samples: int, bias: float, tries: int, generator: np.rand
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tries", type=int, default=20_000)
-    tries = parser.parse_args().tries
-    cells, rows = list(product(NOISES, SAMPLES, BIASES)), []
+    parser.add_argument("--noise", nargs="*", choices=NOISES, default=list(NOISES))
+    asked = parser.parse_args()
+    tries = asked.tries
+    cells, rows = list(product(asked.noise, SAMPLES, BIASES)), []
     with Progress("coverage", len(cells), stream=sys.stderr) as progress:
         for number, (noise, samples, bias) in enumerate(cells):
             row = {"noise": noise, "samples": samples, "bias": bias, "tries": tries}

@@ -13,7 +13,7 @@ from kltest.identify.case import target
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
-from kltest.moments.batch_calls import centred
+from kltest.moments.caller import centred
 from kltest.moments.differentiate import RowGradients
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout

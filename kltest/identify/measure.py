@@ -20,9 +20,9 @@ from kltest.identify.sizes import BATCHES, GROUPS, MOST_BATCHES, Sizes
 from kltest.identify.values import reported
 from kltest.loss.calling import Loss
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches, exact_known
+from kltest.moments.caller import Caller
 from kltest.moments.differentiate import Experiment, RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
-from kltest.moments.reduction import Witness
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 from kltest.samples.sampled import Sampled
@@ -175,16 +175,16 @@ class Measure:
         sizes = self.sizes
         if not sizes.requested or sizes.grouped or self.sampling.requested:
             return ""
-        witness = Witness(self.loss, Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed))
-        by_length = np.argsort(witness.base.peek("mask").sum(dim=1).numpy(), kind="stable")
+        caller = Caller(self.loss, Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed))
+        by_length = np.argsort(caller.base.peek("mask").sum(dim=1).numpy(), kind="stable")
         mixed = np.random.default_rng(self.seed).permutation(by_length)
         for order in (by_length, by_length[::-1], mixed):
-            witness.look(np.resize(order, sizes.each[0]).tolist())
-        if not witness.coupling:
+            caller.look(np.resize(order, sizes.each[0]).tolist())
+        if not caller.coupling:
             self._remark(
                 f"In batches of {sizes.each[0]} each row gives its share of what it gives alone: graded one by one."
             )
-        return witness.coupling
+        return caller.coupling
 
     def _from_all(self, case: Case) -> tuple[Sequence[Moments | Sampled], Row]:
         found: list[Moments] = []

@@ -15,9 +15,10 @@ import numpy as np
 from kltest.environments import Instance, Paths
 from kltest.errors import InvalidEnvironmentError, KltestError, UsageError
 from kltest.loss.calling import Loss
-from kltest.moments.batch_calls import BatchCalls
+from kltest.moments.caller import Caller
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.projection import Projection
+from kltest.moments.reduction import NonDeterministicError
 from kltest.rollout import Rollout
 
 MOST_BATCHES = 30_000
@@ -27,6 +28,9 @@ CHUNK = 500
 TRIES, AGAIN = 4, 2
 # If several groups share one call, this many times as many groups are enumerated.
 TOGETHER = 20
+# Doubling a batch multiplies the gradient of a mean by √(3/2) = 1.22 at most and that of a sum by 4/3 at least: see
+# `adds_up`.
+MORE_THAN_A_MEAN = 1.28
 
 
 def exact_batches(
@@ -95,16 +99,14 @@ def _exact(
 ) -> Moments:
     """Moments of batches of one size; `added_up` only says what doubling a batch does."""
     paths = instance.paths
-    calls = BatchCalls(loss, Rollout.of(instance, sampler=sampler, padding=padding), logs=logs)
+    caller = Caller(loss, Rollout.of(instance, sampler=sampler, padding=padding), batches=True, logs=logs)
     pools = _pools(instance, sampler, grouped)
     generator = np.random.default_rng([seed, size])
-    ordered = not calls.order_is_free(pools[0][0], size, generator, tries)
-    if grouped and not ordered:
-        calls.learn_to_tell_apart(pools[0][0], size, generator)
+    ordered = not order_is_free(caller, pools[0][0], size, generator, tries)
     if not ordered:
-        calls.alike = ("mean", "sum")
+        caller.try_together(pools[0][0], size, generator)
     count = sum(len(pool) ** size if ordered else math.comb(len(pool) + size - 1, size) for pool, _, _ in pools)
-    if count > most * (TOGETHER if calls.apart else 1):
+    if count > most * (TOGETHER if caller.together == "any" else 1):
         kind = "groups" if grouped else "batches"
         order = " in their order, which matters to this loss," if ordered else ""
         raise InvalidEnvironmentError(
@@ -121,23 +123,57 @@ def _exact(
             rows = np.array([batch for batch, _ in chunk])
             weight = prompt * chances[rows].prod(axis=1) * np.array([orders for _, orders in chunk])
             joined = joint_paths(paths, rows, np.log(weight))
-            for index, found, metric in calls.gradients(rows, generator):
-                projection.add(joined.take(index), weight[index], found)
-                leaves |= found.keys()
-                weights.append(weight[index])
-                metrics.append(metric)
+            for part in caller.gradients(rows, generator):
+                projection.add(joined.take(part.index), weight[part.index], part.by_leaf)
+                leaves |= part.by_leaf.keys()
+                weights.append(weight[part.index])
+                metrics.append(part.metric)
     known = [metric for metric in metrics if metric is not None]
     return Moments(
         gradient=projection.gradient,
         second_moment=projection.second_moment,
         rollouts=len(paths),
         reduction="coupled",
-        dtype=calls.dtype,
+        dtype=caller.dtype,
         batch=size,
         leaves=leaves,
         metric=Expectation.of(np.concatenate(known), np.concatenate(weights)) if len(known) == len(metrics) else None,
-        added_up=tries == TRIES and calls.adds_up(pools[0][0], size, generator),
+        added_up=tries == TRIES and adds_up(caller, pools[0][0], size, generator),
     )
+
+
+def order_is_free(
+    caller: Caller, pool: np.ndarray, size: int, generator: np.random.Generator, tries: int = TRIES
+) -> bool:
+    """True if reordering a batch does no more than reorder the gradients of its rows, in a few batches."""
+    for attempt in range(tries if size > 1 else 0):
+        rows, order = generator.choice(pool, size=size), generator.permutation(size)
+        before, after = caller.call(rows), caller.call(rows[order])
+        if attempt == 0 and not before.close(before.parts, caller.call(rows).parts):
+            raise NonDeterministicError.of(caller.loss, partial(caller.call, rows))
+        if not before.close(tuple(part[order] for part in before.parts), after.parts):
+            return False
+    return True
+
+
+def adds_up(caller: Caller, pool: np.ndarray, size: int, generator: np.random.Generator, tries: int = 3) -> bool:
+    """True if a batch with every row twice moves each rollout about twice as much, as a sum over rows does.
+
+    A mean moves it as much, or a little less or more: by 2(n−1)/(2n−1) with a baseline that leaves the row itself out,
+    by up to √(3/2) with a standard deviation over n − 1. The lowest of a sum is twice 2/3, at n = 2.
+    """
+    for _ in range(tries if size > 1 else 0):
+        rows = generator.choice(pool, size=size, replace=len(pool) < size)
+        try:
+            once, twice = caller.call(rows), caller.call(np.concatenate([rows, rows]))
+        except KltestError:  # the loss takes batches of one size only
+            return False
+        if once.leaves == twice.leaves and any(part.any() for part in once.parts):
+            pairs = [(one, two[:size] + two[size:]) for one, two in zip(once.parts, twice.parts, strict=True)]
+            return sum(float((a * b).sum()) for a, b in pairs) > MORE_THAN_A_MEAN * sum(
+                float((a * a).sum()) for a, _ in pairs
+            )
+    return False
 
 
 def joint_paths(paths: Paths, rows: np.ndarray, log_weight: np.ndarray) -> Paths:

@@ -135,15 +135,15 @@ def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, se
     generator = np.random.default_rng([seed, contexts])
     everywhere = _pairs(instance, slice(0, contexts))
     some = everywhere.take(generator.choice(len(everywhere), size=min(len(everywhere), 4), replace=False))
-    witness = probe(loss, Rollout.of(instance, some, sampler=sampler, padding=padding), generator, few=True)
-    if witness.reduction == "coupled":
-        raise UsageError(f"{loss.name} couples the rows of a batch ({witness.coupling}): enumerate its batches instead")
-    if witness.reduction == "sum":
+    caller = probe(loss, Rollout.of(instance, some, sampler=sampler, padding=padding), generator, few=True)
+    if caller.reduction == "coupled":
+        raise UsageError(f"{loss.name} couples the rows of a batch ({caller.coupling}): enumerate its batches instead")
+    if caller.reduction == "sum":
         raise UsageError(
             f"{loss.name} sums over the rows of a batch, so that a token's value grows with their number: enumerate "
             "rollouts instead"
         )
-    wide = any("logits" in single.leaves for single in witness.singles.values()) or "ref_logits" in loss.takes
+    wide = caller.wide or "ref_logits" in loss.takes
     step = max(1, CHUNK // (vocabulary * (vocabulary if wide else 1)))
     sampled, cost = np.zeros((contexts, vocabulary)), np.zeros((contexts, vocabulary))
     full: np.ndarray | None = None
@@ -164,7 +164,7 @@ def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, se
             full[here] = np.einsum("cy,cyv->cv", np.exp(instance.behaviour(sampler)[here]), each)
     if loss.placement != "loss":
         sampled -= cost
-    return Pairs(sampled, full, cost, witness.reduction, dtype, leaves)
+    return Pairs(sampled, full, cost, caller.reduction, dtype, leaves)
 
 
 def _values(loss: Loss, called: RowGradients, shape: tuple[int, int]) -> np.ndarray:

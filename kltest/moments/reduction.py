@@ -1,22 +1,16 @@
-"""Reduction of a loss over the rows of a batch, found by calling it: mean, sum, or neither of them.
-
-Let g_i be the gradient at row i's log-probs when the row is a batch of its own, and g_i(S) within a batch S. A mean has
-g_i(S) = g_i/|S| and a sum g_i(S) = g_i, for every batch and row. Anything else couples rows, however small the effect:
-the gradient of a batch is then not the average of its rows' own gradients, and is graded by batches.
-"""
+"""How a loss reacts to being called: if it repeats itself, and how it combines the rows of a batch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from kltest.errors import KltestError, TargetError
+from kltest.errors import TargetError
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.state import State
-from kltest.moments.differentiate import RowGradients, differentiate, live_positions
-from kltest.moments.moments import Reduction
+from kltest.moments.caller import Caller
+from kltest.moments.differentiate import RowGradients
 from kltest.rollout import Rollout
 
 SEVERAL = 8
@@ -29,10 +23,6 @@ CAUSES: dict[Cause, str] = {
     "unknown": "neither equal random numbers nor equal state make it repeat itself. It may read a clock, keep state "
     "that kltest does not see, or draw from a generator that no seed reaches",
 }
-
-
-class BatchOfOneError(TargetError):
-    """The loss fails on one rollout and runs on more: grade it by batches or groups."""
 
 
 class NonDeterministicError(TargetError):
@@ -64,104 +54,54 @@ class NonDeterministicError(TargetError):
         return cls(loss.name, "unknown")
 
 
-@dataclass
-class Witness:
-    """Calls of a loss on batches of known rows, and the reductions that are consistent with all of them."""
-
-    loss: Loss
-    base: Rollout
-    singles: dict[int, RowGradients] = field(default_factory=dict)
-    mean: bool = True
-    sum: bool = True
-    coupling: str = ""
-
-    def __post_init__(self) -> None:
-        self._live = live_positions(self.base)
-
-    def call(self, rows: list[int]) -> RowGradients:
-        """The gradients of a batch of these rows of the base."""
-        return differentiate(self.loss, self.base.take(rows), None if self._live is None else self._live[rows])
-
-    def single(self, row: int) -> RowGradients:
-        """The gradients of a row as a batch of its own, called once."""
-        if row not in self.singles:
-            try:
-                self.singles[row] = self.call([row])
-            except KltestError as error:
-                _explain_failure(self, row, error)
-                raise
-        return self.singles[row]
-
-    def check_deterministic(self, row: int) -> None:
-        """Raise NonDeterministicError if the same batch, of one row or of several, gives two different gradients.
-
-        Several rows, since noise that drops one entry in ten leaves most single rows alone.
-        """
-        several = [each % len(self.base) for each in range(row, row + SEVERAL)]
-        before = self.loss.calls.draws()
-        pairs = [(self.single(row), self.call([row])), (self.call(several), self.call(several))]
-        if before.moved:  # it may draw numbers that change the gradient seldom
-            several = list(range(min(len(self.base), MANY)))
-            first = self.call(several)
-            pairs += [(first, self.call(several)) for _ in range(OFTEN)]
-        if not all(again.close(once.parts, again.parts) for once, again in pairs):
-            raise NonDeterministicError.of(self.loss, lambda: self.call(several))
-
-    def check_memory(self, row: int) -> None:
-        """Raise NonDeterministicError if a batch gives something else after another one than it gives in a first call.
-
-        A loss that keeps what it saw first, by the shape of a batch, repeats itself and still depends on its past.
-        """
-        state = self.loss.calls.state
-        if not state.changed():
-            return
-        one = [(row + each) % len(self.base) for each in range(SEVERAL)]
-        after, names = [self.call(one)], state.changed()
-        state.reset()
-        self.call([(row + 1) % len(self.base)] * SEVERAL)
-        after.append(self.call(one))
-        state.reset()
-        first = self.call(one)
-        if not all(first.close(each.parts, first.parts) for each in after):
-            raise NonDeterministicError(self.loss.name, "state", names)
-
-    def look(self, rows: list[int]) -> None:
-        """Call the loss on a batch of these rows and compare with each row's own gradient."""
-        batch, own = self.call(rows), [self.single(row) for row in rows]
-        self.mean &= _same(own, batch, len(rows))
-        self.sum &= _same(own, batch, 1)
-        if not (self.mean or self.sum):
-            twice = len(set(rows)) < len(rows) == 2
-            self.found_coupled("the same rollout twice" if twice else f"a batch of {len(rows)} rollouts")
-
-    def found_coupled(self, words: str) -> None:
-        """Record a coupling; only the first observation is kept."""
-        self.mean = self.sum = False
-        self.coupling = self.coupling or f"in {words} the gradient of a row is not a fixed share of what it gives alone"
-
-    @property
-    def reduction(self) -> Reduction:
-        """The reduction that all batches so far agree with."""
-        if not (self.mean or self.sum):
-            return "coupled"
-        if not self.mean:
-            return "sum"
-        return "per-row" if any(single.outcome.rows is not None for single in self.singles.values()) else "mean"
-
-
-def probe(loss: Loss, base: Rollout, generator: np.random.Generator, *, few: bool = False) -> Witness:
+def probe(loss: Loss, base: Rollout, generator: np.random.Generator, *, few: bool = False) -> Caller:
     """Call a loss on single rows, on pairs of every kind and on larger batches; with `few`, on three batches in all.
 
     Raises BatchOfOneError if the loss fails on one rollout and runs on more, NonDeterministicError if it gives one
     batch two gradients.
     """
-    witness = Witness(loss, base)
+    caller = Caller(loss, base)
     batches = list(_few(base, generator) if few else _batches(base, generator))
-    witness.check_deterministic(batches[0][0])
-    witness.check_memory(batches[0][0])
+    _check_repeats(caller, batches[0][0])
+    _check_memory(caller, batches[0][0])
     for rows in batches:
-        witness.look(rows)
-    return witness
+        caller.look(rows)
+    return caller
+
+
+def _check_repeats(caller: Caller, row: int) -> None:
+    """Raise NonDeterministicError if the same batch, of one row or of several, gives two different gradients.
+
+    Several rows, since noise that drops one entry in ten leaves most single rows alone.
+    """
+    several = [each % len(caller.base) for each in range(row, row + SEVERAL)]
+    before = caller.loss.calls.draws()
+    pairs = [(caller.single(row), caller.call([row])), (caller.call(several), caller.call(several))]
+    if before.moved:  # it may draw numbers that change the gradient seldom
+        several = list(range(min(len(caller.base), MANY)))
+        first = caller.call(several)
+        pairs += [(first, caller.call(several)) for _ in range(OFTEN)]
+    if not all(again.close(once.parts, again.parts) for once, again in pairs):
+        raise NonDeterministicError.of(caller.loss, lambda: caller.call(several))
+
+
+def _check_memory(caller: Caller, row: int) -> None:
+    """Raise NonDeterministicError if a batch gives something else after another one than it gives in a first call.
+
+    A loss that keeps what it saw first, by the shape of a batch, repeats itself and still depends on its past.
+    """
+    state = caller.loss.calls.state
+    if not state.changed():
+        return
+    one = [(row + each) % len(caller.base) for each in range(SEVERAL)]
+    after, names = [caller.call(one)], state.changed()
+    state.reset()
+    caller.call([(row + 1) % len(caller.base)] * SEVERAL)
+    after.append(caller.call(one))
+    state.reset()
+    first = caller.call(one)
+    if not all(first.close(each.parts, first.parts) for each in after):
+        raise NonDeterministicError(caller.loss.name, "state", names)
 
 
 def _batches(base: Rollout, generator: np.random.Generator) -> Iterator[list[int]]:
@@ -192,24 +132,3 @@ def _few(base: Rollout, generator: np.random.Generator) -> Iterator[list[int]]:
     yield order[:2]
     yield [order[0], *order]
     yield [order[-1]] * 2
-
-
-def _same(own: list[RowGradients], batch: RowGradients, factor: float) -> bool:
-    """True if `factor` times the gradient of each row of a batch is what the row gives alone."""
-    if all(single.leaves == batch.leaves for single in own):
-        leaves = zip(*(single.parts for single in own), strict=True)
-        return batch.close_rows(tuple(np.concatenate(parts) for parts in leaves), factor)
-    return all(batch.close(single.row(0), batch.row(position), factor) for position, single in enumerate(own))
-
-
-def _explain_failure(witness: Witness, row: int, error: KltestError) -> None:
-    """Raise BatchOfOneError if a row that fails alone does not fail among others."""
-    for size in (2, 4, 8):
-        try:
-            witness.call([each % len(witness.base) for each in range(row, row + size)])
-        except KltestError:
-            continue
-        raise BatchOfOneError(
-            f"{witness.loss.name} fails on a batch of one rollout and runs on {size}: it needs whole groups, so "
-            f"that its gradient must be graded by batches of {size} or more ({error})"
-        ) from error

@@ -9,8 +9,8 @@ import numpy as np
 from kltest.environments import Environment, Instance, Paths
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.loss.calling import Loss
-from kltest.moments.batch_calls import BatchCalls
-from kltest.moments.batches import joint_paths
+from kltest.moments.batches import adds_up, joint_paths, order_is_free
+from kltest.moments.caller import Caller
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Reduction
 from kltest.moments.projection import each_gradient
@@ -84,11 +84,11 @@ def source_of(drawn: Drawing, noisy: bool) -> "Source":
         return Batches(drawn, noisy=noisy)
     if noisy:
         return Singles(drawn, "mean")
-    witness = probe(drawn.loss, drawn.rollout(drawn.paths(PROBED)), drawn.generator)
-    if witness.reduction == "coupled" or (witness.mean and witness.sum):
+    caller = probe(drawn.loss, drawn.rollout(drawn.paths(PROBED)), drawn.generator)
+    if len(caller.shares) != 1:
         # If every gradient was zero, a mean cannot be told from a sum.
-        return Singles(drawn, witness.reduction, witness.coupling)
-    return Rows(drawn, witness.reduction)
+        return Singles(drawn, caller.reduction, caller.coupling)
+    return Rows(drawn, caller.reduction)
 
 
 class Source:
@@ -149,15 +149,15 @@ class Batches(Source):
         super().__init__(drawn, "mean" if noisy else "coupled")
         size, generator = drawn.size, drawn.generator
         paths = drawn.paths(PROBED)
-        self._calls = BatchCalls(drawn.loss, drawn.rollout(paths))
+        self._caller = Caller(drawn.loss, drawn.rollout(paths), batches=True)
         pool = np.flatnonzero(paths.prompt == paths.prompt[0]) if drawn.grouped else np.arange(len(paths))
         self.factor = 1.0
         if not noisy:
-            free = self._calls.order_is_free(pool, size, generator)
+            free = order_is_free(self._caller, pool, size, generator)
             if drawn.grouped and free:
-                self._calls.learn_to_tell_apart(pool, size, generator)
+                self._caller.try_together(pool, size, generator)
         if added_up is None:
-            seems = self._noise_adds_up(pool) if noisy else self._calls.adds_up(pool, size, generator)
+            seems = self._noise_adds_up(pool) if noisy else adds_up(self._caller, pool, size, generator)
             added_up = seems and self._grows(noisy)
         if added_up and noisy:
             self.reduction = "sum"
@@ -165,13 +165,13 @@ class Batches(Source):
 
     def take(self, count: int) -> tuple[Paths, np.ndarray]:
         paths = self.drawn.paths(count)
-        self._calls.take_from(self.drawn.rollout(paths))
+        self._caller.take_from(self.drawn.rollout(paths))
         rows = np.arange(len(paths)).reshape(count, self.drawn.size)
         joined = joint_paths(paths, rows, np.zeros(count))
         gradients = np.empty((count, self.drawn.instance.policy.size))
-        for index, found, _ in self._calls.gradients(rows, self.drawn.generator):
-            gradients[index] = self.drawn.project(joined.take(index), found)
-            self.dtype, self.leaves = self._calls.dtype, self.leaves | found.keys()
+        for part in self._caller.gradients(rows, self.drawn.generator):
+            gradients[part.index] = self.drawn.project(joined.take(part.index), part.by_leaf)
+            self.dtype, self.leaves = self._caller.dtype, self.leaves | part.by_leaf.keys()
         return paths, gradients * self.factor
 
     def _grows(self, noisy: bool) -> bool:
@@ -214,7 +214,7 @@ class Batches(Source):
         size, generator = self.drawn.size, self.drawn.generator
 
         def total(rows: int) -> float:
-            called = [self._calls.call(generator.choice(pool, size=rows)) for _ in range(4 * PROBED // rows + PROBED)]
+            called = [self._caller.call(generator.choice(pool, size=rows)) for _ in range(4 * PROBED // rows + PROBED)]
             return float(np.mean([sum(np.abs(part).sum() for part in one.parts) for one in called]))
 
         try:

@@ -31,7 +31,8 @@ def distance(
     other half, which is an ordinary mean; ‖E d‖ ≥ ⟨E d, w⟩ for any w of norm 1. Both halves serve in turn, with two
     directions each: the mean of d, and the nearest combination of the `named` gradients (K, Q), which has less noise.
 
-    Both ends are moved by `unseen`, a norm that rare units may add to E d though none was drawn.
+    Both ends are moved by `unseen`, a norm that rare units may add to E d though none was drawn: the lower one by twice
+    as much, since it is tested on half of the units.
     """
     square, (quadratic, along_any) = float(norm(d)(sample.products)), sample.spread(d)
     units = sample.interval(norm(unit), rate / 4)
@@ -53,7 +54,7 @@ def distance(
     least, largest = math.sqrt(max(units.low, 0.0)), math.sqrt(max(units.high, 1e-300))
     value = math.sqrt(max(square, 0.0) / max(units.value, 1e-300))
     return Interval(
-        value, max(max(lows) - unseen, 0.0) / largest, (math.sqrt(most) + unseen) / least if least else math.inf
+        value, max(max(lows) - 2 * unseen, 0.0) / largest, (math.sqrt(most) + unseen) / least if least else math.inf
     )
 
 

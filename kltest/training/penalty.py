@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kltest.environments import Instance
 from kltest.loss.placement import place
+from kltest.moments.caller import BatchOfOneError
 from kltest.moments.differentiate import backward, leaf_gradients
-from kltest.moments.reduction import BatchOfOneError, probe
+from kltest.moments.reduction import probe
 from kltest.rollout import LEAVES, Rollout
 from kltest.training.batch import Batch, total, transposed
 from kltest.training.problems import PerRun, Runs, State, bound, is_built_in
@@ -59,12 +60,11 @@ class Penalty:
         generator = np.random.default_rng(0)
         pool = Rollout.of(instance, instance.environment.sample(instance.policy, PROBED, generator))
         try:
-            witness = probe(self.loss, pool, generator, few=True)
+            caller = probe(self.loss, pool, generator, few=True)
         except BatchOfOneError:
             return True
-        return witness.reduction != "per-row" or any(
-            single.outcome.metric is not None and single.outcome.metric.dim() == 0
-            for single in witness.singles.values()
+        return caller.reduction != "per-row" or any(
+            single.outcome.metric is not None and single.outcome.metric.dim() == 0 for single in caller.singles.values()
         )
 
     def gradient(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> PenaltyGradient:

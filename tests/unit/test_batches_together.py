@@ -7,7 +7,7 @@ import torch
 from kltest.environments import Instance, ragged
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
-from kltest.moments import batch_calls, exact, exact_batches
+from kltest.moments import caller, exact, exact_batches
 
 # The same terms of size one in another order.
 EXACT = 1e-12
@@ -76,6 +76,12 @@ def in_small_calls(logp, ref_logp, mask):
     return token_mean(logp, ref_logp, mask)[0]
 
 
+def hinged(logp, ref_logp, mask):
+    """Is silent where the mean of a call is below a bound: batches below it are, in a call of others above, not."""
+    cost = per_token(logp, ref_logp, mask) / mask.sum()
+    return torch.relu(cost - 0.01)
+
+
 TOGETHER = [token_mean, longest, by_advantage]
 TOUCHING = [
     less_the_mean,
@@ -87,6 +93,7 @@ TOUCHING = [
     of_distinct_rollouts,
     root_of_the_total,
     in_small_calls,
+    hinged,
 ]
 
 
@@ -97,7 +104,7 @@ def test_batches_in_one_call_are_what_they_are_in_a_call_each(function, grouped,
     instance, size = instances("ragged", 0, 3)[1], 3
     loss, apart = bind(function), bind(function)
     found = exact_batches(loss, instance, "stale", size, grouped=grouped, added_up=False)
-    monkeypatch.setattr(batch_calls, "FEW", NEVER)
+    monkeypatch.setattr(caller, "FEW", NEVER)
     plain = exact_batches(apart, instance, "stale", size, grouped=grouped, added_up=False)
     assert np.abs(found.gradient - plain.gradient).max() < EXACT
     assert found.second_moment == pytest.approx(plain.second_moment, rel=EXACT)
@@ -131,11 +138,11 @@ def logs(of):
 
 @pytest.mark.parametrize(
     ("of", "calls"),
-    [(torch.mean, 20), (torch.max, 20), (lambda u: u, 5), (lambda u: u - u.mean(), 15)],
+    [(torch.mean, 21), (torch.max, 21), (lambda u: u, 6), (lambda u: u - u.mean(), 15)],
     ids=["one number", "the largest", "by row", "by row, coupled"],
 )
 def test_what_is_logged_in_a_further_instance_is_what_each_rollout_logs_alone(of, calls):
-    """Fifteen rollouts: five calls tell the gradients; a number of all of a call is asked of each, without them."""
+    """Fifteen rollouts: six calls tell the gradients; a number of all of a call is asked of each, without them."""
     instance = instances("ragged", 0)[1]
     loss, plain = bind(logs(of)), exact(bind(logs(of)), instance)
     found = exact(loss, instance, known="mean")

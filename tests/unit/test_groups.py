@@ -18,7 +18,7 @@ from kltest.grading.grader import grade
 from kltest.identify.instances import ENVIRONMENTS, MOST_GROUPS, instances
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.moments import NonDeterministicError, batch_calls, exact_batches
+from kltest.moments import NonDeterministicError, caller, exact_batches
 from kltest.moments.batches import groups_of
 from kltest.truth import gradient
 
@@ -103,12 +103,12 @@ def test_groups_of_four_on_sequences_are_those_of_all_6561_tuples():
 def test_many_groups_in_one_call_are_the_same_as_one_call_each(loss, monkeypatch):
     instance = instances("ragged", 0, 4)[0]
     calls = []
-    call = batch_calls.BatchCalls.call
-    monkeypatch.setattr(batch_calls.BatchCalls, "call", lambda self, *a, **k: calls.append(0) or call(self, *a, **k))
+    call = caller.Caller.call
+    monkeypatch.setattr(caller.Caller, "call", lambda self, *a, **k: calls.append(0) or call(self, *a, **k))
     together = exact_batches(bind(loss), instance, size=4, grouped=True)
     in_one = len(calls)
-    monkeypatch.setattr(batch_calls.BatchCalls, "learn_to_tell_apart", lambda *_: None)
-    monkeypatch.setattr(batch_calls, "FEW", 1_000)
+    monkeypatch.setattr(caller.Caller, "try_together", lambda *_: None)
+    monkeypatch.setattr(caller, "FEW", 1_000)
     alone = exact_batches(bind(loss), instance, size=4, grouped=True)
     assert np.abs(together.gradient - alone.gradient).max() < EXACT
     assert together.second_moment == pytest.approx(alone.second_moment, rel=1e-12)

@@ -147,4 +147,17 @@ def test_what_was_not_seen_moves_both_ends():
     mean = np.array([2.0, 0.0]) + 0.01 * generator.standard_normal((64, 2))
     sample = Sample(np.stack([mean, mean, np.broadcast_to([4.0, 0.0], mean.shape)], axis=1))
     near, far = (distance(sample, rows[1], rows[2], rows[2:], (), 0.01, unseen) for unseen in (0.0, 0.4))
-    assert (near.low - far.low, far.high - near.high) == pytest.approx((0.1, 0.1), rel=1e-6)
+    assert (near.low - far.low, far.high - near.high) == pytest.approx((0.2, 0.1), rel=1e-6)
+
+
+def test_events_that_half_of_the_blocks_did_not_see_refute_nothing():
+    """Planted: noise of one sample in seventy. Without `unseen` a half that saw none would be sure of its mean."""
+    generator, rows, refuted = np.random.default_rng(8), np.eye(3), {0.0: 0, 1.0: 0}
+    for _ in range(300):
+        drawn = 10 * ((generator.random((512, 1)) < 0.015) - 0.015)
+        mean = drawn.reshape(64, 8, 1).mean(axis=1)
+        sample = Sample(np.stack([mean, mean, np.ones_like(mean)], axis=1))
+        for share in refuted:
+            unseen = share * np.log(1 / 0.01) * np.abs(drawn).max() / 512
+            refuted[share] += distance(sample, rows[1], rows[2], rows[2:], (), 0.01, unseen).low > 0
+    assert refuted[1.0] <= 300 * 0.01 < refuted[0.0]

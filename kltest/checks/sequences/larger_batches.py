@@ -19,7 +19,7 @@ from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
-from kltest.moments.reduction import Witness
+from kltest.moments.caller import Caller
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
@@ -39,9 +39,9 @@ def examine_larger(findings: Findings) -> Found | None:
         return _groups(findings, row)
     asked = findings.measure.sizes.each[0] if findings.measure.sizes.requested else SIZES[-1]
     sizes = [many for many in SIZES if many <= asked]
-    witness = _witness(findings, row.sampler)
+    caller = _caller(findings, row.sampler)
     for many in sizes:
-        if not _apart(findings, witness, many):
+        if not _apart(findings, caller, many):
             return _in_expectation(findings, row, sizes) if many == sizes[0] else _coupled(findings, row, many)
     return None
 
@@ -52,18 +52,18 @@ def noisier(findings: Findings) -> Found | None:
     return found if found and found.level == "warning" else None
 
 
-def _witness(findings: Findings, sampler: str) -> Witness:
+def _caller(findings: Findings, sampler: str) -> Caller:
     instance = instances(VARYING, findings.seed)[0]
-    return Witness(findings.loss, Rollout.of(instance, sampler=sampler, padding=findings.seed))
+    return Caller(findings.loss, Rollout.of(instance, sampler=sampler, padding=findings.seed))
 
 
-def _apart(findings: Findings, witness: Witness, many: int) -> bool:
+def _apart(findings: Findings, caller: Caller, many: int) -> bool:
     """True if each row of a batch gives its share of what it gives alone; sizes that the loss refuses are left out."""
-    order = np.random.default_rng(findings.seed).permutation(len(witness.base))
+    order = np.random.default_rng(findings.seed).permutation(len(caller.base))
     with suppress(KltestError):
-        witness.look(np.resize(order, many).tolist())
+        caller.look(np.resize(order, many).tolist())
         findings.reach.rows = max(findings.reach.rows, many)
-    return witness.reduction != "coupled"
+    return caller.reduction != "coupled"
 
 
 def _coupled(findings: Findings, row: Row, many: int) -> Found:
@@ -85,17 +85,17 @@ def _coupled(findings: Findings, row: Row, many: int) -> Found:
 
 def _weight_of_positions(findings: Findings, sampler: str, many: int) -> float | None:
     """Total weight of all rows, 1 if rows are only dropped or weighted; None if weights depend on what is in a row."""
-    witness = _witness(findings, sampler)
-    witness.look([0, 1, 2])
+    caller = _caller(findings, sampler)
+    caller.look([0, 1, 2])
     generator = np.random.default_rng(findings.seed)
     known = None
-    drawn = [generator.integers(len(witness.base), size=many) for _ in range(SHUFFLES)]
+    drawn = [generator.integers(len(caller.base), size=many) for _ in range(SHUFFLES)]
     # A row that is dropped for its length, or for what is in it, is not always in the same place.
-    by_length = np.argsort(witness.base.peek("mask").sum(dim=1).numpy(), kind="stable")
+    by_length = np.argsort(caller.base.peek("mask").sum(dim=1).numpy(), kind="stable")
     upwards = np.sort(np.resize([0, len(by_length) - 1], many))
     for rows in (order.tolist() for order in (*drawn, by_length[upwards], by_length[upwards[::-1]])):
-        called = witness.call(rows)
-        pairs = [(_flat(called.row(place)), _flat(witness.single(row).row(0))) for place, row in enumerate(rows)]
+        called = caller.call(rows)
+        pairs = [(_flat(called.row(place)), _flat(caller.single(row).row(0))) for place, row in enumerate(rows)]
         if any(len(one) != len(own) or not own.any() for one, own in pairs):
             return None
         weights = np.array([one @ own / (own @ own) for one, own in pairs])
@@ -104,7 +104,7 @@ def _weight_of_positions(findings: Findings, sampler: str, many: int) -> float |
             return None
         known = weights
     assert known is not None
-    return float(known.sum() if witness.mean else known.mean())
+    return float(known.sum() if "mean" in caller.shares else known.mean())
 
 
 def _flat(parts: Iterable[np.ndarray]) -> np.ndarray:

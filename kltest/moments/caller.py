@@ -1,0 +1,292 @@
+"""Calls of a loss on units of rows, one rollout or a batch of several each: alone, or many units in one call.
+
+Let g_i be the gradient at the rows of unit i when it is called alone, and g_i(S) within a call of units S. A mean over
+units has g_i(S) = g_i/|S| and a sum g_i(S) = g_i, for every call and unit; anything else couples units, however small
+the effect. Calls of few prove what a call of many gives.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kltest.errors import KltestError, TargetError
+from kltest.loss.calling import Loss
+from kltest.moments.differentiate import RowGradients, differentiate, live_positions
+from kltest.moments.moments import Reduction
+from kltest.moments.tolerances import near_rows
+from kltest.rollout import Rollout
+
+Share = Literal["mean", "sum"]
+BOTH: tuple[Share, ...] = ("mean", "sum")
+# As many batches of the same lengths are called one by one: one call of all would be checked by as many.
+FEW = 4
+# Batches on which is tried if those of any lengths are kept apart.
+TRIED = 6
+
+
+class BatchOfOneError(TargetError):
+    """The loss fails on one rollout and runs on more: grade it by batches or groups."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of the units that were asked for, which use the same leaves.
+
+    Attributes:
+        index: (M,) which of the units.
+        by_leaf: (M, n·T) or (M, n·T, V) gradients of each unit, as it gives them alone.
+        metric: (M,) the logged KL of each, None if there is none.
+    """
+
+    index: np.ndarray
+    by_leaf: dict[str, np.ndarray]
+    metric: np.ndarray | None
+
+
+class Caller:
+    """A loss, the rollouts from which units are taken, and what was seen of how it combines units.
+
+    Attributes:
+        shares: How units of one call may be combined: of those seen so far, all agree with each of these.
+        coupling: The first observation that showed units to be coupled, else empty.
+        together: Which batches are called together: of "any" lengths, of the "same" lengths, or "none".
+        dtype: The lowest precision in which the latest call computed.
+        reads_groups: True if the loss reads which group a row belongs to.
+        wide: True if a gradient reached the next-token log-probs of a row that was called alone.
+    """
+
+    def __init__(self, loss: Loss, base: Rollout, *, batches: bool = False, logs: bool = True) -> None:
+        """Units are single rollouts, or `batches`, in which advantages are centred; `logs`: the logged KL is asked."""
+        self.loss, self.batches, self.logs = loss, batches, logs
+        self.shares, self.coupling = BOTH, ""
+        self.together: Literal["any", "same", "none"] = "none"
+        self.dtype, self.wide, self.reads_groups, self._by_row = "float64", False, False, False
+        self.singles: dict[int, RowGradients] = {}
+        self._patterns: set[object] = set()
+        self.take_from(base)
+
+    def take_from(self, base: Rollout) -> None:
+        """Take units from these rollouts from now on."""
+        self.base, self._live, self.singles = base, live_positions(base), {}
+
+    def call(self, units: Sequence[int] | np.ndarray) -> RowGradients:
+        """Return the gradients of one call, of one unit (n,) or of several (N, n)."""
+        units = np.asarray(units)
+        rows = units.reshape(-1)
+        taken = self._taken(units)
+        called = differentiate(self.loss, taken, None if self._live is None else self._live[rows])
+        self.dtype = called.dtype
+        self.reads_groups |= "group" in taken.accessed or "group" in self.loss.takes
+        return called
+
+    def _taken(self, units: np.ndarray) -> Rollout:
+        taken = self.base.take(units.reshape(-1))
+        if not self.batches:
+            return taken
+        if units.ndim > 1:
+            number, own = torch.arange(len(units)).repeat_interleave(units.shape[1]), taken.peek("group")
+            taken = taken.replace(group=torch.stack([number, own]).unique(dim=1, return_inverse=True)[1])
+        return taken.replace(advantage=lambda: centred(taken))
+
+    # Single rollouts
+
+    @property
+    def reduction(self) -> Reduction:
+        """The reduction over rows that all calls so far agree with."""
+        if not self.shares:
+            return "coupled"
+        if "mean" not in self.shares:
+            return "sum"
+        return "per-row" if self._by_row else "mean"
+
+    def single(self, row: int) -> RowGradients:
+        """Return the gradients of a row alone, called once; BatchOfOneError if it fails and does not among others."""
+        if row not in self.singles:
+            try:
+                self.singles[row] = self.call([row])
+            except KltestError as error:
+                self._explain_failure(row, error)
+                raise
+            self.wide |= "logits" in self.singles[row].leaves
+            self._by_row |= self.singles[row].outcome.rows is not None
+        return self.singles[row]
+
+    def look(self, rows: Sequence[int]) -> None:
+        """Call the loss on a batch of these rows and compare with what each row gives alone."""
+        called, own = self.call(rows), [self.single(row) for row in rows]
+        self.shares = tuple(share for share in self.shares if _same(own, called, len(rows) if share == "mean" else 1))
+        if not self.shares:
+            twice = len(set(rows)) < len(rows) == 2
+            self.found_coupled("the same rollout twice" if twice else f"a batch of {len(rows)} rollouts")
+
+    def found_coupled(self, words: str) -> None:
+        """Record a coupling; only the first observation is kept."""
+        self.shares = ()
+        self.coupling = self.coupling or f"in {words} the gradient of a row is not a fixed share of what it gives alone"
+
+    def _explain_failure(self, row: int, error: KltestError) -> None:
+        for size in (2, 4, 8):
+            try:
+                self.call([each % len(self.base) for each in range(row, row + size)])
+            except KltestError:
+                continue
+            raise BatchOfOneError(
+                f"{self.loss.name} fails on a batch of one rollout and runs on {size}: it needs whole groups, so "
+                f"that its gradient must be graded by batches of {size} or more ({error})"
+            ) from error
+
+    # Many units in one call
+
+    def joint(
+        self, units: np.ndarray, generator: np.random.Generator, *, prove: bool = True, reports: bool = False
+    ) -> RowGradients | None:
+        """Return the gradients of units (N, n) as each gives them alone, from one call.
+
+        None if calls of some of them refute it: halves in another order, and alone the units of the largest and of the
+        smallest gradient, which a threshold of the call parts, one at random, and of batches the largest of each total
+        length and one of each pattern of equal rows and rewards. With `reports`, what the loss reports of each row has
+        to be the same as well. Without `prove` no such call is made.
+        """
+        whole = self.call(units)
+        for part in self._again(units, whole, generator) if prove else ():
+            called = self.call(units[part])
+            rows = (part[:, None] * units.shape[1] + np.arange(units.shape[1])).reshape(-1)
+            self.shares = tuple(
+                share
+                for share in self.shares
+                if called.leaves == whole.leaves
+                and called.close_rows(
+                    tuple(_scale(share, units) * each[rows] for each in whole.parts), _scale(share, part)
+                )
+            )
+            if not self.shares or (reports and not _same_reports(called, whole, rows)):
+                return None
+        scale = _scale(self.shares[0], units)
+        return RowGradients({leaf: scale * part for leaf, part in whole.by_leaf.items()}, whole.outcome)
+
+    def _again(self, units: np.ndarray, whole: RowGradients, generator: np.random.Generator) -> Iterator[np.ndarray]:
+        sizes = np.zeros(len(units)) + sum((part**2).reshape(len(units), -1).sum(axis=1) for part in whole.parts)
+        totals = self._lengths[units].sum(axis=1) if self.batches else np.zeros(len(units))
+        for total in np.unique(totals):
+            alike = np.flatnonzero(totals == total)
+            yield alike[[sizes[alike].argmax()]]
+        yield np.array([sizes.argmin()])
+        for half in np.array_split(generator.permutation(len(units)), 2):
+            yield np.sort(half)[::-1]
+        yield generator.integers(len(units), size=1)
+        rewards = self.base.peek("reward").numpy()[units] if self.batches else ()
+        for spot in generator.permutation(len(rewards)):
+            pattern = tuple(tuple(sorted(Counter(each.tolist()).values())) for each in (units[spot], rewards[spot]))
+            if pattern not in self._patterns:
+                self._patterns.add(pattern)
+                yield np.array([spot])
+
+    @property
+    def _lengths(self) -> np.ndarray:
+        return self.base.peek("mask").sum(dim=1).numpy().astype(int)
+
+    # Batches
+
+    def try_together(self, pool: np.ndarray, size: int, generator: np.random.Generator) -> None:
+        """Find out which batches of rows of a pool may be called together: of any lengths if it tells groups apart."""
+        self.together = "any" if self.reads_groups else "same"
+        list(self.gradients(generator.choice(pool, size=(TRIED, size)), generator))
+
+    def gradients(self, units: np.ndarray, generator: np.random.Generator) -> Iterator[Part]:
+        """Yield the gradients of batches (N, n) as each gives them alone, together as far as `together` says."""
+        if self.together == "any":
+            if found := self._joined(units, np.arange(len(units)), generator):
+                yield found
+                return
+            self.together, self.shares = "same", BOTH
+        lengths = np.sort(self._lengths[units], axis=1)
+        kinds = np.unique(lengths, axis=0, return_inverse=True)[1].reshape(-1)
+        for kind in range(kinds.max() + 1) if self.together == "same" else [None]:
+            index = np.arange(len(units)) if kind is None else np.flatnonzero(kinds == kind)
+            found = self._joined(units, index, generator) if self.together == "same" and len(index) > FEW else None
+            if found:
+                yield found
+                continue
+            called = [self.call(units[each]) for each in index]
+            for reached in {one.leaves for one in called}:
+                mine = [place for place, one in enumerate(called) if one.leaves == reached]
+                by_leaf = {leaf: np.stack([called[place].by_leaf[leaf] for place in mine]) for leaf in reached}
+                metrics = [called[place].outcome.metric for place in mine]
+                yield Part(index[mine], _flat(by_leaf, len(mine)), self._logged(metrics, units.shape[1:]))
+
+    def _joined(self, units: np.ndarray, index: np.ndarray, generator: np.random.Generator) -> Part | None:
+        """Return some of the units from one call; None if they touch each other, or if the loss refuses so many."""
+        mine = units[index]
+        try:
+            found = self.joint(mine, generator)
+        except KltestError:  # it is raised again where each is called alone
+            found = None
+        if found is None:
+            self.together = "none"
+            return None
+        if not any(part.any() for part in found.parts):
+            # A threshold of the call may silence all of them, and few alone.
+            return None
+        metrics: list[Tensor | None] = [None]
+        if self.logs and found.outcome.metric is not None:
+            metrics = [self.loss.returned(self._taken(unit)).metric for unit in mine]
+        return Part(index, _flat(found.by_leaf, len(mine)), self._logged(metrics, units.shape[1:]))
+
+    def _logged(self, metrics: Sequence[Tensor | None], shape: tuple[int, ...]) -> np.ndarray | None:
+        """(N,) the logged KL of N batches; None if there is none in one of them, or nobody asks."""
+        known = [number for metric in metrics if self.logs and (number := _metric(metric, shape)) is not None]
+        return np.concatenate(known) if len(known) == len(metrics) else None
+
+
+def _same(own: Sequence[RowGradients], called: RowGradients, factor: float) -> bool:
+    """True if `factor` times the gradient of each row of a batch is what the row gives alone."""
+    if all(single.leaves == called.leaves for single in own):
+        leaves = zip(*(single.parts for single in own), strict=True)
+        return called.close_rows(tuple(np.concatenate(parts) for parts in leaves), factor)
+    return all(called.close(single.row(0), called.row(position), factor) for position, single in enumerate(own))
+
+
+def _scale(share: Share, units: np.ndarray) -> int:
+    return len(units) if share == "mean" else 1
+
+
+def _same_reports(part: RowGradients, whole: RowGradients, rows: np.ndarray) -> bool:
+    """True if a part of a call reports, row by row, what the whole reports for these rows, or if neither does."""
+    pairs = ((part.outcome.value, whole.outcome.value), (part.outcome.metric, whole.outcome.metric))
+    for own, other in pairs:
+        if own is None or other is None or own.dim() == 0 or other.dim() == 0:
+            if (own is None or own.dim() == 0) != (other is None or other.dim() == 0):
+                return False
+        elif own.dim() != other.dim() or not near_rows(own.numpy(), other.numpy()[rows], part.dtype):
+            return False
+    return True
+
+
+def _flat(by_leaf: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
+    """Gradients of the rows of `count` batches as (count, n·T) at logp and (count, n·T, V) at logits."""
+    return {
+        leaf: part.reshape(count, -1, *((part.shape[-1],) if leaf == "logits" else ()))
+        for leaf, part in by_leaf.items()
+    }
+
+
+def _metric(metric: Tensor | None, shape: tuple[int, ...]) -> np.ndarray | None:
+    """(N,) the logged KL of each batch of a call: if it is logged by row, the mean over the batch's rows."""
+    if metric is None:
+        return None
+    reported = metric.numpy()
+    if reported.ndim == 0:
+        return reported.reshape(1)
+    return reported.reshape(-1, shape[-1]).mean(axis=1) if reported.ndim == 1 else None
+
+
+def centred(rollout: Rollout) -> Tensor:
+    """(B,) the reward minus its mean over the rows of the same group."""
+    reward, group = rollout.peek("reward"), rollout.peek("group")
+    same = (group[:, None] == group[None, :]).to(reward.dtype)
+    return reward - same @ reward / same.sum(dim=1)
