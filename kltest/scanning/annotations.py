@@ -21,8 +21,12 @@ def github(scan: Scan) -> str:
 
 def sarif(scan: Scan) -> str:
     """Return SARIF 2.1.0: a result an error, a warning or a known finding, on the term's lines."""
-    found = [(row, code, "note" if row.status == "known" else "error")
-             for row in scan.rows if row.status in ("finding", "known") for code in row.codes]  # fmt: skip
+    found = [
+        (row, code, "note" if row.status == "known" else "error")
+        for row in scan.rows
+        if row.status in ("finding", "known")
+        for code in row.codes
+    ]
     found += [(row, code, "warning") for row in scan.rows for code in row.warnings if code not in row.ignored]
     return document(
         Finding(

@@ -21,7 +21,7 @@ _NODES = (
     *(ast.Subscript, ast.Slice, ast.Tuple, ast.List, Dict, ast.Starred, ast.For, ast.ListComp, ast.GeneratorExp),
     *(ast.comprehension, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context, ast.JoinedStr),
     *(ast.FormattedValue, ast.Break, ast.Continue, ast.Lambda, ast.While),
-)  # fmt: skip
+)
 MODULES = {
     "torch": "torch",
     "F": "torch.nn.functional",
@@ -30,13 +30,24 @@ MODULES = {
     "numpy": "numpy",
     "jnp": "jax.numpy",
     "jax": "jax",
-}  # fmt: skip
+}
 """Modules that lifted code may name, and what their names import."""
 _FUNCTIONS = WORDS["functions"]
 _ATTRIBUTES = WORDS["attributes"]
 _BUILTINS = WORDS["builtins"]
-_CLASSES = frozenset({"ValueError", "TypeError", "NotImplementedError", "RuntimeError", "KeyError", "AssertionError",
-                      "None", "True", "False"})  # fmt: skip
+_CLASSES = frozenset(
+    {
+        "ValueError",
+        "TypeError",
+        "NotImplementedError",
+        "RuntimeError",
+        "KeyError",
+        "AssertionError",
+        "None",
+        "True",
+        "False",
+    }
+)
 
 
 def refusal(tree: ast.AST, known: frozenset[str] = frozenset()) -> tuple[str, int]:
@@ -83,9 +94,16 @@ def _refused(node: ast.AST, bound: set[str], known: frozenset[str]) -> str:
 
 
 def _is_mode(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in (
-        "no_grad", "inference_mode", "enable_grad",
-    )  # fmt: skip
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr
+        in (
+            "no_grad",
+            "inference_mode",
+            "enable_grad",
+        )
+    )
 
 
 def imports(text: str) -> str:

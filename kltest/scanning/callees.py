@@ -64,8 +64,11 @@ class Function:
         for node in ast.walk(self.node):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 found.setdefault(node.targets[0].id, []).append(node.value)
-        return {name: values[0] for name, values in found.items()
-                if len(values) == 1 and isinstance(values[0], ast.Call | ast.Subscript | ast.Attribute)}  # fmt: skip
+        return {
+            name: values[0]
+            for name, values in found.items()
+            if len(values) == 1 and isinstance(values[0], ast.Call | ast.Subscript | ast.Attribute)
+        }
 
     @cached_property
     def readers(self) -> dict[str, list[ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr]]:
@@ -141,9 +144,11 @@ class Callees:
             written = holder[-1:] or [
                 chain(target.value)
                 for registrar in self.by_name.get(last, [])
-                for node in ast.walk(registrar.node) if isinstance(node, ast.Assign)
-                for target in node.targets if isinstance(target, ast.Subscript)
-            ]  # fmt: skip
+                for node in ast.walk(registrar.node)
+                if isinstance(node, ast.Assign)
+                for target in node.targets
+                if isinstance(target, ast.Subscript)
+            ]
             if written and "regist" in last:
                 self.tables.setdefault(written[0].rsplit(".", 1)[-1], {})[key] = function.name
 

@@ -148,8 +148,11 @@ class Calls(Expressions):
     def _through(self, node: ast.Call, callee: Function, given: list[Value]) -> Value | None:
         """Return what a call of a function of the tree gives for these arguments; None if nothing is known."""
         values = dict(zip(callee.parameters, given[: len(node.args)], strict=False))
-        values |= {keyword.arg: value for keyword, value in zip(node.keywords, given[len(node.args) :], strict=True)
-                   if keyword.arg}  # fmt: skip
+        values |= {
+            keyword.arg: value
+            for keyword, value in zip(node.keywords, given[len(node.args) :], strict=True)
+            if keyword.arg
+        }
         returned = self.tree.followed(callee).returned
         whose = {each.who for value in given for each in value.sides}
         # Names that state no side, as in kl(a, b), are followed with the sides that they are given.

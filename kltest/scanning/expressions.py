@@ -214,8 +214,12 @@ class Expressions:
             return None
         pair = frozenset(s.who for s in one | other)
         texts = (ast.unparse(node.left), ast.unparse(node.right))
-        guess = ", ".join(f"{text[:60]} is the {WHOSE[s.who]}" for text, sides in zip(texts, (one, other), strict=True)
-                          for s in sorted(sides) if not s.sure)  # fmt: skip
+        guess = ", ".join(
+            f"{text[:60]} is the {WHOSE[s.who]}"
+            for text, sides in zip(texts, (one, other), strict=True)
+            for s in sorted(sides)
+            if not s.sure
+        )
         if len(pair) < 2:
             named = says_kl(self.function.name) or says_kl(self.function.owner)
             both = isinstance(node.left, ast.Name) and isinstance(node.right, ast.Name)

@@ -141,8 +141,11 @@ class Facts:
         if not variables & names_in(*parts) or not self.holds(*node.body):
             return False
         added = [n.target for n in body if isinstance(n, ast.AugAssign)]
-        listed = [n.func.value for n in body if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
-                  and n.func.attr in ("append", "extend")]  # fmt: skip
+        listed = [
+            n.func.value
+            for n in body
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr in ("append", "extend")
+        ]
         again = [n.targets[0] for n in body if isinstance(n, ast.Assign) and names_in(n.targets[0]) & names_in(n.value)]
         return bool(names_in(*added, *listed, *again) & self.relevant)
 
@@ -216,8 +219,10 @@ class Facts:
 
     def _branches(self, node: ast.If) -> Branches:
         """Return what a condition decides over."""
-        bound = [{n.id for n in _all(part) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-                 for part in (node.body, node.orelse)]  # fmt: skip
+        bound = [
+            {n.id for n in _all(part) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            for part in (node.body, node.orelse)
+        ]
         leaves = any(isinstance(n, ast.Return | ast.Raise) for n in _all([*node.body, *node.orelse]))
         return Branches(
             self.holds(*node.body),

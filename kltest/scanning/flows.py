@@ -11,8 +11,17 @@ from itertools import product
 from kltest.scanning.sides import MIXED, Side
 
 LOG_RATIO, SHIFTED, RATIO, SQUARE, ABSOLUTE, K3, FULL, DIVERGENCE, ENTROPY, OTHER = (
-    "log-ratio", "shifted", "ratio", "square", "absolute", "k3", "full", "divergence", "entropy", "other",
-)  # fmt: skip
+    "log-ratio",
+    "shifted",
+    "ratio",
+    "square",
+    "absolute",
+    "k3",
+    "full",
+    "divergence",
+    "entropy",
+    "other",
+)
 KL_LIKE = frozenset({SQUARE, ABSOLUTE, K3, FULL, DIVERGENCE})
 """Forms that are a divergence whatever they are called; a log-ratio is one by its name or by its reference."""
 

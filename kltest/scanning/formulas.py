@@ -29,9 +29,19 @@ def formula(kept: list[Statement], result: ast.expr) -> tuple[str, bool]:
     written = _Plain().visit(WrittenOut().visit(result))
     complete = not any(each.loop or each.quiet or str(each.target) not in known for each in kept)
     text = ast.unparse(written)
-    for code, symbol in (("ref_logp", "log ref"), ("old_logp", "log μ"), ("ref_logits", "log ref(·)"),
-                         ("old_logits", "log μ(·)"), ("logits", "log π(·)"), ("logp", "log π"), ("beta", "β"),
-                         (".float()", ""), ("torch.", ""), ("F.", ""), (" * ", "·")):  # fmt: skip
+    for code, symbol in (
+        ("ref_logp", "log ref"),
+        ("old_logp", "log μ"),
+        ("ref_logits", "log ref(·)"),
+        ("old_logits", "log μ(·)"),
+        ("logits", "log π(·)"),
+        ("logp", "log π"),
+        ("beta", "β"),
+        (".float()", ""),
+        ("torch.", ""),
+        ("F.", ""),
+        (" * ", "·"),
+    ):
         text = re.sub(rf"{re.escape(code)}(?!=[^=])", symbol, text)
     return re.sub(r" \*\* 2(?![\d.])", "²", text), complete
 

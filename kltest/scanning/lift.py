@@ -46,8 +46,12 @@ def lifted(tree: Tree, term: Term, *, run: bool = False) -> list[Lifted]:
     places = ["loss", "reward"] if term.place == "both" else [term.place]
     found = [variant for place in places for variant in _variants(tree, term, place, run)]
     if term.place == "both" and _is_differentiated(tree, term):
-        found = [_refused(each, "its gradient goes through the reward as well: nothing detaches it there")
-                 if each.place != "loss" and "detach" not in each.source else each for each in found]  # fmt: skip
+        found = [
+            _refused(each, "its gradient goes through the reward as well: nothing detaches it there")
+            if each.place != "loss" and "detach" not in each.source
+            else each
+            for each in found
+        ]
     if term.reached == {"reward"}:
         return [_as_reward(variant) for variant in found]
     both = term.reached >= {"loss", "reward"}
@@ -288,7 +292,9 @@ class _OfNumbers(ast.NodeTransformer):
         self.generic_visit(node)
         match node:
             case ast.Call(ast.Attribute(ast.Name("torch"), "log" | "log1p" | "exp" | "expm1" | "sqrt"), [given]):
-                if all(isinstance(each, ast.Constant | ast.UnaryOp | ast.BinOp | ast.operator | ast.unaryop)
-                       for each in ast.walk(given)):  # fmt: skip
+                if all(
+                    isinstance(each, ast.Constant | ast.UnaryOp | ast.BinOp | ast.operator | ast.unaryop)
+                    for each in ast.walk(given)
+                ):
                     node.args = [ast.parse(f"torch.tensor({ast.unparse(given)})", mode="eval").body]
         return node

@@ -141,8 +141,11 @@ class _Walk:
 
     def _returns_one_of_several(self, node: ast.If) -> bool:
         """Return True for a branch that returns a form of the term of which another is made elsewhere."""
-        apart = [seed for seed in self.facts.term.seeds
-                 if seed.last < node.lineno or seed.first > (node.end_lineno or node.lineno)]  # fmt: skip
+        apart = [
+            seed
+            for seed in self.facts.term.seeds
+            if seed.last < node.lineno or seed.first > (node.end_lineno or node.lineno)
+        ]
         return bool(apart) and any(isinstance(inner, ast.Return) for inner in ast.walk(node))
 
 

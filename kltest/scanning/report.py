@@ -84,8 +84,10 @@ def summary(scan: Scan) -> str:
 def markdown(scan: Scan) -> str:
     """Return a Markdown table and the line that counts."""
     heads = ("where", "term", "on-policy", "off-policy", "findings")
-    cells = [(f"`{row.spot}` {row.title}", f"{row.place}: `{_short(row.formula, 120)}`", *row.follows, row.remarks)
-             for row in scan.rows]  # fmt: skip
+    cells = [
+        (f"`{row.spot}` {row.title}", f"{row.place}: `{_short(row.formula, 120)}`", *row.follows, row.remarks)
+        for row in scan.rows
+    ]
     said = [f"- not read: {line}\n" for line in scan.left_out] + [f"- {line}\n" for line in scan.notes]
     table = as_markdown([dict(zip(heads, map(visible, row), strict=True)) for row in cells])
     return "".join([table, "\n" * bool(table), f"{summary(scan)}\n", "\n" * bool(said), *said])
@@ -100,5 +102,9 @@ def _short(formula: str, most: int) -> str:
 
 
 FORMATS: dict[str, Callable[[Scan], str]] = {
-    "text": text, "json": lambda scan: as_json(scan.to_dict()), "markdown": markdown, "github": github, "sarif": sarif,
-}  # fmt: skip
+    "text": text,
+    "json": lambda scan: as_json(scan.to_dict()),
+    "markdown": markdown,
+    "github": github,
+    "sarif": sarif,
+}

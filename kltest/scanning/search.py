@@ -65,8 +65,12 @@ class Search:
                 row = self._row(tree, term, variant, own)
                 rows.append(asdict(row))  # before it is graded
                 yield row
-        self.loose = [(source.place(line), words) for source in sources for line, _, words in said[id(source)]
-                      if (id(source), line) not in used]  # fmt: skip
+        self.loose = [
+            (source.place(line), words)
+            for source in sources
+            for line, _, words in said[id(source)]
+            if (id(source), line) not in used
+        ]
         kept = {"lines": self.lines, "left_out": self.left_out, "loose": self.loose}
         self._store.write(self._key, {**kept, "rows": rows})
 

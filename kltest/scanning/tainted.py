@@ -82,8 +82,12 @@ def linear_part(node: ast.expr, tainted: Set[str], facts: Facts) -> ast.expr:
 
 
 def _meets(node: ast.BinOp, term: Term) -> bool:
-    return any((node.lineno, node.end_lineno) == (s.first, s.last) or (ast.unparse(node.left) == s.texts[0]
-               and ast.unparse(node.right) == s.texts[1]) for s in term.seeds if hasattr(node, "lineno"))  # fmt: skip
+    return any(
+        (node.lineno, node.end_lineno) == (s.first, s.last)
+        or (ast.unparse(node.left) == s.texts[0] and ast.unparse(node.right) == s.texts[1])
+        for s in term.seeds
+        if hasattr(node, "lineno")
+    )
 
 
 def _is_constant(node: ast.expr) -> bool:

@@ -96,10 +96,15 @@ class _Terms:
             reached = self._reached(function, set()) if helper else set()
             # One that is called nowhere is somebody's entry, unless it is a log-ratio to a sampler, which may be that
             # of a clip; else it is a term if it reaches a loss or a reward.
-            if helper and helper.seeds[0] not in inside and (
-                reached if function in self.callers
-                else helper.forms & KL_LIKE or any(REFERENCE in seed.who for seed in helper.seeds)
-            ):  # fmt: skip
+            if (
+                helper
+                and helper.seeds[0] not in inside
+                and (
+                    reached
+                    if function in self.callers
+                    else helper.forms & KL_LIKE or any(REFERENCE in seed.who for seed in helper.seeds)
+                )
+            ):
                 helper.reached = frozenset(reached)
                 found.append(helper)
         order = {id(source): number for number, source in enumerate(self.tree.sources)}
@@ -135,14 +140,21 @@ class _Terms:
     def _is_logged(self, function: Function, arrivals: Sequence[Arrival]) -> bool:
         """Return True for what is called a KL to the reference, is logged, and arrives nowhere else."""
         named = self.tree.followed(function).kl_named
-        return all(REFERENCE in a.flow.seed.who for a in arrivals) and any(
-            says_kl(a.name) or a.flow.seed in named for a in arrivals
-        ) and all(self._place(a) == "logged" or _ends_in_logs(function, a) for a in arrivals)  # fmt: skip
+        return (
+            all(REFERENCE in a.flow.seed.who for a in arrivals)
+            and any(says_kl(a.name) or a.flow.seed in named for a in arrivals)
+            and all(self._place(a) == "logged" or _ends_in_logs(function, a) for a in arrivals)
+        )
 
     def _helper(self, function: Function) -> Term | None:
         followed = self.tree.followed(function)
-        own = [a for a in followed.arrivals if a.kind == "return" and not (a.flow.seed.parameter or a.flow.seed.named)
-               and _is_kl(a, followed, set(), function.name)]  # fmt: skip
+        own = [
+            a
+            for a in followed.arrivals
+            if a.kind == "return"
+            and not (a.flow.seed.parameter or a.flow.seed.named)
+            and _is_kl(a, followed, set(), function.name)
+        ]
         called = {seed: callee for callee, seed in followed.calls}
         seeds = list(dict.fromkeys(a.flow.seed for a in own))
         mixed = _is_mixture(function, seeds, called)
@@ -153,9 +165,12 @@ class _Terms:
 
     def _is_preferred(self, function: Function) -> bool:
         """Return True for a function whose callers weigh what it returns against a preference, or only call it KL."""
-        arrivals = [a for caller, seed in self.callers.get(function, ())
-                    for a in self.tree.followed(caller).arrivals
-                    if a.flow.seed is seed and a.kind != "logged"]  # fmt: skip
+        arrivals = [
+            a
+            for caller, seed in self.callers.get(function, ())
+            for a in self.tree.followed(caller).arrivals
+            if a.flow.seed is seed and a.kind != "logged"
+        ]
         preferred = [a for a in arrivals if a.flow.form == OTHER or is_preference(a.name)]
         return bool(preferred) and all(a in preferred or says_kl(a.name) for a in arrivals)
 
@@ -233,9 +248,12 @@ def _are_alternative(node: ast.AST, one: int, other: int) -> bool:
     """Return True if two lines stand in different branches of one condition."""
     first, last = sorted((one, other))
     return any(
-        isinstance(inner, ast.If) and inner.orelse and inner.body[0].lineno <= first < inner.orelse[0].lineno <= last
-        and last <= (inner.end_lineno or 0) for inner in ast.walk(node)
-    )  # fmt: skip
+        isinstance(inner, ast.If)
+        and inner.orelse
+        and inner.body[0].lineno <= first < inner.orelse[0].lineno <= last
+        and last <= (inner.end_lineno or 0)
+        for inner in ast.walk(node)
+    )
 
 
 def _is_kl(arrival: Arrival, followed: Followed, ratios: set[Seed], name: str = "") -> bool:

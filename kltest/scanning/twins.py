@@ -29,8 +29,14 @@ def name_twins(sources: Sequence[Source]) -> None:
     for source in sources:
         if _STORED.search(source.text):
             _name_stored(source.tree)
-    functions = [(node, pair) for source in sources if _TWIN.search(source.text)
-                 for node in ast.walk(source.tree) if isinstance(node, FUNCTIONS) for pair in _twins(node)]  # fmt: skip
+    functions = [
+        (node, pair)
+        for source in sources
+        if _TWIN.search(source.text)
+        for node in ast.walk(source.tree)
+        if isinstance(node, FUNCTIONS)
+        for pair in _twins(node)
+    ]
     calls: dict[str, list[ast.Call]] = {node.name: [] for node, _ in functions}
     for source in sources:
         if any(name in source.text for name in calls):

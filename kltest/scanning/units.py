@@ -68,15 +68,23 @@ class _Scope:
     """A function as `caller` calls it with the arguments `given`; as anybody may without a caller."""
 
     def __init__(
-        self, units: Units, function: Function, depth: int = 0, caller: "_Scope | None" = None,
+        self,
+        units: Units,
+        function: Function,
+        depth: int = 0,
+        caller: "_Scope | None" = None,
         given: Mapping[str, ast.expr] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.units, self.function, self.depth, self.caller, self.given = units, function, depth, caller, given
         self.known: dict[str, Found] = {}
-        self.constants = {} if isinstance(function.node, ast.Module) or caller is None else {
-            **defaults(function.node.args),
-            **{name: value.value if isinstance(value, ast.Constant) else ... for name, value in given.items()},
-        }  # fmt: skip
+        self.constants = (
+            {}
+            if isinstance(function.node, ast.Module) or caller is None
+            else {
+                **defaults(function.node.args),
+                **{name: value.value if isinstance(value, ast.Constant) else ... for name, value in given.items()},
+            }
+        )
 
     def of(self, node: ast.expr | None) -> Found:
         match node:
@@ -186,8 +194,14 @@ def _bound(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
                     if isinstance(part, ast.Name):
                         whole = part is target
                         written = value.elts if isinstance(value, ast.Tuple) else []
-                        yield part.id, value if whole else written[number] if len(written) == len(parts) else (
-                            ast.Subscript(value, ast.Constant(number), ast.Load()))  # fmt: skip
+                        yield (
+                            part.id,
+                            value
+                            if whole
+                            else written[number]
+                            if len(written) == len(parts)
+                            else (ast.Subscript(value, ast.Constant(number), ast.Load())),
+                        )
             case ast.AnnAssign(ast.Name(name), _, ast.expr() as value) | ast.NamedExpr(ast.Name(name), value):
                 yield name, value
             case ast.Call(ast.Attribute(ast.Name(name), "append" | "extend"), [value]):
@@ -224,8 +238,9 @@ def _counts(node: ast.expr) -> bool:
     """Return True for a number of tokens: of a mask, or of a length."""
     return any(
         is_mask(chain(inner)) or says(chain(inner), "len", "count", "num", "size", "numel")
-        for inner in ast.walk(node) if isinstance(inner, ast.Name | ast.Attribute | ast.Subscript)
-    )  # fmt: skip
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Name | ast.Attribute | ast.Subscript)
+    )
 
 
 def _said(name: str) -> Found:

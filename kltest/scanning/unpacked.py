@@ -28,8 +28,14 @@ def _kept(function: FunctionNode) -> set[tuple[str, str]]:
     """Return the names and keys that a function both keeps and reads."""
     inner = list(ast.walk(function))
     bound = Counter(n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-    made = {n.targets[0].id: items for n in inner if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)
-            and bound[n.targets[0].id] == 1 and (items := _items(n.value)) is not None}  # fmt: skip
+    made = {
+        n.targets[0].id: items
+        for n in inner
+        if isinstance(n, ast.Assign)
+        and isinstance(n.targets[0], ast.Name)
+        and bound[n.targets[0].id] == 1
+        and (items := _items(n.value)) is not None
+    }
     if not made:
         return set()
     places = [n for n in inner if isinstance(n, ast.Subscript | ast.Attribute)]

@@ -24,41 +24,60 @@ def found(folder: Path, text: str) -> list[Term]:
 
 
 TERMS = {
-    "k3 in the loss": ("""
+    "k3 in the loss": (
+        """
 def loss(logprobs, ref_logprobs, advantages, beta):
     kl = torch.exp(ref_logprobs - logprobs) - (ref_logprobs - logprobs) - 1
     return -(advantages * logprobs - beta * kl).mean()
-""", "loss"),
-    "k3 of a named log-ratio": ("""
+""",
+        "loss",
+    ),
+    "k3 of a named log-ratio": (
+        """
 class Trainer:
     def compute_loss(self, model, inputs):
         per_token_logps = self.get_logps(model, inputs)
         log_ratio = inputs["ref_per_token_logps"] - per_token_logps
         per_token_loss = -inputs["advantages"].unsqueeze(1) + self.beta * (log_ratio.exp() - 1 - log_ratio)
         return (per_token_loss * inputs["completion_mask"]).sum()
-""", "loss"),
-    "k3 by expm1": ("""
+""",
+        "loss",
+    ),
+    "k3 by expm1": (
+        """
 def policy_loss(logp, ref_logp, beta):
     d = ref_logp - logp
     loss = beta * (torch.expm1(d) - d).mean()
     return loss
-""", "loss"),
-    "k2": ("""
+""",
+        "loss",
+    ),
+    "k2": (
+        """
 def loss(new_logprobs, teacher_logprobs):
     return 0.5 * (new_logprobs - teacher_logprobs).pow(2).mean()
-""", "loss"),
-    "absolute difference": ("""
+""",
+        "loss",
+    ),
+    "absolute difference": (
+        """
 def loss(logp, base_logp):
     return (logp - base_logp).abs().mean()
-""", "loss"),
-    "k1 in the reward": ("""
+""",
+        "loss",
+    ),
+    "k1 in the reward": (
+        """
 def make(scores, logprobs, ref_logprobs, kl_coef):
     non_score = -kl_coef * (logprobs - ref_logprobs)
     rewards = non_score.clone()
     rewards[:, -1] += scores
     return gae(rewards)
-""", "reward"),
-    "k1 in the reward, whose advantage comes to the loss as a number": ("""
+""",
+        "reward",
+    ),
+    "k1 in the reward, whose advantage comes to the loss as a number": (
+        """
 def train(policy, anchor, batch, coef):
     with torch.no_grad():
         logprobs, ref_logprobs = policy(batch), anchor(batch)
@@ -68,35 +87,53 @@ def train(policy, anchor, batch, coef):
     loss = -(advantages * (policy(batch) - logprobs).exp()).mean()
     loss.backward()
     return (logprobs - ref_logprobs).sum(1).mean().item()
-""", "reward"),
-    "a helper of what nobody calls": ("""
+""",
+        "reward",
+    ),
+    "a helper of what nobody calls": (
+        """
 def forward_kl(logits, teacher_logits):
     return -(F.softmax(teacher_logits, -1) * F.log_softmax(logits, -1)).sum(-1).mean()
 
 def halved(logits, teacher_logits):
     return 0.5 * forward_kl(logits, teacher_logits)
-""", "helper"),
-    "k1 subtracted from the advantage": ("""
+""",
+        "helper",
+    ),
+    "k1 subtracted from the advantage": (
+        """
 def apply(args, advantages, student_log_probs, teacher_log_probs):
     for i in range(len(advantages)):
         advantages[i] = advantages[i] - args.coef * (student_log_probs[i] - teacher_log_probs[i])
-""", "reward"),
-    "all of the vocabulary": ("""
+""",
+        "reward",
+    ),
+    "all of the vocabulary": (
+        """
 def distillation_loss(student_logits, teacher_logits, mask):
     p = student_logits.softmax(-1)
     gap = student_logits.log_softmax(-1) - teacher_logits.log_softmax(-1)
     return ((p * gap).sum(-1) * mask).sum()
-""", "loss"),
-    "cross-entropy to a teacher": ("""
+""",
+        "loss",
+    ),
+    "cross-entropy to a teacher": (
+        """
 def kd_loss(student_logits, teacher_logits):
     return -(F.softmax(teacher_logits, -1) * F.log_softmax(student_logits, -1)).sum(-1).mean()
-""", "loss"),
-    "F.kl_div": ("""
+""",
+        "loss",
+    ),
+    "F.kl_div": (
+        """
 def step(student_log_probs, teacher_log_probs):
     loss = F.kl_div(student_log_probs, teacher_log_probs, log_target=True, reduction="batchmean")
     loss.backward()
-""", "loss"),
-    "a helper": ("""
+""",
+        "loss",
+    ),
+    "a helper": (
+        """
 def approx_kl(logprobs, ref_logprobs, kind):
     diff = logprobs - ref_logprobs
     if kind == "k2":
@@ -106,47 +143,67 @@ def approx_kl(logprobs, ref_logprobs, kind):
 def compute_loss(batch, new_logprobs):
     kl = approx_kl(new_logprobs, batch.ref_logprobs, "k2")
     return kl.mean()
-""", "helper"),
-    "a helper that nobody calls": ("""
+""",
+        "helper",
+    ),
+    "a helper that nobody calls": (
+        """
 def kl_penalty(logprob, ref_logprob):
     return logprob - ref_logprob
-""", "helper"),
-    "stored, and subtracted from the reward elsewhere": ("""
+""",
+        "helper",
+    ),
+    "stored, and subtracted from the reward elsewhere": (
+        """
 def collect(batch, logprobs, ref_logprobs):
     batch.kl = logprobs - ref_logprobs
 
 def finish(batch):
     rewards = batch.scores - 0.1 * batch.kl
     return rewards
-""", "reward"),
-    "under no_grad, in the loss all the same": ("""
+""",
+        "reward",
+    ),
+    "under no_grad, in the loss all the same": (
+        """
 def loss(logp, ref_logp, beta):
     with torch.no_grad():
         kl = logp - ref_logp
     return beta * kl.mean()
-""", "loss"),
-    "a method called like a function of the tree": ("""
+""",
+        "loss",
+    ),
+    "a method called like a function of the tree": (
+        """
 def mean(values):
     return values.mean()
 
 def loss(logp, ref_logp):
     return ((logp - ref_logp) ** 2).mean()
-""", "loss"),
-    "a method that is called like a built-in function": ("""
+""",
+        "loss",
+    ),
+    "a method that is called like a built-in function": (
+        """
 class Half:
     def float(self):
         return self
 
 def loss(logp, ref_logp):
     return ((logp - ref_logp) ** 2).mean() * float("1")
-""", "loss"),
-    "to the sampler, called KL": ("""
+""",
+        "loss",
+    ),
+    "to the sampler, called KL": (
+        """
 def loss(logp, old_logp, coef):
     kl = (old_logp - logp).mean()
     loss = coef * kl
     return loss
-""", "loss"),
-}  # fmt: skip
+""",
+        "loss",
+    ),
+}
 
 NONE = {
     "the ratio of a clip": """
@@ -305,8 +362,12 @@ def test_a_notebook_is_read_cell_by_cell(tmp_path: Path) -> None:
 
     code = ["%pip install torch\n", "import torch\n"]
     term = ["def loss(logp, ref_logp):\n", "    return (logp - ref_logp).pow(2).mean()\n"]
-    cells = [{"cell_type": "markdown", "source": ["# kl"]}, {"cell_type": "code", "source": code},
-             {"cell_type": "code", "source": ["broken ("]}, {"cell_type": "code", "source": term}]  # fmt: skip
+    cells = [
+        {"cell_type": "markdown", "source": ["# kl"]},
+        {"cell_type": "code", "source": code},
+        {"cell_type": "code", "source": ["broken ("]},
+        {"cell_type": "code", "source": term},
+    ]
     (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
     (only,) = terms(tree_of(list(sources([tmp_path], []))))
     assert only.function.source.place(only.first) == f"{tmp_path / 'a.ipynb'}:cell 4:2"

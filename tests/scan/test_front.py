@@ -113,8 +113,9 @@ def test_what_is_only_logged_is_listed_if_asked_for_and_held_to_its_value_alone(
     code, text = scan("--logged")
     assert (code, "logs KL(π‖ref)" in text) == (1, True), "the other term is a finding"
     assert {row["place"]: (row["status"], row["errors"]) for row in rows("--logged")} == {
-        "loss": ("finding", ["KL101", "KL509"]), "logged": ("passed", [])
-    }  # fmt: skip
+        "loss": ("finding", ["KL101", "KL509"]),
+        "logged": ("passed", []),
+    }
     tree["report"] = {**report(ZERO, ["KL101", "KL604"]), "value": [{"sampler": "current", "matches": None}]}
     assert rows("--logged")[1]["errors"] == ["KL604"]
     tree["report"] = {**report(ZERO), "value": []}  # nobody could compare it
@@ -161,8 +162,9 @@ TWO = """def kl(logp, ref_logp, kind):
 def test_a_comment_may_speak_of_one_configuration_of_a_term(tree, comment, declared):
     Path("code.py").write_text(TWO.replace("COMMENT", comment))
     assert [(row["variant"], row["declared"]) for row in rows()] == [
-        ("kind='k2'", declared[0]), ("kind otherwise", declared[1])
-    ]  # fmt: skip
+        ("kind='k2'", declared[0]),
+        ("kind otherwise", declared[1]),
+    ]
     told = f"code.py:2: # kltest: {comment} names no configuration" in scan()[1]
     assert told == (declared == [None, None])
 
@@ -395,8 +397,10 @@ def test_sarif_is_what_code_scanning_reads(tree, monkeypatch):
     Path("code.py").rename("a folder/é.py")
     first = sarif()
     assert [(each["ruleId"], each["level"]) for each in first] == [
-        ("KL102", "error"), ("KL204", "error"), ("KL507", "warning")
-    ]  # fmt: skip
+        ("KL102", "error"),
+        ("KL204", "error"),
+        ("KL507", "warning"),
+    ]
     assert set(places(first)) == {("a%20folder/%C3%A9.py", 2)}
     Path("a folder/é.py").write_text("\n# moved\n\n" + K2)
     second = sarif()

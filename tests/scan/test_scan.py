@@ -163,8 +163,18 @@ def scan(*arguments: str) -> tuple[int, str]:
 
 
 def test_the_command_names_gradients_and_exits_1(small: Path) -> None:
-    code, text = scan("--output", "json:scan.json", "--output", "sarif:scan.sarif", "--output", "github:scan.txt",
-                      "--output", "markdown:scan.md", "--output", "text")  # fmt: skip
+    code, text = scan(
+        "--output",
+        "json:scan.json",
+        "--output",
+        "sarif:scan.sarif",
+        "--output",
+        "github:scan.txt",
+        "--output",
+        "markdown:scan.md",
+        "--output",
+        "text",
+    )
     assert code == 1, text
     found = json.loads(Path("scan.json").read_text())
     assert found["schema"] == "kltest.scan/1"

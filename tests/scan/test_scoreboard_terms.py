@@ -30,8 +30,10 @@ def test_no_row_differs():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['library']}:{row['setting']}")
 def test_results_follow_from_what_is_recorded(row):
     """Fails if a library is measured anew and follows something else than what is listed; a changed row is seen."""
-    now = {f"graded_{each}": scoreboard_terms.graded(RECORDED[row["library"], row["setting"]], each)
-           for each in scoreboard_terms.SAMPLERS}  # fmt: skip
+    now = {
+        f"graded_{each}": scoreboard_terms.graded(RECORDED[row["library"], row["setting"]], each)
+        for each in scoreboard_terms.SAMPLERS
+    }
     assert row | now == row
     assert scoreboard_terms.result(row) == row["result"]
     assert scoreboard_terms.result({**row, "why": "", "graded_current": "chi_square"}) == "differs"
