@@ -1,8 +1,6 @@
-"""Six ways in which a logged KL is none: changed in place, steered by, reweighted, masked, noisy, averaged."""
+"""Ways in which a logged KL is none: changed in place, steered by, noisy, averaged over rollouts."""
 
-import numpy as np
-
-from .style import FAINT, INK, ORDER, Axes, DataFrame, Figure, label, look, note, panels, select, tidy
+from .style import FAINT, INK, ORDER, Axes, DataFrame, Figure, label, look, panels, select, tidy
 
 WRONG = ORDER(0.5)
 RIGHT = look("k1-reward").colour
@@ -10,11 +8,9 @@ SHOWN_BETA = 0.5  # of the record changed in place: that of the text
 
 
 def draw(rows: DataFrame) -> Figure:
-    figure, (mutation, controller, reweighted, masked, noise, means) = panels(6, 5.5)
+    figure, (mutation, controller, noise, means) = panels(4, 4.6)
     _mutation(mutation, select(rows, "mutation"))
     _controller(controller, select(rows, "controller", seed=0))
-    _reweighted(reweighted, select(rows, "reweighted", seed=0))
-    _masked(masked, select(rows, "masked", seed=0))
     logged = select(rows, "logged")
     logged = select(logged, beta=logged["beta"].min(), seed=0)
     _noise(noise, logged)
@@ -24,7 +20,7 @@ def draw(rows: DataFrame) -> Figure:
 
 def _mutation(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="a  Recorded, then changed in place", x="updates", y="nats")
-    rows = select(rows, copied=False, beta=SHOWN_BETA, seed=0).sort_values("step")
+    rows = select(rows, beta=SHOWN_BETA, seed=0).sort_values("step")
     x, last = rows["step"], rows.iloc[-1]
     axes.plot(x, rows["kl"], color=INK, linewidth=1.3)
     axes.plot(x, rows["recorded"], ".", color=INK, markersize=3, markevery=6)
@@ -55,42 +51,8 @@ def _controller(axes: Axes, rows: DataFrame) -> None:
     axes.set_ylim(2e-3, 2)
 
 
-def _reweighted(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="c  Multiplied by a ratio", x="staleness: bound on |log π/μ|", y="metric ÷ KL(π‖ref)")
-    rows = rows.sort_values("staleness")
-    x = rows["staleness"].to_numpy()
-    for name, words, style in (
-        ("token ratio", "token's ratio", look("k3-ratio").plot()),
-        ("sequence ratio", "sequence's ratio", look("k1-reward-sequence-ratio").plot()),
-        ("no ratio", "no ratio", look("k1-reward").plot(color=FAINT)),
-        ("geometric ratio", "geometric mean", look("k3-broadcast-ratio").plot()),
-    ):
-        y = (rows[name] / rows["kl"]).to_numpy()
-        axes.plot(x, y, **style)
-        label(axes, words, (x[-1], y[-1]), (6, 0), style["color"], va="center")
-    advantage = rows["advantage"] / rows["kl"]
-    words = f"times the advantage: {min(advantage):.1f} to {max(advantage):.1f}\n(off this scale)".replace("-", "−")
-    note(axes, 0.03, 0.04, words)
-    axes.set(xlim=(-0.05 * x[-1], 1.75 * x[-1]), ylim=(0.1, 1.3))
-
-
-def _masked(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="d  Masked where rewards tie", x="probability of a right answer", y="nats")
-    rows = rows.sort_values("success")
-    some = rows.drop_duplicates("success")
-    axes.plot(some["success"], some["kl"], color=INK, linewidth=1.3)
-    label(axes, "KL(π‖ref)", tuple(some[["success", "kl"]].iloc[1]), (6, 0))
-    for size, line in ((8, ":"), (4, "-."), (2, "--"), (1, "-")):
-        mine, words = select(rows, group_size=size), f"{size}" + (": 0" if size == 1 else "")
-        style = {"color": ORDER((3 - np.log2(size)) / 3), "linestyle": line, "linewidth": 1.2}
-        axes.plot(mine["success"], mine["read"], label=words, **style)
-    axes.legend(loc="upper center", ncols=4, title="read in groups of")
-    axes.set_ylim(-0.13, 0.95)
-    axes.axhline(0, color=FAINT, linewidth=0.5)
-
-
 def _noise(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="e  Noise of k₁, k₂, k₃ along a run", x="KL(π‖ref), nats", y="std of one rollout ÷ KL")
+    tidy(axes, title="c  Noise of k₁, k₂, k₃ along a run", x="KL(π‖ref), nats", y="std of one rollout ÷ KL")
     for name, words, at, offset in (
         ("k1-loss", "k₁ (thin line: √(2/KL))", 0, (6, 2)),
         ("k2-loss", "k₂", 0, (0, -11)),
@@ -110,7 +72,7 @@ def _noise(axes: Axes, rows: DataFrame) -> None:
 
 
 def _means(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="f  Three “KLs per token”", x="updates", y="nats per token")
+    tidy(axes, title="d  Three “KLs per token”", x="updates", y="nats per token")
     k1, k3 = (select(rows, estimator=name).set_index("step").sort_index() for name in ("k1-loss", "k3-loss"))
     x = k1.index
     for values, words, style, at, offset, side in (

@@ -34,13 +34,13 @@ class Trial:
 
     def tidied(self, batches: Iterable[Sequence[Configuration]]) -> list[dict[str, Any]]:
         """The rows of these configurations, batch by batch, tidied."""
-        (analysis,) = self.modules("analysis")
+        (analysis,) = self.modules("claims")
         rows = [row for batch in batches for rows in compute_all(CHECKOUT, self.name, batch) for row in rows]
         return records(analysis.tidy(rows))
 
     def verdicts(self, rows: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
         """Return if each claim agrees with rows; None if it was not run."""
-        (analysis,) = self.modules("analysis")
+        (analysis,) = self.modules("claims")
         return {claim.claim: claim.agrees for claim in analysis.claims(rows)}
 
     def agree(self, rows: Sequence[dict[str, Any]]) -> bool:
@@ -51,7 +51,7 @@ class Trial:
 
     def may_lack(self, kept: Sequence[dict[str, Any]]) -> set[bool | None]:
         """Assert that no claim disagrees, and that tables and numbers are made, of a part of the rows."""
-        (analysis,) = self.modules("analysis")
+        (analysis,) = self.modules("claims")
         getattr(analysis, "tables", len)(kept)
         analysis.numbers(kept)
         found = set(self.verdicts(kept).values())
@@ -69,7 +69,7 @@ class Trial:
         """Return True if no claim disagrees with rows."""
         return False not in self.verdicts(rows).values()
 
-    def claims_can_fail(self, rows: Sequence[dict[str, Any]], module: str = "analysis") -> None:
+    def claims_can_fail(self, rows: Sequence[dict[str, Any]], module: str = "claims") -> None:
         """Assert that each claim of a module that agrees with rows disagrees if one measured column is changed."""
         (analysis,) = self.modules(module)
         assert irrefutable(analysis, frame(rows), dict(Experiment(CHECKOUT, self.name).settings.values)) == []

@@ -7,6 +7,7 @@ from kltest.sweeps.run import Batching
 
 from . import clamps, heads, lengths, precision
 from .settings import PARTS
+from .settings import SETTINGS as SETTINGS
 
 BATCHING = Batching(tuple(dict.fromkeys(name for names in PARTS.values() for name in names)), size=32)
 

@@ -13,6 +13,7 @@ from kltest.truth import combine, gradient
 
 from ..arrays import code_of
 from .settings import ENVIRONMENTS, SHARED
+from .settings import SETTINGS as SETTINGS
 
 ROOMS = ("language_models",)
 LIBRARIES = ("transformers",)

@@ -21,6 +21,7 @@ from .ends import FRONTIER, best, distance, entropy, frontier, measured, predict
 from .environments import problem
 from .limits import limit
 from .settings import BUDGET_BETA, CENTRED, COLLAPSED, FIXED_POINTS, OPTIMUM
+from .settings import SETTINGS as SETTINGS
 
 BATCHING = Batching(("seed", "beta", "learning_rate", "estimator"), size=54)
 

@@ -28,6 +28,7 @@ from .settings import (
     SHORTEST,
     UNBIASED,
 )
+from .settings import SETTINGS as SETTINGS
 
 Row = dict[str, Any]
 SAMPLES = ("sampled_bias", "sampled_bias_error", "sampled_std", "sampled_std_error", "z_mean", "z_std")

@@ -15,6 +15,7 @@ from kltest.truth import divergences, gradient, value
 
 from ..arrays import code_of, generator
 from .settings import EXAMPLES, FOLLOWED, LEVELS, PROBABILITIES, QUANTILES
+from .settings import SETTINGS as SETTINGS
 
 Row = dict[str, Any]
 # Below this share of the true gradient's length a component is rounding, and has no sign.

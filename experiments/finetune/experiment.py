@@ -12,6 +12,7 @@ from kltest.finetune.run import run
 from kltest.finetune.settings import Settings, settings_of
 
 from .settings import EVALUATIONS, METRICS, RUN, SAME, VARIANTS
+from .settings import SETTINGS as SETTINGS
 
 # What rows depend on beside what those of every experiment do.
 ROOMS = ("finetune", "language_models")

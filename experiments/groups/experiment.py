@@ -1,8 +1,7 @@
-"""Exact gradients over all groups of one prompt, and training with them, exactly and with samples."""
+"""A KL penalty in groups of rollouts of one prompt: exact gradients over all groups, and training with them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,136 +11,119 @@ from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments import exact_batches
 from kltest.sweeps.run import Batching
+from kltest.sweeps.settings import Settings
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient
 
-from .settings import TRAINED_SIZE, WRONG
+# The environment: one prompt and four answers, of which the first is right. The reference's shares of the wrong ones.
+WRONG = (0.5, 0.3, 0.2)
+ENVIRONMENT = bandit(4, reward=np.array([[1.0, 0.0, 0.0, 0.0]]))
+SIZE = 4  # rollouts in a group, where training and pushes are measured
 
+PARTS: dict[str, Mapping[str, str]] = {
+    "masking": {"group_size": "group_size", "success": "success", "seed": "seed"},
+    "std": {"push": "push", "seed": "seed"},
+    "training": {"estimator": "estimator", "beta": "beta", "batch_size": "batch_size", "steps": "steps", "seed": "seed"}
+    | {"success": "trained_success"},
+}
+
+SETTINGS = Settings(
+    title="Groups: masked ties, baselines, std-normalisation",
+    tags=("exact", "gradient", "training", "groups"),
+    parts=PARTS,
+    # Exact training takes one seed, since nothing is random.
+    applies=lambda one: one["part"] != "training" or bool(one["batch_size"] or one["seed"] == 0),
+    values={
+        "part": tuple(PARTS),
+        "group_size": (1, 2, 4, 8),
+        # Probability of the right answer, under the policy (masking) and under the reference (training).
+        "success": (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98),
+        "trained_success": (0.1, 0.5),
+        # Coefficients at which the push of a tied group is measured.
+        "push": (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0),
+        "estimator": ("k2-loss-sequence", "tied-groups-masked", "group-mean", "leave-one-out", "group-std"),
+        "beta": (0.3, 0.5, 0.7, 1.0, 1.5),
+        # 0: exact expectations.
+        "batch_size": (0, 64),
+        "steps": 1000,
+    },
+    full={
+        "group_size": (1, 2, 3, 4, 8, 16),
+        "beta": (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0),
+        "steps": 10_000,
+        "trained_success": (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95),
+    },
+    seeds={"quick": 3, "full": 10},
+    allowed={"group_size": (1, 16), "success": (0.001, 0.999), "beta": (0.05, 100.0), "batch_size": (0, 4096)},
+)
 BATCHING = Batching(("estimator", "beta", "seed", "success"), size=128)
 
 Row = dict[str, Any]
 
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
-    if configurations[0]["part"] == "training":
-        return _training(configurations)
-    compute = {"masking": _masking, "baselines": _baselines, "std": _push}
-    return [[{**one, **row} for row in compute[one["part"]](one)] for one in configurations]
+    part = configurations[0]["part"]
+    found = (
+        _training(configurations)
+        if part == "training"
+        else map({"masking": _masking, "std": _push}[part], configurations)
+    )
+    return [[{**one, **row}] for one, row in zip(configurations, found, strict=True)]
 
 
 def instance_of(success: float, seed: int) -> Any:
     """A policy that is right with probability `success`, the reference at a random mild distance from it."""
     policy = np.log([[success, *((1 - success) * np.array(WRONG))]])
     generator = np.random.default_rng([seed, round(1e6 * success)])
-    reward = np.array([[1.0, 0.0, 0.0, 0.0]])
-    return Instance.of(bandit(4, reward=reward), policy, policy + 0.5 * generator.standard_normal(policy.shape))
+    return Instance.of(ENVIRONMENT, policy, policy + 0.5 * generator.standard_normal(policy.shape))
 
 
-def _moments(name: str, instance: Any, size: int, **call: Any) -> Any:
-    """Over all groups of `size` rollouts; an estimator that looks at no group is the mean over them."""
-    return exact_batches(resolve(name, Call(**call)), instance, size=size, grouped=True)
+def _expected(name: str, instance: Any, size: int, **call: Any) -> np.ndarray:
+    """The mean gradient over all groups of `size` rollouts."""
+    return exact_batches(resolve(name, Call(**call)), instance, size=size, grouped=True).gradient
 
 
-def _masking(one: Mapping[str, Any]) -> list[Row]:
-    """Return what masking leaves of the gradient and, in closed form, what it removes: E[1{tied}·u·g]."""
+def _masking(one: Mapping[str, Any]) -> Row:
+    """Return what masking removes from the gradient, also in closed form: E[1{tied}·u·g]."""
     instance, size = instance_of(one["success"], one["seed"]), one["group_size"]
     truth = gradient("reverse_kl", instance)
-    masked = _moments("tied-groups-masked", instance, size).gradient
+    lost = truth - _expected("tied-groups-masked", instance, size)
     policy, u = np.exp(instance.policy[0]), (instance.policy - instance.reference)[0]
-    right = np.array([True, False, False, False])
     # A rollout's group is tied where the other n − 1 earn what it earns.
-    tied = np.where(right, policy[0], 1 - policy[0]) ** (size - 1)
-    weight = policy * tied * u
-    lost = (weight - policy * weight.sum())[None]
+    weight = policy * np.where(np.arange(4) == 0, policy[0], 1 - policy[0]) ** (size - 1) * u
     norm = np.linalg.norm(truth)
-    return [
-        {
-            "ties": float(policy[0] ** size + (1 - policy[0]) ** size),
-            "lost": float(np.linalg.norm(truth - masked) / norm),
-            "closed_form_error": float(np.linalg.norm(truth - masked - lost) / norm),
-        }
-    ]
+    return {
+        "ties": float(policy[0] ** size + (1 - policy[0]) ** size),
+        "lost": float(np.linalg.norm(lost) / norm),
+        "closed_form_error": float(np.linalg.norm(lost - (weight - policy * weight.sum())) / norm),
+    }
 
 
-def _baselines(one: Mapping[str, Any]) -> list[Row]:
-    """Each baseline's multiple of the true gradient, what is left beside it, and its noise."""
-    instance, rows = instance_of(0.5, one["seed"]), []
-    truth = gradient("reverse_kl", instance)
-    square = float((truth**2).sum())
-    for name in ("k2-loss-sequence", "group-mean", "leave-one-out"):
-        found = _moments(name, instance, one["group_size"])
-        factor = float((found.gradient * truth).sum()) / square
-        rest = float(np.linalg.norm(found.gradient - factor * truth)) / square**0.5
-        rows.append(
-            {"estimator": name, "factor": factor, "rest": rest, "relative_variance": float(found.variance) / square}
-        )
-    return rows
-
-
-def _push(one: Mapping[str, Any]) -> list[Row]:
-    """The length of the expected step in groups that all earn the same, with and without normalisation.
-
-    The reward is 0 everywhere, so every group is tied and only the KL inside the reward pushes.
-    """
-    instance, beta, size = instance_of(0.5, one["seed"]), one["push"], TRAINED_SIZE
-    instance = replace(instance, environment=replace(instance.environment, reward=np.zeros((1, 4))))
+def _push(one: Mapping[str, Any]) -> Row:
+    """The length of the expected step with and without normalisation if all rewards are 0, so that every group ties."""
+    instance, beta = instance_of(0.5, one["seed"]), one["push"]
+    instance = replace(instance, environment=replace(ENVIRONMENT, reward=np.zeros((1, 4))))
     # The moments of a loss that takes β are those of its KL part, the change with β over β.
-    normalised = beta * _moments("group-std", instance, size, beta=beta).gradient
-    plain = beta * _moments("group-mean", instance, size).gradient
-    again = _normalised_by_hand(instance, beta, size)
-    norm = float(np.linalg.norm(normalised))
-    return [
-        {
-            "normalised": norm,
-            "plain": float(np.linalg.norm(plain)),
-            "by_hand_error": float(np.linalg.norm(normalised - again)) / norm,
-        }
-    ]
+    steps = {
+        "normalised": beta * _expected("group-std", instance, SIZE, beta=beta),
+        "plain": beta * _expected("group-mean", instance, SIZE),
+    }
+    return {name: float(np.linalg.norm(step)) for name, step in steps.items()}
 
 
-def _normalised_by_hand(instance: Any, beta: float, size: int) -> np.ndarray:
-    """E over all ordered groups of the mean over rows of −(r_i − r̄)/(std + 1e-4)·g_i, in plain numpy."""
-    policy, u = np.exp(instance.policy[0]), (instance.policy - instance.reference)[0]
-    groups = np.array(list(product(range(4), repeat=size)))
-    chance = policy[groups].prod(axis=1)
-    reward = -beta * u[groups]
-    centred = reward - reward.mean(axis=1, keepdims=True)
-    advantage = centred / (np.sqrt((centred**2).sum(axis=1, keepdims=True) / (size - 1)) + 1e-4)
-    weights = np.zeros(4)
-    np.add.at(weights, groups, -chance[:, None] * advantage / size)
-    return (weights - policy * weights.sum())[None]
-
-
-def _training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
+def _training(configurations: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Start at the reference, train, and see where it ended."""
-    first = configurations[0]
-    environment = bandit(4, reward=np.array([[1.0, 0.0, 0.0, 0.0]]))
     runs = []
     for one in configurations:
         reference = np.log([[one["success"], *((1 - one["success"]) * np.array(WRONG))]])
-        runs.append(
-            Run(
-                Problem(environment, reference, reference),
-                one["estimator"],
-                beta=one["beta"],
-                # A penalty of weight β bounds the step that is stable.
-                learning_rate=one["learning_rate"] / max(one["beta"], 1.0),
-                seed=one["seed"],
-                whole=one["estimator"] == "group-std",
-            )
-        )
-    history = train(
-        runs,
-        steps=first["steps"],
-        batch_size=first["batch_size"] or None,
-        group_size=first["group_size"],
-        record=first["steps"],
-    )
-    rows = []
-    for index, one in enumerate(configurations):
-        right = float(np.exp(history.logits[index][0, 0] - np.logaddexp.reduce(history.logits[index][0])))
-        found = {
-            name: float(getattr(history, name)[-1, index]) for name in ("kl", "gap", "kl_to_optimum", "gradient_norm")
-        }
-        rows.append([{**one, "right": right, **found}])
+        # A penalty of weight β bounds the step that is stable.
+        rate, whole = 2.0 / max(one["beta"], 1.0), one["estimator"] == "group-std"
+        problem = Problem(ENVIRONMENT, reference, reference)
+        runs.append(Run(problem, one["estimator"], beta=one["beta"], learning_rate=rate, seed=one["seed"], whole=whole))
+    steps, size = configurations[0]["steps"], configurations[0]["batch_size"] or None
+    history = train(runs, steps=steps, batch_size=size, group_size=SIZE, record=steps)
+    measured = ("kl", "gap", "kl_to_optimum", "gradient_norm")
+    rows = [{name: float(getattr(history, name)[-1, at]) for name in measured} for at in range(len(runs))]
+    for row, logits in zip(rows, history.logits, strict=True):
+        row["right"] = float(np.exp(logits[0, 0] - np.logaddexp.reduce(logits[0])))
     return rows

@@ -12,6 +12,7 @@ from kltest.scoreboard.table import defaults
 from kltest.scoreboard.timeline import is_default
 
 from .settings import DISTILLATION, NEITHER, PENALTY
+from .settings import SETTINGS as SETTINGS
 
 ROOMS = ("adapters", "scoreboard")
 

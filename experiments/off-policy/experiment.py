@@ -7,6 +7,7 @@ from kltest.sweeps.run import Batching
 
 from . import age, gradients, stability, trained, weights
 from .settings import RECIPES, TRAINED
+from .settings import SETTINGS as SETTINGS
 
 BATCHING = Batching(("estimator", "staleness", "seed", "compared", "updates"), size=64)
 

@@ -18,6 +18,7 @@ from ..arrays import cosine, norm
 from ..fixed_points import token_k2_fixed_point
 from ..jacobians import asymmetry, jacobian
 from . import environments, settings
+from .settings import SETTINGS as SETTINGS
 
 Configuration = Mapping[str, Any]
 Row = dict[str, Any]

@@ -17,6 +17,7 @@ from ..enumerated import value_again
 from ..jacobians import asymmetry, jacobian
 from . import ends, environments, settings
 from .settings import ENUMERATED
+from .settings import SETTINGS as SETTINGS
 
 Configuration = Mapping[str, Any]
 Row = dict[str, Any]

@@ -16,6 +16,7 @@ from kltest.training import Problem, Run, train
 
 from ..arrays import generator
 from .settings import ACTIONS, ARMS, LENGTH, SPREAD, STATES, STEPS, VOCABULARY
+from .settings import SETTINGS as SETTINGS
 
 BATCHING = Batching(("seed", "estimator"), size=18)
 MEASURED = ("reward", "kl", "objective")

@@ -13,6 +13,7 @@ from kltest.loss.placement import place
 from ..arrays import generator
 from .gaussians import PARTS, Gaussians
 from .settings import DIRECTIONS, ESTIMATORS, ORDERS, PLACEMENTS, SIZES
+from .settings import SETTINGS as SETTINGS
 
 Row = dict[str, Any]
 

@@ -16,6 +16,7 @@ from . import bandit, budget, freedom, rewarded
 from .prefixes import Environments, Form, best_coefficient, bootstrapped, rao_blackwell, sampled
 from .recorded import recorded
 from .settings import ENUMERATED, EXACT, PUBLISHED, SURE, VOCABULARY
+from .settings import SETTINGS as SETTINGS
 
 Row = dict[str, Any]
 # So many prefixes are worked on at a time.

@@ -31,8 +31,8 @@ class Checkout:
         )
 
     def experiments(self) -> list[str]:
-        """The names of all experiments: the folders of experiments/ that have settings."""
-        return sorted(path.parent.name for path in (self.root / "experiments").glob("*/settings.py"))
+        """The names of all experiments: the folders of experiments/ with an `experiment.py`."""
+        return sorted(path.parent.name for path in (self.root / "experiments").glob("*/experiment.py"))
 
     def figures(self) -> list[str]:
         """The names of all figures: the scripts of figures/ that are not helpers of others (they have a `draw`)."""
@@ -40,7 +40,7 @@ class Checkout:
         return [path.stem for path in scripts if not path.stem.startswith("_") and path.stem != "style"]
 
     def load(self, *path: str) -> ModuleType:
-        """Import a module of the checkout by its path, as ("experiments", "atlas", "settings").
+        """Import a module of the checkout by its path, as ("experiments", "atlas", "claims").
 
         Checkouts are kept apart by a root package of their own, so that neither a module elsewhere that is called
         `figures` nor a second checkout gets in the way.

@@ -1,11 +1,11 @@
 """One experiment: a folder with settings, what to compute for a configuration, and an analysis of all rows.
 
-`settings.py`     `SETTINGS`, a `kltest.sweeps.settings.Settings`; other plain data that the other two read
-`experiment.py`   `compute(configuration)` gives rows; or, if many configurations are one tensor program,
-                  `BATCHING` (a `kltest.sweeps.run.Batching`) and `compute_batch(configurations)`, rows for each;
+`experiment.py`   `SETTINGS`, a `kltest.sweeps.settings.Settings`; `compute(configuration)` gives
+                  rows; or, if many configurations are one tensor program, `BATCHING` (a
+                  `kltest.sweeps.run.Batching`) and `compute_batch(configurations)`, rows for each;
                   `tasks(configurations)`, if settings cannot say all, replaces the grid's configurations;
                   `ROOMS` and `LIBRARIES` name what rows depend on beside what those of every experiment do
-`analysis.py`     `tidy(rows)` gives a data frame; of it `claims(frame)` gives Claims (`kltest.reproduce.claims`),
+`claims.py`       `tidy(rows)` gives a data frame; of it `claims(frame)` gives Claims (`kltest.reproduce.claims`),
                   `numbers(frame)` a table of what the paper may cite (`kltest.reproduce.numbers`), and
                   `tables(frame)`, if the paper shows some, {name: rows}
 `README.md`       the claim, the setting, the expected shape, what was found
@@ -91,7 +91,7 @@ class Experiment:
         """Changes with anything that a result depends on, so that no result of other code is ever reused."""
         package, experiments = PACKAGE, self.checkout.root / "experiments"
         # What is said about results does not change them.
-        own = [path for path in (experiments / self.name).glob("*.py") if path.name != "analysis.py"]
+        own = [path for path in (experiments / self.name).glob("*.py") if path.name != "claims.py"]
         own += experiments.glob("*.py")  # what experiments share
         module = self.checkout.load("experiments", self.name, "experiment")
         rooms = (*ROOMS, *getattr(module, "ROOMS", ()))
@@ -104,7 +104,7 @@ class Experiment:
     @property
     def settings(self) -> Settings:
         """SETTINGS of its folder."""
-        return self.checkout.load("experiments", self.name, "settings").SETTINGS
+        return self.checkout.load("experiments", self.name, "experiment").SETTINGS
 
     def configurations(self, request: Request) -> list[Configuration]:
         """Return the configurations to compute; UsageError if settings are not possible."""
@@ -121,7 +121,7 @@ class Experiment:
 
         With settings or seeds of a person's own they go to output/NAME@THESE/, where no figure and no paper looks.
         """
-        analysis = self.checkout.load("experiments", self.name, "analysis")
+        claims_of = self.checkout.load("experiments", self.name, "claims")
         module = self.checkout.load("experiments", self.name, "experiment")
         configurations = self.configurations(request)
         folder = output / (f"{self.name}@{request.variation}" if request.variation else self.name)
@@ -138,18 +138,18 @@ class Experiment:
                 retry_failed=request.retry_failed,
             )
             finished = [store.result(configuration) for configuration in configurations]
-        rows = analysis.tidy([row for found in finished if isinstance(found, list) for row in found])
-        claims, table = analysis.claims(rows), records(rows)
+        rows = claims_of.tidy([row for found in finished if isinstance(found, list) for row in found])
+        claims, table = claims_of.claims(rows), records(rows)
         data = {
             "settings": {"scale": request.scale, **self._grid(request)},
             self.name: table,
-            "numbers": [*records(analysis.numbers(rows)), number("score", score(claims))],
+            "numbers": [*records(claims_of.numbers(rows)), number("score", score(claims))],
             "claims": [asdict(claim) for claim in claims],
             "failures": [asdict(failure) for failure in failures],
         }
         files = {f"{title}.json": as_json(value) for title, value in data.items()}
         files[f"{self.name}.csv"] = as_csv(table)
-        for title, lines in analysis.tables(rows).items() if hasattr(analysis, "tables") else ():
+        for title, lines in claims_of.tables(rows).items() if hasattr(claims_of, "tables") else ():
             files |= {f"{title}.md": as_markdown(lines), f"{title}.csv": as_csv(lines)}
         for name, content in files.items():
             write(folder / name, content)

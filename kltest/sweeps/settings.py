@@ -1,7 +1,7 @@
 """Settings of an experiment: named values, the grid that they span, and the values that a person may set instead.
 
-`experiments/NAME/settings.py` holds one `SETTINGS`. Every combination of its values is a configuration; `--scale full`,
-`--seeds` and `--set` change the values, never the code.
+`experiments/NAME/experiment.py` holds one `SETTINGS`. Every combination of its values is a configuration;
+`--scale full`, `--seeds` and `--set` change the values, never the code.
 """
 
 import ast

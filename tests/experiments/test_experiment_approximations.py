@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 from trial import Trial, row_of
 
 TRIAL = Trial("approximations")
-ANALYSIS, HEADS, LENGTHS, PRECISION = TRIAL.modules("analysis", "heads", "lengths", "precision")
+ANALYSIS, HEADS, LENGTHS, PRECISION = TRIAL.modules("claims", "heads", "lengths", "precision")
 SMALL = (
     "k=2,8,32",
     "sharpness=1.0",

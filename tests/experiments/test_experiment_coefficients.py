@@ -13,7 +13,7 @@ from kltest.reproduce.experiment import Experiment, Request, compute_all
 
 TRIAL = Trial("coefficients")
 MODULE, ANALYSIS, ENDS, SETTINGS, ENVIRONMENTS, LIMITS = TRIAL.modules(
-    "experiment", "analysis", "ends", "settings", "environments", "limits"
+    "experiment", "claims", "ends", "settings", "environments", "limits"
 )
 
 

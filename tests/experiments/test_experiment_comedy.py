@@ -109,7 +109,7 @@ def test_every_claim_agrees(rows):
 
 def test_claims_without_their_rows_are_not_run():
     assert TRIAL.may_lack([]) == {None}
-    assert TRIAL.modules("analysis")[0].tables([]) == {}
+    assert TRIAL.modules("claims")[0].tables([]) == {}
     assert TRIAL.may_lack(TRIAL.computed("part=length", "length=7", "hold=pair", "kl=0.3")) == {None, True}
 
 

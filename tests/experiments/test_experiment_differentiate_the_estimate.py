@@ -12,7 +12,7 @@ from kltest.estimators import find as estimator_named
 from kltest.reproduce.frames import records
 
 TRIAL = Trial("differentiate-the-estimate")
-analysis, experiment, settings = TRIAL.modules("analysis", "experiment", "settings")
+analysis, experiment, settings = TRIAL.modules("claims", "experiment", "settings")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from trial import CHECKOUT, Trial, look_up, row_of
 from kltest.reproduce.experiment import Experiment, Request
 
 TRIAL = Trial("libraries")
-(analysis,) = TRIAL.modules("analysis")
+(analysis,) = TRIAL.modules("claims")
 
 
 @pytest.fixture(scope="module")

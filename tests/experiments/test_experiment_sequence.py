@@ -10,7 +10,7 @@ from trial import Trial
 from kltest.truth import gradient
 
 TRIAL = Trial("sequence")
-analysis, settings, environments = TRIAL.modules("analysis", "settings", "environments")
+analysis, settings, environments = TRIAL.modules("claims", "settings", "environments")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from trial import Trial, look_up
 from kltest.truth import gradient, value
 
 TRIAL = Trial("tabular-mdp")
-analysis, settings, environments, ends = TRIAL.modules("analysis", "settings", "environments", "ends")
+analysis, settings, environments, ends = TRIAL.modules("claims", "settings", "environments", "ends")
 GAMMA = settings.CONTINUES
 
 

@@ -9,7 +9,7 @@ from trial import CHECKOUT, Trial
 from kltest.reproduce.experiment import Experiment, Request
 
 TRIAL = Trial("training-curves")
-analysis, experiment, settings = TRIAL.modules("analysis", "experiment", "settings")
+analysis, experiment, settings = TRIAL.modules("claims", "experiment", "settings")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from trial import row_of as find
 from kltest.reproduce.frames import records
 
 TRIAL = Trial("value-versus-gradient")
-gaussians, analysis, experiment, settings = TRIAL.modules("gaussians", "analysis", "experiment", "settings")
+gaussians, analysis, experiment, settings = TRIAL.modules("gaussians", "claims", "experiment", "settings")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from kltest.truth import gradient
 TRIAL = Trial("variance")
 ascents = CHECKOUT.load("experiments", "paths").ascents
 experiment, analysis, prefixes, bandit, freedom, budget, recorded, rewarded, settings = TRIAL.modules(
-    "experiment", "analysis", "prefixes", "bandit", "freedom", "budget", "recorded", "rewarded", "settings"
+    "experiment", "claims", "prefixes", "bandit", "freedom", "budget", "recorded", "rewarded", "settings"
 )
 
 

@@ -61,7 +61,7 @@ from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.frames import frame, records
 checkout, results, names = Checkout(Path.cwd()), Path(sys.argv[1]), sys.argv[2:]
 for name in names:
-    analysis = checkout.load("experiments", name, "analysis")
+    analysis = checkout.load("experiments", name, "claims")
     rows = frame(json.loads((results / name / f"{name}.json").read_text()))
     files = {"claims.json": as_json([asdict(claim) for claim in analysis.claims(rows)])}
     tables = analysis.tables(rows) if hasattr(analysis, "tables") else {}
@@ -89,7 +89,7 @@ def rows(results):
 
 @pytest.fixture(scope="module")
 def analysis():
-    return Checkout(ROOT).load("experiments", "atlas", "analysis")
+    return Checkout(ROOT).load("experiments", "atlas", "claims")
 
 
 def test_every_estimator_environment_and_sampler_is_there(rows):
@@ -114,7 +114,7 @@ def test_every_claim_agrees(ran, results):
 def test_every_claim_is_disagreed_with_by_a_planted_result(ran, results):
     """A claim that no change of a measured column can refute says nothing."""
     for name in ran:
-        analysis = Checkout(ROOT).load("experiments", name, "analysis")
+        analysis = Checkout(ROOT).load("experiments", name, "claims")
         rows, settings = (json.loads((results / name / f"{file}.json").read_text()) for file in (name, "settings"))
         assert irrefutable(analysis, frame(rows), settings) == []
 

@@ -97,7 +97,7 @@ PAPER = '#import "results.typ": *\nThe largest root is #n("roots", "root", which
 
 
 def experiment(name: str, settings: str = SETTINGS, code: str = EXPERIMENT) -> dict[str, str]:
-    files = {"settings": settings, "experiment": code, "analysis": ANALYSIS}
+    files = {"experiment": settings + code, "claims": ANALYSIS}
     return {f"experiments/{name}/{file}.py": text for file, text in files.items()}
 
 
@@ -152,7 +152,7 @@ def test_elsewhere_the_error_says_where_it_looked_and_what_to_do(tmp_path, monke
 
 
 def test_another_projects_experiments_are_not_ours(tmp_path):
-    populate(tmp_path, {"pyproject.toml": '[project]\nname = "other"\n', "experiments/x/settings.py": ""})
+    populate(tmp_path, {"pyproject.toml": '[project]\nname = "other"\n', "experiments/x/experiment.py": ""})
     with pytest.raises(UsageError):
         Checkout.find(tmp_path)
 
@@ -172,9 +172,10 @@ def test_an_unknown_experiment_names_those_that_exist(checkout):
 
 def test_two_checkouts_do_not_share_modules(checkout, tmp_path):
     other = populate(
-        tmp_path / "other", {"pyproject.toml": PYPROJECT, "experiments/roots/settings.py": SETTINGS.replace("12", "3")}
+        tmp_path / "other",
+        {"pyproject.toml": PYPROJECT, "experiments/roots/experiment.py": SETTINGS.replace("12", "3")},
     )
-    first, second = (Checkout.find(root).load("experiments", "roots", "settings") for root in (checkout, other))
+    first, second = (Checkout.find(root).load("experiments", "roots", "experiment") for root in (checkout, other))
     assert [len(module.SETTINGS.values["number"]) for module in (first, second)] == [12, 3]
 
 
@@ -206,8 +207,7 @@ def test_full_scale_goes_on_from_quick(checkout, monkeypatch, tmp_path):
 
 
 def test_what_is_recorded_is_made_at_full_scale_by_its_own_command_alone(checkout):
-    settings = checkout / "experiments" / "roots" / "settings.py"
-    settings.write_text(SETTINGS.replace("tags=()", "tags=(), recorded=True"))
+    populate(checkout, experiment("roots", SETTINGS.replace("tags=()", "tags=(), recorded=True")))
 
     def made() -> int:
         return len(json.loads((checkout / "out" / "roots" / "roots.json").read_text()))
@@ -262,7 +262,7 @@ def test_what_fails_is_exit_3_and_the_rest_is_made(checkout, capsys, files, said
 
 
 def test_what_only_leaves_out_is_said_not_to_have_been_run(checkout, capsys):
-    populate(checkout, {"experiments/other/settings.py": "", "experiments/other/experiment.py": "1 / 0\n"})
+    populate(checkout, {"experiments/other/experiment.py": "1 / 0\n"})
     assert reproduce(only=["roots"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 of 2 claims agree, 0 disagree, 1 not run (1 of these not asked for)." in printed
@@ -326,7 +326,7 @@ def test_a_score_is_the_share_of_claims_that_agree(checkout, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changed", ["figures/roots.py", "experiments/roots/analysis.py", "paper/paper.typ", "out/roots/roots.csv", None]
+    "changed", ["figures/roots.py", "experiments/roots/claims.py", "paper/paper.typ", "out/roots/roots.csv", None]
 )
 def test_if_nothing_has_changed_nothing_is_made_again(checkout, monkeypatch, capsys, tmp_path, changed):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
@@ -359,11 +359,10 @@ def test_a_change_of_what_is_asked_for_or_of_a_library_is_a_change(checkout, mon
     assert "nothing was made again" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("changed", ["experiment", "settings"])
-def test_results_of_other_code_are_not_reused(checkout, monkeypatch, tmp_path, changed):
+def test_results_of_other_code_are_not_reused(checkout, monkeypatch, tmp_path):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     run("roots")
-    with (checkout / f"experiments/roots/{changed}.py").open("a") as file:
+    with (checkout / "experiments/roots/experiment.py").open("a") as file:
         file.write("# another version\n")
     run("roots")
     assert len((tmp_path / "calls").read_text().split()) == 24
@@ -589,7 +588,7 @@ def test_the_paper_refuses_a_number_that_results_do_not_contain(checkout):
 
 
 def test_a_terminal_without_unicode_gets_question_marks(checkout, monkeypatch):
-    analysis = checkout / "experiments/roots/analysis.py"
+    analysis = checkout / "experiments/roots/claims.py"
     analysis.write_text(analysis.read_text().replace("roots are small", "∇ is small"))
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stdout)

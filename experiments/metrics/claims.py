@@ -1,0 +1,118 @@
+"""Metrics that are logged as the KL: claims and the numbers that the paper cites."""
+
+import pandas as pd
+
+from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, near
+from kltest.reproduce.claims import OWN, Claims, Measured
+from kltest.reproduce.frames import known, need, ordered
+from kltest.reproduce.numbers import Numbers, number
+
+from .experiment import CONTROLLER, PARTS
+
+SLIME = "slime #2114"
+ZIEGLER = "Ziegler et al. 2019, §2.2"
+SCHULMAN = "Schulman 2020"
+TARGET = CONTROLLER["target"]
+EXACT = near(0, 1e-11)  # two routes in float64 to sums of up to a few hundred terms of size one
+ENDED = {"round": CONTROLLER["rounds"]}
+
+claims = Claims("metrics")
+numbers = Numbers()
+tidy = ordered(PARTS)
+
+for _sentence, _source, _column, _part, _bound, _where in (
+    (
+        "k1 in the reward made in place: at every step what was recorded as the KL reads, per rollout, as the "
+        "objective E[R] − β·KL itself",
+        f"{SLIME}; {OWN}",
+        "read - objective",
+        "mutation",
+        EXACT,
+        {},
+    ),
+    ("what was recorded before was right, the KL(π‖ref)", SLIME, "recorded - kl", "mutation", EXACT, {}),
+    (
+        "an adaptive β that goes by the true KL meets its target",
+        ZIEGLER,
+        f"kl / {TARGET:g}",
+        "controller",
+        near(1, 1e-6),
+        {"read": "kl", **ENDED},
+    ),
+    (
+        "along a run k1 and k3 have the KL as their mean",
+        SCHULMAN,
+        "mean - kl",
+        "logged",
+        EXACT,
+        {"estimator": ("k1-loss", "k3-loss")},
+    ),
+    # Close to the reference u has variance 2·KL; the next order in √KL remains.
+    (
+        "near the reference, KL below {kl}, k1's standard deviation is within {bound:±.0%} of `√(2·KL)`, far more than "
+        "the KL",
+        SCHULMAN,
+        "std / (2 * kl) ** 0.5",
+        "logged",
+        near(1, 0.1),
+        {"estimator": "k1-loss", "kl": below(0.05)},
+    ),
+):
+    claims.column(_sentence, _source, "sums of float64, or the next order", _column, _bound, _part, **_where)
+
+
+@claims.measure(
+    OWN,
+    "a hundredth of the target; all that there can be but a hundredth",
+    raised=below(0.01),
+    lowered=above(0.99),
+    up=at_least(1),
+    down=at_most(-1),
+)
+def _thrown(rows: pd.DataFrame, up: Bound, down: Bound) -> Measured:
+    """by the mutated one it runs away: with an offset of {up} or more in the reward the KL ends below {raised:.0%} of
+    the target, with one of {down} or less above {lowered:.0%} of all that there can be, −log ref(best)"""
+    high, low = (need(rows, "controller", read="mutated", **ENDED, offset=offset) for offset in (up, down))
+    return {"raised": high["kl"] / TARGET, "lowered": low["kl"] / low["largest_kl"]}
+
+
+@claims.measure(
+    OWN, "a twentieth of the target would still be near", met_or_out_of_reach=EVERY, kl_off_target=above(0.05)
+)
+def _missed(rows: pd.DataFrame) -> Measured:
+    """by k2 the KL ends off the target by more than {kl_off_target:.0%}: k2 meets the target, or comes to it at no β"""
+    ends = need(rows, "controller", read="k2", **ENDED)
+    met = ((ends["metric"] / TARGET - 1).abs() < 1e-6) | (ends["metric"] < TARGET) & (ends["controller_beta"] < 1e-3)
+    return {"met_or_out_of_reach": met, "kl_off_target": (ends["kl"] / TARGET - 1).abs()}
+
+
+@claims.measure(
+    f"{SCHULMAN}; {OWN}",
+    "chosen beside the curves",
+    near_ratio=below(0.5),
+    far_ratio=above(1),
+    near_kl=below(0.1),
+    far_kl=above(3),
+)
+def _crossing(rows: pd.DataFrame, near_kl: Bound, far_kl: Bound) -> Measured:
+    """k3 has less than {near_ratio} of k1's standard deviation where the KL is below {near_kl}, and is noisier where
+    it is above {far_kl}"""
+    one, three = (need(rows, "logged", estimator=name) for name in ("k1-loss", "k3-loss"))
+    pairs = one.merge(three, on=["beta", "seed", "step"], suffixes=("", "_k3"))
+    ratio = pairs["std_k3"] / pairs["std"]
+    return {"near_ratio": known(ratio[near_kl(pairs["kl"])]), "far_ratio": known(ratio[far_kl(pairs["kl"])])}
+
+
+@claims.measure(OWN, "a thousandth of a nat", lowest=below(-1e-3), kl_there=above(0))
+def _below_zero(rows: pd.DataFrame) -> Measured:
+    """the mean over rollouts of k1's mean per token is E[Σu/L], no divergence: it comes to read less than {lowest}"""
+    found = need(rows, "logged", estimator="k1-loss")
+    low = found.loc[found["over_own_length"].idxmin()]
+    return {"lowest": low["over_own_length"], "kl_there": low["kl"], "at_step": int(low["step"])}
+
+
+numbers.add(lambda rows: [number("target", TARGET)])
+numbers.melt("mutation", ["kl", "read"], ["step", "beta"], seed=0)
+numbers.melt("controller", {"kl": "kl at the end"}, ["read", "offset"], round=CONTROLLER["rounds"], seed=0)
+numbers.melt("logged", ["mean", "std", "kl"], ["estimator", "step", "beta"], seed=0)
+numbers.single("logged", {"lowest mean of token means": ("over_own_length", "min")}, estimator="k1-loss")
