@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from scipy.stats import t
+from scipy.special import stdtrit
 
 Statistic = Callable[[np.ndarray], np.ndarray]
 # Blocks that are kept; with more, pairs of them are averaged.
@@ -46,7 +46,7 @@ class Interval:
 
 def reach(rate: float, blocks: int) -> float:
     """Standard errors on either side of an interval that misses with probability `rate`."""
-    return float(t.ppf(1 - rate / 2, blocks - 1))
+    return -float(stdtrit(blocks - 1, rate / 2))
 
 
 class Blocks:

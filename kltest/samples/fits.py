@@ -6,7 +6,6 @@ from dataclasses import astuple, dataclass
 from itertools import combinations
 
 import numpy as np
-from scipy.stats import t
 
 from kltest.samples.blocks import Interval, Sample, fit, misfit, norm, reach
 
@@ -49,7 +48,7 @@ def distance(
         for direction in _directions(learn, raw, named):
             if (length := float(np.linalg.norm(direction))) > 0:
                 along = np.array([raw @ (block.astype(np.float64) @ direction) for block in test.vectors]) / length
-                margin = float(t.ppf(1 - rate / 16, len(test) - 1)) * along.std(ddof=1) / math.sqrt(len(test))
+                margin = reach(rate / 8, len(test)) * along.std(ddof=1) / math.sqrt(len(test))
                 lows.append(float(along.mean() - margin))
     least, largest = math.sqrt(max(units.low, 0.0)), math.sqrt(max(units.high, 1e-300))
     value = math.sqrt(max(square, 0.0) / max(units.value, 1e-300))

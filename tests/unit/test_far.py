@@ -1,9 +1,14 @@
 """Losses that are right in small and mild environments and wrong farther out: samplers, batches, long rollouts."""
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 import torch
 
 import kltest
+from kltest.checks import CHECKS
+from kltest.checks.stress import STRESS
 
 SAMPLER, ROWS, TOKENS = "KL306", "KL204", "KL105,KL203,KL205"
 
@@ -24,6 +29,27 @@ def found(loss, code, **options):
     assert not [check for check in report.checks if check.status == "inconclusive"]
     assert len(failed) < 2
     return report, *((failed[0].code, failed[0].level, failed[0].message) if failed else ("", "", ""))
+
+
+@pytest.mark.parametrize(("name", "code"), [(name, code) for name, kind in STRESS.items() for code in kind.codes])
+def test_the_checks_that_the_table_names_ask_it(name, code):
+    """By the modules of checks, whose functions are looked up without a loss."""
+    source = Path(import_module(CHECKS[code].module).__file__).read_text(encoding="utf-8")
+    asked = {"far sampler": "examine_far_sampler", "long rollouts": "import late"}
+    assert asked.get(name, f'wrong(findings, "{name}")') in source
+
+
+def fails_at_the_first(logp, ref_logp, logits, mask):
+    """Raises where the reference was moved, and is half too large where the policy was."""
+    if (ref_logp < -10).any() and mask.shape[1] == 1:
+        raise ValueError("an unlikely token")
+    return k2(logp, ref_logp, mask) * (1 + 0.5 * (logits.detach().amin((-1, -2)) < -6.0))
+
+
+def test_a_case_in_which_the_loss_raises_does_not_hide_the_next():
+    report = kltest.grade(fails_at_the_first, select="KL105,KL504", environment="bandit")
+    assert report.verdict == "refuted"
+    assert "log-ratios" in " ".join(check.message for check in report.failed)
 
 
 # Samplers that are far from the policy.

@@ -66,7 +66,7 @@ def test_many_rollouts_equal_few_at_a_time(coupled, monkeypatch):
     singly = exact(bind(late), instance)
     monkeypatch.setattr(enumeration, "ONE_BY_ONE", 0)
     monkeypatch.setattr(enumeration, "CHUNK", 18)
-    monkeypatch.setattr(enumeration, "SPOT_CHECKS", 50)
+    monkeypatch.setattr(enumeration, "PROVED", 50)
     chunked = exact(bind(late), instance)
     assert chunked.reduction == ("coupled" if coupled else "per-row")
     assert np.abs(chunked.gradient - singly.gradient).max() < 1e-12

@@ -1,11 +1,10 @@
 """KL105: the gradient is not the declared one, and no other check accounts for it."""
 
 from kltest.checks.approximations import kl701_top_k_bias, kl703_truncated_sampler
-from kltest.checks.beyond import differs_much, wrong_where_sure, wrong_with_many_tokens
 from kltest.checks.check import Found
 from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
-from kltest.checks.sequences.long_rollouts import late
+from kltest.checks.stress import late, wrong
 from kltest.identify.findings import Findings, Row, when_current
 from kltest.moments.tolerances import Tolerances
 
@@ -29,11 +28,11 @@ def examine(findings: Findings) -> Found | None:
     if found := late(findings, "KL105"):
         return found
     dead = dead_zones(findings)
-    if (away := differs_much(findings)) and not dead:
+    if (away := wrong(findings, "less far apart")) and not dead:
         return Found(away)
-    if (sure := wrong_where_sure(findings)) and not (dead and dead.level == "error"):
+    if (sure := wrong(findings, "near-deterministic")) and not (dead and dead.level == "error"):
         return Found(sure)
-    many = wrong_with_many_tokens(findings)
+    many = wrong(findings, "many tokens")
     return Found(many) if many and not any(head(findings) for head in HEADS) else None
 
 

@@ -4,7 +4,7 @@ A dead zone is an interval in which the gradient is exactly zero (for a value in
 although it is not small at its edge. A weight that fades and underflows in the end, as a sigmoid's, is not clamped. A
 single zero between others, as k2's at u = 0, is no interval. On a plateau the gradient is constant and not zero. Total
 variation is a plateau everywhere: a plateau is a mistake only if the declared gradient goes on to grow there, which
-bandits with policy and reference far apart tell (kltest.checks.beyond).
+bandits with policy and reference far apart tell (kltest.checks.stress).
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kltest.checks.beyond import differs
 from kltest.checks.check import Found, shared, signed
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.checks.hygiene.log_ratios import LENGTH, batch_of, companions
+from kltest.checks.stress import wrong
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.moments.differentiate import Experiment
@@ -55,7 +55,7 @@ def examine(findings: Findings) -> Found | None:
     happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
     if zones := scan.zones():
         return scan.found(zones, happens)
-    away, plateaus = differs(findings), scan.plateaus()
+    away, plateaus = wrong(findings, "far apart"), scan.plateaus()
     # Those that begin at log-ratios met in training, not where a logarithm or an exponential is guarded.
     reach = MET["sequence" if scan.of_sequences(plateaus) else "token"]
     plateaus = [zone for zone in plateaus if zone.nearest <= reach]

@@ -1,7 +1,7 @@
 """KL306: the importance ratio is right until its clip takes effect, in the graded environments or farther out."""
 
-from kltest.checks.off_policy.far_samplers import examine_far
 from kltest.checks.off_policy.ratios import right_without_clip
+from kltest.checks.stress import examine_far_sampler
 from kltest.identify.findings import Findings, Row
 
 
@@ -14,7 +14,7 @@ def explains(row: Row, findings: Findings) -> bool:
 moot = Findings.why_not_stale
 
 # A bound that samplers reach which are farther from the policy than the graded ones.
-examine = examine_far
+examine = examine_far_sampler
 
 
 def clipped(logp, ref_logp, old_logp, mask):

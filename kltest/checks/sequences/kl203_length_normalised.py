@@ -4,7 +4,7 @@ from kltest.checks.batches import limit
 from kltest.checks.check import Found
 from kltest.checks.scale import widened
 from kltest.checks.sequences.lengths import divided_by_length, divided_by_lengths_of_others, only_one_token
-from kltest.checks.sequences.long_rollouts import late
+from kltest.checks.stress import late
 from kltest.identify.findings import Findings, Row
 
 

@@ -11,7 +11,7 @@ from itertools import product
 import numpy as np
 
 from kltest.checks.sequences.lengths import only_one_token
-from kltest.checks.sequences.long_rollouts import late
+from kltest.checks.stress import late
 from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import solve

@@ -13,8 +13,8 @@ from functools import partial
 import numpy as np
 
 from kltest.checks.batches import GroupFixture, limit, norm
-from kltest.checks.beyond import bias
 from kltest.checks.check import Found, shared
+from kltest.checks.stress import bias
 from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.identify.findings import Findings, Row

@@ -1,0 +1,489 @@
+"""Cases far from the graded ones: is the gradient still the declared one there?
+
+The graded environments are mild. A loss may follow the declared gradient in all of them and another one
+
+- once the policy has left the reference, as Huber's loss does beyond its bound;
+- where next tokens are all but certain under policy, reference or both, as most are after training;
+- with a large vocabulary, whose ids and ranks are large;
+- where the sampler is far from the policy, so that a cap, window or mask on their ratio acts;
+- in rollouts of 64 tokens, where a window, a discount or a mask begins.
+
+It is compared with the truth there, so that a declared gradient that is bounded itself, as total variation's, is right.
+How far apart depends on the question. A clamp is exact and visible at any distance. A number that differs a little
+where a probability is a millionth may be the small constant that guards a logarithm, and is no other gradient.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kltest.checks.check import Found, signed
+from kltest.environments import END, Environment, Instance, Paths, bandit, sequence
+from kltest.environments.policies import table
+from kltest.errors import KltestError
+from kltest.identify.case import relative_bias, size, target
+from kltest.identify.findings import Findings, Row
+from kltest.identify.instances import with_ties
+from kltest.moments.tolerances import TOLERANCES, Tolerances
+from kltest.report import Level
+
+VOCABULARY = 3
+# Added to the logits of the first actions, of the reference and of the policy. The expectation weighs an action by its
+# probability, and e⁻¹⁶ is as small as the tolerance.
+FAR = ((-30.0, -6.0), (-15.0, -4.0))
+NEARER = ((-12.0, -6.0), (-8.0, -4.0))
+# Probability of the most likely token under policy and reference, a pair for each prompt, beyond .95, .99 and .999:
+# first one of them near-deterministic, then both. Log-ratios of tokens stay below 5, which training reaches, so that no
+# clamp acts that is only a warning.
+ONE_SURE = ((0.96, 0.5), (0.5, 0.96), (0.993, 0.65), (0.65, 0.993), (0.9992, 0.905), (0.905, 0.9992))
+BOTH_SURE = ((0.993, 0.9992), (0.9992, 0.993))
+# In batches, which are enumerated prompt by prompt, only the surest.
+SUREST = (*ONE_SURE[-2:], BOTH_SURE[-1])
+# Actions of a bandit, and those that have all of the probability if batches are enumerated.
+MANY, LIKELY = 300, (41, 170, 299)
+# Logit of a certain token above the others: 59 of them leave 6e-12, and a log-prob of −30 is legal everywhere.
+CERTAIN = 30.0
+TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
+# |log π/μ| of the first token and of the second, an entry for each prompt. Training reaches 5 a token and 10 a rollout;
+# a clamp at 20 is out of reach.
+REACHED = ((1.0, 1.0), (2.5, 2.5), (5.0, 0.0), (5.0, 5.0))
+BEYOND = ((7.0, 0.0), (10.0, 0.0), (14.0, 0.0), (19.0, 0.0))
+HALVINGS = 6
+LENGTH = 64
+# Positions of the tokens that are not certain, by the rows of a batch: multisets of rollouts are enumerated.
+CHOICES = {1: (0, 5, 19, 42, 63), 2: (0, 19, 63)}
+CHOICES_OF_GROUPS = (0, 42)
+# Share of a difference below which the part at one position is none.
+SMALL = 1e-3
+
+Setting = tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class OfSome(Instance):
+    """An instance of which some rollouts are enumerated; all others are all but impossible."""
+
+    some: Paths = field(kw_only=True)
+
+    @cached_property
+    def paths(self) -> Paths:
+        """The rollouts that are enumerated."""
+        return self.some
+
+
+class Off(NamedTuple):
+    """A setting at which the expected gradient is not the declared one, both (C, V), and by how much."""
+
+    setting: Any
+    row: Row
+    instance: Instance
+    found: np.ndarray
+    wanted: np.ndarray
+    bias: float
+
+
+@dataclass(frozen=True)
+class Stress:
+    """A kind of case.
+
+    Attributes:
+        rows: Rows of the loss from which it goes further; none if that cannot be asked of it.
+        settings: What is tried for a row, from near to far.
+        instance: Makes the instance of some settings: with a prompt for each, or of one if they are `apart`.
+        tolerance: The field of Tolerances up to which a bias is none.
+        words: What is said of the first setting that is off.
+        codes: The checks that may report it.
+    """
+
+    rows: Callable[[Findings], list[Row]]
+    settings: Callable[[Row], Sequence[Any]]
+    instance: Callable[[Findings, Row, Sequence[Any]], Instance]
+    tolerance: str
+    words: Callable[[Off], str]
+    codes: tuple[str, ...]
+    apart: bool = False
+
+
+# The comparison
+
+
+def wrong(findings: Findings, name: str) -> str:
+    """Describe the first setting of a kind of case at which the gradient is not the declared one, "" if there is none.
+
+    Calls that fail are reported by other checks.
+    """
+    found = findings.once(_first_off, name)
+    return STRESS[name].words(found) if found else ""
+
+
+def _first_off(findings: Findings, name: str) -> Off | None:
+    stress, tolerances = STRESS[name], TOLERANCES[findings.observed.dtype]
+    allowed = getattr(tolerances, stress.tolerance)
+    if allowed is None or tolerances.far is None:
+        return None
+    for row in stress.rows(findings):
+        for some in _calls(stress, row, stress.settings(row)):
+            with suppress(KltestError):
+                for one in compared(findings, row, stress, some):
+                    if one.bias > allowed:
+                        return one
+    return None
+
+
+def _calls(stress: Stress, row: Row, settings: Sequence[Any]) -> list[list[Any]]:
+    """Settings that share an instance: of single rollouts all of them, unless they are `apart`."""
+    return [[one] for one in settings] if row.batch > 1 or stress.apart else [[*settings]]
+
+
+def compared(findings: Findings, row: Row, stress: Stress, settings: Sequence[Any]) -> Iterator[Off]:
+    """Yield the gradient of batches like a row's beside the declared one, setting by setting; the report says so.
+
+    Those that share an instance are prompts of one environment.
+    """
+    for some in _calls(stress, row, settings):
+        instance = stress.instance(findings, row, some)
+        found = findings.measure.expected(row, instance).gradient
+        findings.see(instance, row.sampler, row.batch)
+        wanted, unit = target(findings.expect, instance, row.sampler), size(instance) / len(some)
+        for setting, one, other in zip(some, np.split(found, len(some)), np.split(wanted, len(some)), strict=True):
+            yield Off(setting, row, instance, one, other, relative_bias(one, other, unit))
+
+
+def bias(findings: Findings, row: Row, instance: Instance) -> float:
+    """Relative bias of the expected gradient of batches like a row's in an instance."""
+    found = findings.measure.expected(row, instance).gradient
+    findings.see(instance, row.sampler, row.batch)
+    return relative_bias(found, target(findings.expect, instance, row.sampler), size(instance))
+
+
+def right_row(findings: Findings, sampler: str) -> Row | None:
+    """Return the row to go further from, of batches if rows are coupled, else of several tokens if there is one.
+
+    None if a row of this sampler is not exact, or is not right.
+    """
+    rows = [row for row in findings.rows if row.sampler == sampler]
+    if not rows or not _right(rows):
+        return None
+    return max(rows, key=lambda row: (row.batch, row.length is not None, row.length or 0))
+
+
+def _right(rows: Iterable[Row]) -> bool:
+    return all(row.agrees is True and row.method == "exact" for row in rows)
+
+
+def _row_of(findings: Findings, sampler: str) -> list[Row]:
+    row = right_row(findings, sampler)
+    return [row] if row else []
+
+
+def tokens_of(row: Row) -> int:
+    """Tokens of a rollout: two if the loss agrees in rollouts of several and treats them apart, else one."""
+    return 1 if row.length == 1 or row.batch > 1 else 2
+
+
+def prompts(many: int, tokens: int, generator: np.random.Generator) -> Environment:
+    """Return sequences of equally likely prompts, each token with a reward of 0 or 1."""
+    environment = sequence(VOCABULARY, tokens, prompts=np.full(many, 1 / many), name="prompts")
+    return replace(environment, reward=generator.integers(2, size=environment.reward.shape).astype(float))
+
+
+# Policy and reference far apart
+
+
+def _bandit_rows(findings: Findings) -> list[Row]:
+    try:
+        rows = findings.measure.rows("bandit", "current")
+    except KltestError:
+        return []
+    return rows if _right(rows) else []
+
+
+def _moved(findings: Findings, row: Row, settings: Sequence[Any]) -> Instance:
+    """The graded bandit with its reference moved, or with its policy (and sampler) moved."""
+    ((moved, shift),) = settings
+    instance = findings.measure.case(row).instances[0]
+    count = instance.environment.vocabulary
+    added = np.resize([*shift[: count - 1], *[0.0] * count], count)
+    if moved == "reference":
+        return replace(instance, reference=table(instance.reference + added))
+    left = table(instance.policy + added)
+    return replace(instance, policy=left, sampler=left)
+
+
+def _words_of_ratios(off: Off) -> str:
+    instance = off.instance
+    ratios = ", ".join(signed(ratio, 3) for ratio in np.sort(instance.policy[0] - instance.reference[0]))
+    return (
+        f"In a bandit with the log-ratios {ratios} the expected gradient is off by {off.bias:.2g} of the declared one; "
+        "it is right in milder ones."
+    )
+
+
+# Tokens that are all but certain
+
+
+def _sure(findings: Findings, row: Row, settings: Sequence[Setting]) -> Instance:
+    generator = np.random.default_rng([findings.seed, len(_sure_settings(row))])
+    environment = prompts(len(settings), tokens_of(row), generator)
+    most_likely = np.repeat(np.array(settings), environment.n_contexts // len(settings), axis=0).T
+    second = (1 - most_likely) * generator.uniform(0.45, 0.55, size=most_likely.shape)
+    policy, reference = np.log(np.stack([most_likely, second, 1 - most_likely - second], axis=-1))
+    return Instance.of(environment, policy, reference, policy + generator.uniform(-0.3, 0.3, size=policy.shape))
+
+
+def _sure_settings(row: Row) -> tuple[Setting, ...]:
+    return SUREST if row.batch > 1 else (*ONE_SURE, *BOTH_SURE)
+
+
+def _words_of_sure(off: Off) -> str:
+    policy, reference = off.setting
+    return (
+        f"Where the likeliest token has probability {policy:g} under the policy and {reference:g} under the "
+        f"reference, the expected gradient is off by {off.bias:.2g} of the declared one; it is right in the graded "
+        "environments, where neither is sure."
+    )
+
+
+# A large vocabulary
+
+
+def _many_actions(findings: Findings, row: Row, settings: Sequence[Any]) -> Instance:
+    reward = np.random.default_rng(findings.seed).integers(2, size=(1, MANY)).astype(float)
+    instance = Instance.draw(bandit(MANY, reward=reward), findings.seed)
+    if row.batch == 1:
+        return instance
+    above = np.where(np.isin(np.arange(MANY), LIKELY), CERTAIN, 0.0)
+    tables = (table(logits + above) for logits in (instance.policy, instance.reference, instance.sampler))
+    return OfSome(instance.environment, *tables, some=instance.paths.take(np.array(LIKELY)))
+
+
+def _words_of_many(off: Off) -> str:
+    return (
+        f"In a bandit with {MANY} actions, token ids 0 to {MANY - 1}, the expected gradient is off by {off.bias:.2g} "
+        "of the declared one; it is right with a few."
+    )
+
+
+# A sampler far from the policy
+
+
+def _far_sampler(findings: Findings, row: Row, settings: Sequence[Setting]) -> Instance:
+    """A prompt for each pair: the first action e^d times as likely as under the sampler, the second e^−d times."""
+    generator = np.random.default_rng([findings.seed, VOCABULARY])
+    environment = prompts(len(settings), tokens_of(row), generator)
+    later = environment.n_contexts // len(settings) - 1
+    distances = np.concatenate([[first, *[second] * later] for first, second in settings])
+    often, seldom = generator.uniform(0.3, 0.45, size=(2, len(distances))), np.exp(-distances)
+    first = np.stack([often[0], often[0] * seldom])
+    second = np.stack([often[1] * seldom, often[1]])
+    policy, sampler = np.log(np.stack([first, second, 1 - first - second], axis=2))
+    reference = policy + generator.uniform(-0.6, 0.6, size=policy.shape)
+    return Instance.of(environment, policy, reference, sampler)
+
+
+def examine_far_sampler(findings: Findings) -> Found | None:
+    """Report from which log-ratio of policy to sampler on the gradient is not the declared one: KL306."""
+    stress, allowed = STRESS["far sampler"], TOLERANCES[findings.observed.dtype].far_sampler
+    if allowed is None:
+        return None
+    levels: tuple[tuple[Level, Setting, tuple[Setting, ...]], ...] = (
+        ("error", (0.0, 0.0), REACHED),
+        ("warning", REACHED[2], BEYOND),
+    )
+    for row, (level, near, reach) in product(stress.rows(findings), levels):
+        try:
+            found = list(compared(findings, row, stress, [one for one in stress.settings(row) if one in reach]))
+        except KltestError as error:
+            if level == "error":
+                raise
+            return Found(f"log-ratios up to {reach[-1][0]:g} could not be tried: {error}", "inconclusive", level)
+        for off in found:
+            if off.bias > allowed:
+                begins, of = _begins(findings, row, allowed, near, off.setting)
+                return Found(
+                    f"Rollouts come from a sampler farther from the policy than in the graded environments: from "
+                    f"log-ratios of policy to sampler of about ±{begins:.2g} {of} the expected gradient is not the "
+                    f"declared one; {stress.words(off)}. It is right with less.",
+                    level=level,
+                )
+            near = off.setting
+    return None
+
+
+def _begins(findings: Findings, row: Row, allowed: float, agrees: Setting, differs: Setting) -> tuple[float, str]:
+    """Return the log-ratio from which on the gradient differs, by bisection, and whether of one token or summed."""
+    tokens = tokens_of(row)
+
+    def off(pair: Setting) -> bool:
+        return next(compared(findings, row, STRESS["far sampler"], (pair,))).bias > allowed
+
+    of, alone = "of one token", (differs[0], 0.0)
+    if tokens == 1 or alone == differs or off(alone):
+        agrees, differs = (agrees[0], 0.0), alone
+    else:
+        agrees, of = alone, "summed over a rollout"
+    near, far = np.array(agrees), np.array(differs)
+    for _ in range(HALVINGS):
+        middle = (near + far) / 2
+        near, far = (near, middle) if off((float(middle[0]), float(middle[1]))) else (middle, far)
+    return float(far[:tokens].sum()), of
+
+
+# Rollouts of 64 tokens. All tokens but a few, near the start and far from it, are all but certain and equally likely
+# under policy, reference and sampler. So few rollouts remain that they are enumerated, and the declared gradient is
+# known by dynamic programming.
+
+
+def _long_rows(findings: Findings) -> list[Row]:
+    """Of each sampler the row of rollouts of several tokens in the largest batches, if all of its rows are right."""
+    found = []
+    for sampler in findings.samplers:
+        rows = [row for row in findings.rows if row.sampler == sampler]
+        several = [row for row in rows if row.length != 1]
+        if several and _right(rows):
+            found.append(max(several, key=lambda row: row.batch))
+    return found
+
+
+def _rollouts(environment: Environment, choices: tuple[int, ...]) -> Paths:
+    """Enumerate the rollouts of `environment_of` with certain tokens only between the choices."""
+    count = 2 ** len(choices)
+    tokens = np.zeros((count, LENGTH), dtype=np.int64)
+    tokens[:, choices] = np.arange(count)[:, None] >> np.arange(len(choices))[::-1] & 1
+    contexts = np.zeros_like(tokens)
+    for step in range(LENGTH - 1):
+        contexts[:, step + 1] = environment.successors[contexts[:, step], tokens[:, step], 0]
+    nothing = np.zeros(count, dtype=np.int64)
+    return Paths(contexts, tokens, np.ones(tokens.shape, dtype=bool), nothing, nothing.astype(float))
+
+
+def environment_of(choices: tuple[int, ...]) -> tuple[Environment, np.ndarray]:
+    """Return an environment whose contexts are a time step and the choices before it, and the step (C,) of each."""
+    steps, first = [], [0]
+    for step in range(LENGTH):
+        many = 2 ** sum(choice < step for choice in choices)
+        steps += [step] * many
+        first.append(first[-1] + many)
+    successors = np.full((len(steps), 2, 1), END, dtype=np.int64)
+    for step in range(LENGTH - 1):
+        history = np.arange(first[step + 1] - first[step])[:, None]
+        onward = 2 * history + np.arange(2) if step in choices else np.repeat(history, 2, axis=1)
+        successors[first[step] : first[step + 1], :, 0] = first[step + 1] + onward
+    start, certain = np.zeros(1, dtype=np.int64), np.ones(successors.shape)
+    made = Environment("long", LENGTH, start, np.ones(1), successors, certain, np.zeros((len(steps), 2)), tree=True)
+    return made, np.array(steps)
+
+
+def choices_of(batch: int) -> tuple[int, ...]:
+    """Return the positions of the tokens that are not certain, for batches of this size."""
+    return CHOICES.get(batch, CHOICES_OF_GROUPS)
+
+
+@lru_cache(maxsize=8)
+def long_instance(batch: int, seed: int) -> Instance:
+    """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time."""
+    choices = choices_of(batch)
+    environment, steps = environment_of(choices)
+    generator = np.random.default_rng([seed, LENGTH])
+    free = np.isin(steps, choices)[:, None]
+    base = np.where(free, 0.6 * generator.standard_normal((len(steps), 2)), (CERTAIN, 0.0))
+    reference, sampler = (base + free * width * generator.uniform(-1, 1, size=base.shape) for width in (0.4, 0.15))
+    tables = map(table, (base, reference, sampler))
+    return with_ties(OfSome(environment, *tables, some=_rollouts(environment, choices)), seed)
+
+
+def late(findings: Findings, code: str) -> Found | None:
+    """Return the finding in long rollouts if it belongs to a check; calls that fail make it inconclusive."""
+    for row in _long_rows(findings):
+        found = findings.once(_in_long_rollouts, row.sampler)
+        if found:
+            return Found(found[1]) if found[0] == code else None
+    return None
+
+
+def _in_long_rollouts(findings: Findings, sampler: str) -> tuple[str, str] | None:
+    """Return the check that a difference in long rollouts belongs to, and its words."""
+    row = next(one for one in _long_rows(findings) if one.sampler == sampler)
+    (off,) = compared(findings, row, STRESS["long rollouts"], [LENGTH])
+    tolerance = max(Tolerances.guard, TOLERANCES[findings.observed.dtype].gradient)
+    if off.bias <= tolerance:
+        return None
+    found, wanted = off.found, off.wanted
+    where = STRESS["long rollouts"].words(off)
+    factor = float((found * wanted).sum() / ((wanted**2).sum() or 1.0))
+    if np.linalg.norm(found) <= SMALL * np.linalg.norm(wanted):
+        return "KL105", f"{where}, and right in short ones: nothing is left of it."
+    if np.linalg.norm(found - factor * wanted) <= 10 * tolerance * np.linalg.norm(found):
+        return "KL203", f"{where}: it is {factor:.4g} times the declared one, which it is in short rollouts."
+    choices = choices_of(row.batch)
+    contexts, difference = off.instance.paths.contexts, found - wanted
+    least = SMALL * np.linalg.norm(difference)
+    places = [t for t in choices if np.linalg.norm(difference[np.unique(contexts[:, t])]) > least]
+    listed = [", ".join(map(str, some)) for some in (places, choices)]
+    differs = f"it differs at tokens {listed[0]} of {listed[1]}, counted from 0"
+    if "reverse_kl" in findings.expect and choices[-1] not in places:
+        return "KL205", f"{where}: {differs}, so that log-ratios of much later tokens are not credited in full."
+    return "KL105", f"{where}, and right in short ones: {differs}."
+
+
+STRESS = {
+    "far apart": Stress(
+        _bandit_rows,
+        lambda row: [*zip(("reference", "policy"), FAR, strict=True)],
+        _moved,
+        "gradient",
+        _words_of_ratios,
+        ("KL504",),
+        apart=True,
+    ),
+    # In bandits that are less far, beyond what a small constant makes there.
+    "less far apart": Stress(
+        _bandit_rows,
+        lambda row: [*zip(("reference", "policy"), NEARER, strict=True)],
+        _moved,
+        "far",
+        _words_of_ratios,
+        ("KL105",),
+        apart=True,
+    ),
+    "near-deterministic": Stress(
+        lambda findings: _row_of(findings, findings.samplers[0]),
+        _sure_settings,
+        _sure,
+        "far",
+        _words_of_sure,
+        ("KL105",),
+    ),
+    "many tokens": Stress(
+        lambda findings: _row_of(findings, findings.samplers[0]) if findings.observed.uses & TOKEN_FIELDS else [],
+        lambda row: [MANY],
+        _many_actions,
+        "far",
+        _words_of_many,
+        ("KL105",),
+    ),
+    "far sampler": Stress(
+        lambda findings: _row_of(findings, "stale"),
+        lambda row: [*REACHED[: 2 + tokens_of(row)], *BEYOND],
+        _far_sampler,
+        "far_sampler",
+        lambda off: f"at ±{sum(off.setting[: tokens_of(off.row)]):g} it is off by {off.bias:.2g} of it",
+        ("KL306",),
+    ),
+    "long rollouts": Stress(
+        _long_rows,
+        lambda row: [LENGTH],
+        lambda findings, row, settings: long_instance(row.batch, findings.seed),
+        "gradient",
+        lambda off: (
+            f"In rollouts of {LENGTH} tokens ({off.row.sampler} sampler) the expected gradient is off by "
+            f"{off.bias:.2g} of it"
+        ),
+        ("KL105", "KL203", "KL205"),
+    ),
+}
