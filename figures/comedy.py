@@ -2,6 +2,7 @@
 
 from .style import INK, Axes, DataFrame, Figure, look, note, panels, select, tidy
 
+READS = ("differentiate-the-estimate",)
 # Estimator and placement as computed, and the registered name whose look they share.
 SHOWN = (
     (("k1-loss", "loss"), "k1-loss"),
@@ -25,7 +26,7 @@ def draw(rows: DataFrame) -> Figure:
     for one in axes:
         one.set_xticks((5, 10, 15, 20))
     _one_pair(axes[4], select(rows, "length", hold="pair"))
-    _equal(axes[5], select(rows, "order"))
+    _equal(axes[5], select(rows, "equal noise"))
     handles = [axes[0].plot([], [], **look(name).plot(), label=look(name).words)[0] for _, name in SHOWN]
     figure.legend(handles=handles, loc="outside lower center", ncols=5, handlelength=2, columnspacing=1.2)
     return figure

@@ -4,6 +4,7 @@ import numpy as np
 
 from .style import FAINT, INK, Axes, DataFrame, Figure, label, look, panels, select, tidy
 
+READS = ("differentiate-the-estimate",)
 # The KL that is drawn, and the sample sizes that show the crossing.
 KL, SIZES = 0.5, (1.0, 1e4)
 VALUES = {"k1-loss": "k₁", "k2-loss": "k₂", "k3-loss": "k₃"}
@@ -31,7 +32,7 @@ GRADIENT_LABELS: dict[tuple[str, str], Spot] = {
 def draw(rows: DataFrame) -> Figure:
     """Exact lines; the dots of the value were sampled, their bars are two standard errors."""
     figure, (values, gradients) = panels(2, 2.25)
-    rows = select(rows, width=1.0, kl=KL)
+    rows = select(rows, "gaussians", width=1.0, kl=KL)
     _values(values, rows)
     _gradients(gradients, rows)
     return figure
@@ -68,7 +69,7 @@ def _gradients(axes: Axes, rows: DataFrame) -> None:
     label(axes, "no gradient at all", (SIZES[1], 1.0), (-2, -3), FAINT, ha="right", va="top")
     for (estimator, placement), words in GRADIENTS.items():
         parts = select(rows, kind="gradient", estimator=estimator, placement=placement)
-        parts = parts.drop_duplicates("part", keep="last")
+        parts = parts.drop_duplicates("parameter", keep="last")
         size = (parts["truth"] ** 2).sum()
         variance, bias = parts["variance"].sum() / size, ((parts["mean"] - parts["truth"]) ** 2).sum() / size
         # Rounding would draw a floor under an estimator that has none.

@@ -1,18 +1,18 @@
-"""Claims, a table and numbers: the worked examples, how bias and size go with distance, and whose signs turn."""
+"""Claims, tables and numbers: one step near and far, values and gradients of Gaussians, noise by length."""
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import numpy as np
 import pandas as pd
 
-from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, exactly, near
+from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, exactly, near, within
 from kltest.reproduce.claims import OWN, Claims, Measured
-from kltest.reproduce.frames import Missing, Row, frame, known, need, require, select
-from kltest.reproduce.numbers import Numbers
+from kltest.reproduce.frames import Missing, Row, known, need, ordered, require, select
+from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 
-from .settings import EXAMPLES
+from .experiment import ANCHOR, ESTIMATORS, EXAMPLES, PARTS, PLACEMENTS, PUBLISHED, Gaussians
 
 EXACT = 1e-10
 ROUNDED = 1e-6  # rows keep eight figures, of levels that are solved for to as many
@@ -25,17 +25,7 @@ PLACE = ["path", "vocabulary", "pairs", "seed", "kl"]
 
 claims = Claims("differentiate-the-estimate")
 numbers = Numbers()
-
-
-def tidy(rows: Sequence[Row]) -> pd.DataFrame:
-    """The examples, the binary line, the distances."""
-    parts = ("examples", "binary", "distance")
-    names = ("estimator", "example", "path", "vocabulary", "pairs", "seed", "probability", "kl")
-
-    def order(row: Row) -> tuple[Any, ...]:
-        return parts.index(row["part"]), *(row.get(name, "") for name in names)
-
-    return frame(sorted(rows, key=order))
+tidy = ordered(PARTS)
 
 
 # --- the examples ----------------------------------------------------------------------------------------------------
@@ -331,8 +321,351 @@ def _abs(rows: pd.DataFrame) -> Measured:
     return {"slope": list(_slopes(rows, "abs-loss", "size").values())}
 
 
+# --- Gaussians -------------------------------------------------------------------------------------------------------
+ROUNDED_WHY = "of the standard deviation or size: float64, integrated over a line where w² grows to 1e100"
+SCHULMAN = "Schulman 2020, tables"
+# Schulman's tables: KL → estimator → (bias/KL, std/KL), as printed.
+PRINTED = {
+    0.005: {"k1-loss": (0.0, 20.0), "k2-loss": (0.002, 1.42), "k3-loss": (0.0, 1.42)},
+    0.5: {"k1-loss": (0.0, 2.0), "k2-loss": (0.25, 1.73), "k3-loss": (0.0, 1.7)},
+}
+
+
+def _values(rows: pd.DataFrame, kl: float | None = None) -> pd.DataFrame:
+    """The first values of each estimator and level of KL, at a width of 1; of one level, of all estimators."""
+    found = (
+        need(rows, "gaussians", kind="value", width=1.0)
+        .drop_duplicates(["kl", "estimator"])
+        .set_index(["kl", "estimator"])
+    )
+    found = found[["mean", "variance", "truth"]].astype(float)
+    if kl is None:
+        return found
+    require({(kl, name) for name in ESTIMATORS} <= set(found.index))
+    return found.loc[kl].loc[list(ESTIMATORS)]
+
+
+def _schulman_variances(m: float) -> dict[str, float]:
+    return {"k1-loss": m, "k2-loss": m**2 / 2 + m**3 / 4, "k3-loss": math.exp(m) - 1 - m}
+
+
+for _kl in PRINTED:
+
+    @claims.measure(
+        SCHULMAN,
+        "rounding of the printed table; float64 for the formulas",
+        kl=_kl,
+        claim="bias and standard deviation of k1, k2, k3 at KL {kl:g}, over KL, are as printed, and the roots of `m`, "
+        "`m²/2 + m³/4` and `e^m − 1 − m`, m = `2 KL`",
+        bias_off_printed=near(0, 6e-4),
+        std_off_printed=near(0, 6e-3),
+        bias_off=near(0, 1e-9),
+        std_over_formula=near(1, 1e-9),
+    )
+    def _printed(rows: pd.DataFrame, kl: float) -> Measured:
+        found, exact = _values(rows, kl), pd.Series(_schulman_variances(2 * kl))
+        bias, std = found["mean"] / kl - 1, found["variance"] ** 0.5 / kl
+        printed = pd.DataFrame(PRINTED[kl], index=["bias", "std"]).T
+        expected = pd.Series({name: kl / 2 if name == "k2-loss" else 0.0 for name in ESTIMATORS})
+        return {
+            "bias_off_printed": bias - printed["bias"],
+            "std_off_printed": (std - printed["std"]) / printed["std"].clip(lower=1),
+            "bias_off": (bias - expected) / std.clip(lower=1),
+            "std_over_formula": std / (exact**0.5 / kl),
+        }
+
+
+@claims.measure(
+    OWN, "a few hundred means of a quarter of a million samples; heavy tails", standard_errors_off=near(0, 5.0)
+)
+def _sampled_means(rows: pd.DataFrame) -> Measured:
+    """sampled values and gradients average to the exact expectations, within {standard_errors_off:±} exact standard
+    errors"""
+    found = need(rows, "gaussians", kind=("value", "gradient"))
+    error = (found["variance"] / found["samples"]) ** 0.5
+    return {"standard_errors_off": (found["sampled_mean"] - found["mean"]) / error}
+
+
+for _name, _power, _equation in (
+    ("k2-loss", lambda m: m**3 / 64 + m**2 / 4 + m / 2, "m³/64 + m²/4 + m/2 = 1"),
+    ("k3-loss", lambda m: (math.exp(m) - 1) / (2 * m), "e^m = 1 + 2m"),
+):
+
+    @claims.measure(
+        f"Tang & Munos 2025, Fig. 1; {OWN}",
+        "roots in float64",
+        claim=f"{_name[:2]} errs less than k1 with one sample up to the KL at which `{_equation}`, m = `2 KL`",
+        equation=near(1, 1e-9),
+        name=_name,
+        power=_power,
+    )
+    def _order(rows: pd.DataFrame, name: str, power: Callable[[float], float]) -> Measured:
+        kl = need(rows, "orders", one=name)["until"]
+        return {"equation": [power(2 * one) for one in kl], "kl": kl}
+
+
+@claims.measure(OWN, "an order at each level of KL", beaten=EVERY)
+def _never_best(rows: pd.DataFrame) -> Measured:
+    """where means differ and widths do not, k2 is the best value at no sample size: k1 or k3 errs less with one sample
+    and with infinitely many"""
+    values = _values(rows)
+    bias = (values["mean"] - values.index.get_level_values("kl")).unstack("estimator").dropna()
+    error = (values["variance"].unstack("estimator") + bias**2).dropna()
+    require(not bias.empty and set(bias) == set(ESTIMATORS))
+    # variance/n + bias² is linear in 1/n: who is better with one sample and with infinitely many always is.
+    two, others = "k2-loss", ["k1-loss", "k3-loss"]
+    beaten = error[others].lt(error[two], axis=0) & bias[others].abs().lt(bias[two].abs(), axis=0)
+    return {"beaten": beaten.any(axis=1)}
+
+
+def _wholes(rows: pd.DataFrame) -> pd.DataFrame:
+    """Both parameters together at a width of 1: bias and standard deviation over the length of the truth."""
+    which = ["estimator", "placement", "kl"]
+    found = need(rows, "gaussians", kind="gradient", width=1.0).drop_duplicates([*which, "parameter"], keep="last")
+    squares = found.assign(size=found["truth"] ** 2, bias=(found["mean"] - found["truth"]) ** 2)
+    total = squares.groupby(which)[["size", "bias", "variance"]].sum()
+    return pd.DataFrame({"bias": total["bias"], "std": total["variance"]}).div(total["size"], axis=0) ** 0.5
+
+
+@claims.measure(
+    "Tang & Munos 2025; Liu et al. 2025",
+    "float64 for no bias; a bias is called one above a thousandth of the value, a twentieth of the gradient",
+    value_bias_k3=near(0, 1e-9),
+    value_bias_k2=above(1e-3),
+    value_variance_k3_over_k2=below(1),
+    gradient_bias_k2=near(0, 1e-9),
+    gradient_bias_k1=above(0.05),
+    gradient_bias_k3=above(0.05),
+    gradient_std_k2_over_k3=below(1),
+)
+def _reversed(rows: pd.DataFrame) -> Measured:
+    """the best value is not the best gradient: as a value k3 is unbiased and quieter, k2 biased; of the losses only k2
+    is unbiased, and quieter than k3"""
+    wholes, found = _wholes(rows), []
+    for kl in PRINTED:
+        require({(name, "loss", kl) for name in ESTIMATORS} <= set(wholes.index))
+        values = _values(rows, kl)
+        bias, variance = values["mean"] / values["truth"] - 1, values["variance"]
+        one, two, three = (wholes.loc[(name, "loss", kl)] for name in ESTIMATORS)
+        found.append(
+            {
+                "value_bias_k3": bias["k3-loss"],
+                "value_bias_k2": bias["k2-loss"],
+                "value_variance_k3_over_k2": variance["k3-loss"] / variance["k2-loss"],
+                "gradient_bias_k2": two["bias"],
+                "gradient_bias_k1": one["bias"],
+                "gradient_bias_k3": three["bias"],
+                "gradient_std_k2_over_k3": two["std"] / three["std"],
+            }
+        )
+    return dict(pd.DataFrame(found))
+
+
+@claims.measure(OWN, ROUNDED_WHY, off=near(0, 1e-9), truth=above(0.05))
+def _k3_in_reward(rows: pd.DataFrame) -> Measured:
+    """between equally wide Gaussians k3 in the reward does not pull on the mean at all, at any distance, where the
+    truth is `√(2 KL)`"""
+    found = need(
+        rows, "gaussians", kind="gradient", width=1.0, estimator="k3-loss", placement="reward", parameter="mean"
+    )
+    found = found.drop_duplicates("kl", keep="last")
+    return {"off": found["mean"] / found["variance"] ** 0.5, "truth": found["truth"], "kl": found["kl"]}
+
+
+@claims.measure(OWN, "E[w²] is finite where 2s² > 1, with s the width", times_k1_at_width_08=above(20))
+def _wide(rows: pd.DataFrame) -> Measured:
+    """a narrower policy has a noisier k3: at a width of `s = 0.8` k3 is over {times_k1_at_width_08} times the variance
+    of k1"""
+    finite = need(rows, "gaussians", kind="value", kl=0.5, width=0.8).groupby("estimator")["variance"].first()
+    return {"times_k1_at_width_08": finite["k3-loss"] / finite["k1-loss"]}
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
+SHAH = "Shah et al. 2025 (arXiv 2512.21852), Fig. 2"
+TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the product rule for E[k]"
+# Distances near the reference and away from it. The stated pairs are solved for to these, so not to the last bit.
+CLOSE, FAR = at_most(0.1), at_least(0.8 - 1e-9)
+# The order of one pair is looked for from this length on, to that at which its distance is given.
+SHORT = 6
+ROUNDING = "relative to the gradient, exact up to rounding"
+WHICH = ["estimator", "placement"]
+K1_LOSS, K1_REWARD = ("k1-loss", "loss"), ("k1-loss", "reward")
+K3_REWARD, K3_BOTH = ("k3-loss", "reward"), ("k3-loss", "both")
+
+
+def _cells(rows: pd.DataFrame, column: str, **wanted: object) -> pd.DataFrame:
+    """A column for each length, distance, way to hold it and seed; across, each estimator and placement."""
+    found = need(rows, "length", **wanted)
+    return found.pivot_table(column, ["length", "kl", "hold", "seed"], WHICH, sort=False)
+
+
+claims.column(
+    "k1 in the reward is unbiased at every length, near and far",
+    SHAH,
+    ROUNDING,
+    "bias",
+    near(0, EXACT),
+    "length",
+    **dict(zip(WHICH, K1_REWARD, strict=True)),
+)
+
+
+@claims.measure(
+    SHAH,
+    "a bias below one percent of the gradient would not be called clear",
+    bias_of_k1_in_loss=near(1, EXACT),
+    bias_of_k3=above(0.01),
+)
+def _biased(rows: pd.DataFrame) -> Measured:
+    """for the stated pair k1 in the loss, k3 in the loss and k3 in the reward are biased at every length: k1 has no
+    gradient, and the bias of k3 is more than {bias_of_k3:.0%} of the gradient"""
+    bias = _cells(rows, "bias")
+    wrong = [which for which in PUBLISHED if which not in (K1_REWARD, K1_LOSS)]
+    require({*wrong, K1_LOSS} <= set(bias))
+    return {"bias_of_k1_in_loss": bias[K1_LOSS], "bias_of_k3": bias[wrong]}
+
+
+@claims.measure(SHAH, "an order", largest_is_k3_in_reward=EVERY)
+def _largest(rows: pd.DataFrame) -> Measured:
+    """for the stated pair k3 in the reward has the largest bias of the four at every length and distance"""
+    return {"largest_is_k3_in_reward": _cells(rows, "bias")[list(PUBLISHED)].idxmax(axis=1) == K3_REWARD}
+
+
+def _std(rows: pd.DataFrame, kl: Bound, **wanted: object) -> pd.DataFrame:
+    """Standard deviations in the cells whose rollouts are this far from the reference."""
+    std = _cells(rows, "std", **wanted)
+    return known(std[kl(_cells(rows, "rollout_kl", **wanted)[K1_REWARD])])
+
+
+@claims.measure(SHAH, "an order", noisiest_is_k1_in_loss=EVERY, kl=CLOSE)
+def _noisiest(rows: pd.DataFrame, kl: Bound) -> Measured:
+    """near the reference (KL up to {kl}), for the stated pair, k1 in the loss is the noisiest of the four at every
+    length"""
+    std = _std(rows, kl)[list(PUBLISHED)]
+    return {
+        "noisiest_is_k1_in_loss": std.idxmax(axis=1) == K1_LOSS,
+        "times_k1_in_reward": std[K1_LOSS] / std[K1_REWARD],
+    }
+
+
+@claims.measure(OWN, "the root of a difference of exact variances", kl=within(0.1, 0.8))
+def _equal(rows: pd.DataFrame) -> Measured:
+    """the two are equally noisy at a KL of {kl} nats for whole sequences, at every length, for the stated pair"""
+    return {"kl": need(rows, "equal noise")["equal_at"]}
+
+
+@claims.measure(OWN, "an order", pairs_that_change=at_least(1), shortest=at_most(SHORT), longest=at_least(ANCHOR))
+def _one_pair(rows: pd.DataFrame, shortest: Bound, longest: Bound) -> Measured:
+    """of one pair the order changes with length alone: k1 in the loss is noisier up to some length, less noisy from
+    there on, between {shortest} tokens and {longest}"""
+    where = {"hold": "pair", "kl": FAR}
+    lengths = need(rows, "length", estimator=K1_LOSS[0], placement=K1_LOSS[1], **where)["length"]
+    require(shortest(lengths.min()) and longest(lengths.max()))
+    found = _changes(rows)
+    return {"pairs_that_change": len(found), "between": [f"T = {short} and {long}" for short, long in found] or "none"}
+
+
+def _changes(rows: pd.DataFrame) -> list[tuple[int, int]]:
+    """Of one pair, the lengths between which k1 in the loss becomes the less noisy, where it is far enough away."""
+    found, std = [], _cells(rows, "std", hold="pair")
+    for kl, mine in std.groupby("kl"):
+        last = mine.groupby("length").last()
+        noisier = last[K1_LOSS] > last[K1_REWARD]
+        short, long = last.index[noisier], last.index[~noisier]
+        if FAR(kl) and len(short) and len(long) and short.max() < long.min():
+            found.append((int(short.max()), int(long.min())))
+    return found
+
+
+claims.column(
+    "k1 and k3 in both places are unbiased",
+    TANG_MUNOS,
+    ROUNDING,
+    "bias",
+    near(0, EXACT),
+    "length",
+    estimator=("k1-loss", "k3-loss"),
+    placement="both",
+)
+
+
+@claims.measure(OWN, "a ratio of exact variances of two unbiased gradients", times_fewer=above(2), kl=CLOSE)
+def _both(rows: pd.DataFrame, kl: Bound) -> Measured:
+    """near the reference (KL up to {kl}), for the stated pair, k3 in both places needs more than {times_fewer} times
+    fewer rollouts than k1 in the reward, at every length"""
+    return {"times_fewer": _gain(rows, kl)}
+
+
+def _gain(rows: pd.DataFrame, kl: Bound, **wanted: object) -> pd.Series:
+    """Ratio of the rollouts that k1 in the reward and k3 in both places need at distances, both unbiased."""
+    std = _std(rows, kl, **wanted)
+    return (std[K1_REWARD] / std[K3_BOTH]) ** 2
+
+
+for _words, _column, _bound in (
+    (
+        "in {share:.0%} of random pairs, and no more, k3 in the reward has the largest bias of the four: it depends on "
+        "the pair",
+        "most_biased_is_k3_reward",
+        within(0.5, 0.95),
+    ),
+    (
+        "k3 in both places beats k1 in the reward on most random pairs, {share:.0%} of them, and not on all",
+        "k3_both_less_noisy_than_k1_reward",
+        within(0.5, 1.0),
+    ),
+):
+
+    @claims.measure(OWN, "shares of independent draws", claim=_words, share=_bound, what=_column)
+    def _share(rows: pd.DataFrame, what: str) -> Measured:
+        found = need(rows, "random")
+        pairs = found["pairs"].sum()
+        require(pairs >= ENOUGH)
+        return {"share": found[what].sum() / pairs, "pairs": pairs}
+
+
+def _sampled(rows: pd.DataFrame, **wanted: object) -> pd.DataFrame:
+    return known(need(rows, "length", **wanted).dropna(subset=["z_mean"]))
+
+
+@claims.measure(
+    "200 × 1,000 samples, as in Shah et al. 2025",
+    "some hundred numbers: with probability below 0.001 one of them is further off",
+    means_off=below(5.5),
+    spreads_off=near(0, 5.5),
+)
+def _samples_of_sequences(rows: pd.DataFrame) -> Measured:
+    """sampled gradients agree with the exact ones: means and spreads are within {means_off} standard errors"""
+    found = _sampled(rows)
+    return {"means_off": found["z_mean"], "spreads_off": found["z_std"]}
+
+
+claims.column(
+    "counting types agrees with enumeration of all sequences and with dynamic programming",
+    "two routes",
+    ROUNDING,
+    "off_again",
+    near(0, EXACT),
+    "length",
+)
+
+
 # --- tables and numbers ----------------------------------------------------------------------------------------------
 def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
+    """The examples, Schulman's two levels of Gaussians, and the shortest and longest sequences; those with rows."""
+    made = {
+        "table": _examples_table,
+        "gaussians": lambda rows: [row for kl in PRINTED for row in _table(rows, kl)],
+        "lengths": _lengths_table,
+    }
+    found = {}
+    for name, make in made.items():
+        with suppress(Missing):
+            found[name] = make(rows)
+    return found
+
+
+def _examples_table(rows: pd.DataFrame) -> list[Row]:
     """Every estimator of one step on the two examples; those that agree in everything share a line."""
     lines: dict[tuple[str, ...], list[str]] = {}
     examples = select(rows, "examples")
@@ -352,9 +685,63 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
         lines.setdefault(line, []).append(name)
     titles = ("binary, d/dp", "four actions", "bias", "cosine", "size", "std")
     ordered = sorted(lines.items(), key=lambda line: (float(line[0][2]), float(line[0][5]), line[1]))
-    return {
-        "table": [{"estimators": ", ".join(names), **dict(zip(titles, line, strict=True))} for line, names in ordered]
-    }
+    return [{"estimators": ", ".join(names), **dict(zip(titles, line, strict=True))} for line, names in ordered]
+
+
+def _table(rows: pd.DataFrame, kl: float) -> Cited:
+    values = select(_values(rows).reset_index(), kl=kl).set_index("estimator")
+    found, wholes, size = select(rows, "gaussians", kind="gradient", width=1.0, kl=kl), _wholes(rows), math.sqrt(2 * kl)
+    bias = ((found["mean"] - found["truth"]) / size).groupby(
+        [found["estimator"], found["placement"], found["parameter"]]
+    )
+    bias = bias.last()
+    for placement in PLACEMENTS:
+        for name in ESTIMATORS:
+            if name not in values.index or (name, placement, kl) not in wholes.index:
+                continue
+            yield {
+                "KL": f"{kl:g}",
+                "estimator": _short(name),
+                "placed in": placement,
+                "value bias": _number(values["mean"][name] / kl - 1),
+                "value std": _number(math.sqrt(values["variance"][name]) / kl),
+                "bias, mean": _number(bias[name, placement, "mean"]),
+                "bias, width": _number(bias[name, placement, "width"]),
+                "gradient std": _number(wholes.loc[(name, placement, kl), "std"]),
+            }
+
+
+def _number(value: float) -> str:
+    return "0" if abs(value) < 1e-9 else f"{value:.3g}".replace("-", "−")
+
+
+def _short(estimator: str) -> str:
+    return estimator.removesuffix("-loss")
+
+
+def _lengths_table(rows: pd.DataFrame) -> list[Row]:
+    """Bias and standard deviation relative to the gradient, at the shortest and the longest length."""
+    found = need(rows, "length", hold="kl", seed=0)
+    ends = dict.fromkeys((found["length"].min(), found["length"].max()))
+    cells = found.set_index(["estimator", "placement", "kl", "length"])[["bias", "std"]].to_dict("index")
+
+    def cell(*at: object) -> str:
+        return f"{_zero(cells[at]['bias'])} ± {cells[at]['std']:.2f}" if at in cells else ""
+
+    columns = {f"KL {kl:g}, T = {length}": (kl, length) for kl in sorted(found["kl"].unique()) for length in ends}
+    return [
+        {
+            "estimator": estimator.removesuffix("-loss"),
+            "placed in": placement,
+            **{title: cell(estimator, placement, *at) for title, at in columns.items()},
+        }
+        for estimator in ESTIMATORS
+        for placement in PLACEMENTS
+    ]
+
+
+def _zero(bias: float) -> str:
+    return "0" if bias < EXACT else f"{bias:.2f}"
 
 
 numbers.single("examples", {"estimators": ("estimator", "nunique")})
@@ -368,3 +755,43 @@ numbers.melt(
     ["estimator", "path", "vocabulary", "kl"],
     seed=0,
 )
+
+
+@numbers.add
+def _of_gaussians(rows: pd.DataFrame) -> Cited:
+    # E[w²] is infinite from a width of √½ on.
+    yield number("KL where k3 becomes infinite", Gaussians(0.0, math.sqrt(0.5)).kl)
+    wholes = _wholes(rows).reset_index()
+    yield from melted(wholes, {"bias": "gradient bias", "std": "gradient std"}, ["estimator", "placement", "kl"])
+
+
+@numbers.add
+def _of_orders(rows: pd.DataFrame) -> Cited:
+    orders = need(rows, "orders").assign(direction="shifted", of="error")
+    yield from melted(orders, {"until": "order"}, ["direction", "one", "other", "of"])
+
+
+@numbers.add
+def _of_lengths(rows: pd.DataFrame) -> Cited:
+    found = need(rows, "length", hold="kl", seed=0)
+    yield number("shortest", found["length"].min())
+    yield number("longest", found["length"].max())
+    yield number("types", found["types"].max())
+    yield number("off second route", need(rows, "length")["off_again"].max())
+    for kl in found["kl"].unique():
+        yield from extremes("gain of k3 in both", _gain(need(found, kl=kl), at_least(0)), kl=kl)
+
+
+@numbers.add
+def _of_equal_noise(rows: pd.DataFrame) -> Cited:
+    yield from extremes("KL of equal noise", need(rows, "equal noise")["equal_at"])
+    for short, _ in _changes(rows)[-1:]:
+        yield number("order changes after", short)
+
+
+@numbers.add
+def _of_random_pairs(rows: pd.DataFrame) -> Cited:
+    found = need(rows, "random")
+    yield number("random pairs", found["pairs"].sum())
+    for name in ("most_biased_is_k3_reward", "k3_both_less_noisy_than_k1_reward"):
+        yield number("share of pairs", found[name].sum() / found["pairs"].sum(), where=name.replace("_", " "))

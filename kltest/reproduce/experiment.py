@@ -30,6 +30,8 @@ from kltest.sweeps.settings import Settings
 from kltest.sweeps.store import Failure, Row, Store, digest
 
 SCALES = ("quick", "full")
+# Names that experiments had before they became a part of another.
+ALIASES = dict.fromkeys(("comedy", "value-versus-gradient"), "differentiate-the-estimate")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Experiment:
     def find(cls, checkout: Checkout, name: str) -> Self:
         """UsageError, with the names that exist, if there is none of that name."""
         known = checkout.experiments()
+        name = name if name in known else ALIASES.get(name, name)
         if name not in known:
             raise UsageError(f"there is no experiment called {name!r}; there are: {', '.join(known) or 'none'}")
         return cls(checkout, name)

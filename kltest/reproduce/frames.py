@@ -29,7 +29,7 @@ def results(name: str, folder: Path | str = "results", **wanted: Any) -> pd.Data
         name: the experiment, as `kltest run` calls it ("atlas").
         folder: where `kltest reproduce` or `kltest run` wrote them.
         **wanted: values of columns, as in `select`. Experiments of several parts have a column `part`, and other
-            columns in each part: `results("comedy", part="length")` has those of one part alone, in their own types.
+            columns in each part: `results("metrics", part="logged")` has those of one part alone, in their own types.
 
     Returns:
         A row for each record; what was measured and in which unit stands in experiments/NAME/README.md.

@@ -9,7 +9,7 @@ An analysis has `numbers = Numbers()` and a generator for each part of its resul
         yield from melted(long, ["bias", "std"], ["estimator", "kl"])
 
 A generator whose rows are missing ends there. If all that is cited are columns as they are, or one number of a column,
-one call says so. The paper looks them up by all columns: #n("comedy", "bias", estimator: "k1-loss", kl: 0.05)::
+one call says so. The paper looks them up by all columns: #n("atlas", "bias", estimator: "k3-loss")::
 
     numbers.melt("length", ["bias", "std"], ["estimator", "kl"])
     numbers.single("length", {"longest": ("length", "max")}, seed=0)

@@ -1,26 +1,28 @@
-"""One step by hand: the worked examples, the signs that turn, sizes along one direction; and planted wrong results."""
+"""One step, Gaussians and sequences by hand, and that a wrong result is called wrong."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+from enumerated import value_again
 from trial import Trial
 from trial import row_of as find
 
+from kltest.errors import InvalidEnvironmentError
 from kltest.estimators import find as estimator_named
-from kltest.reproduce.frames import records
+from kltest.truth import value
 
 TRIAL = Trial("differentiate-the-estimate")
-analysis, experiment, settings = TRIAL.modules("claims", "experiment", "settings")
+(experiment,) = TRIAL.modules("experiment")
+SMALL = ("vocabulary=2,128", "gaussian_samples=32768", "length=5,10,11,20", "samples=200", "random_pairs=60", "every=5")
 
 
 @pytest.fixture(scope="module")
 def rows():
-    """The quick run without its middle vocabularies, which no planted fault needs."""
-    grid = settings.SETTINGS.grid("quick", ("vocabulary=2,128",))
-    tasks = experiment.tasks(settings.SETTINGS.configurations(grid))
-    return records(analysis.tidy([row for task in tasks for row in experiment.compute(task)]))
+    """The quick run without its middle vocabularies and lengths, and with fewer samples."""
+    return TRIAL.computed(*SMALL)
 
 
 def by_hand(name, policy, reference):
@@ -127,22 +129,111 @@ def test_signs_turn_where_the_log_ratio_is_between_nothing_and_the_kl():
     assert turned > 10
 
 
-def test_every_claim_agrees_and_is_named_once(rows):
-    found = analysis.claims(rows)
-    assert [claim.claim for claim in found if claim.agrees is not True] == []
-    assert len({claim.claim for claim in found}) == len(found)
+@pytest.mark.parametrize(
+    ("kl", "stds", "bias"), [(0.005, (20.0, 1.4177, 1.4166), 0.0025), (0.5, (2.0, 1.7321, 1.6950), 0.25)]
+)
+def test_schulmans_tables(rows, kl, stds, bias):
+    for name, std in zip(("k1-loss", "k2-loss", "k3-loss"), stds, strict=True):
+        row = find(rows, part="gaussians", kind="value", estimator=name, kl=kl, width=1.0)
+        assert math.sqrt(row["variance"]) / kl == pytest.approx(std, abs=6e-5)
+        assert row["mean"] / kl - 1 == pytest.approx(bias if name == "k2-loss" else 0.0, abs=1e-9)
 
 
-def test_parts_of_the_grid_give_claims_that_are_not_run(rows):
-    assert TRIAL.may_lack([]) == {None}
-    assert analysis.tables([]) == {"table": []}
-    for kept in (
-        [row for row in rows if row["estimator"] == "k3-reward"],
-        [row for row in rows if row["part"] == "examples"],
-        [row for row in rows if row["part"] == "distance" and row["vocabulary"] == 2],
-        [row for row in rows if row["part"] == "distance" and row["path"] == "sharpened"],
-    ):
-        TRIAL.may_lack(kept)
+def test_the_gradient_of_k3_between_gaussians_is_that_of_the_other_kl(rows):
+    """KL(ref‖π) = log s + (1 + d²)/(2s²) − ½, with respect to d and log s."""
+    for width in (0.8, 1.0, 1.25):
+        shift = experiment.Gaussians.at(0.5, width).shift
+        expected = {"mean": shift / width**2, "width": 1 - (1 + shift**2) / width**2}
+        for parameter, slope in expected.items():
+            where = {"kl": 0.5, "width": width, "estimator": "k3-loss", "placement": "loss", "parameter": parameter}
+            assert find(rows, part="gaussians", kind="gradient", **where)["mean"] == pytest.approx(slope, abs=1e-9)
+
+
+def counts(tokens) -> tuple[int, ...]:
+    """First token, and how often 00, 01, 10 and 11 occur."""
+    both = list(itertools.pairwise(tokens))
+    return (tokens[0], *(both.count(pair) for pair in itertools.product((0, 1), repeat=2)))
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 9])
+def test_every_type_once_with_the_number_of_its_sequences(length):
+    wanted: dict[tuple[int, ...], int] = {}
+    for tokens in itertools.product((0, 1), repeat=length):
+        wanted[counts(tokens)] = wanted.get(counts(tokens), 0) + 1
+    paths = experiment.types(length)
+    found = {
+        counts(tuple(tokens)): round(math.exp(weight))
+        for tokens, weight in zip(paths.tokens.tolist(), paths.log_weight, strict=True)
+    }
+    assert found == wanted
+    assert len(paths) == len(wanted)
+
+
+def moments_by_hand(instance, length: int) -> dict[tuple[str, str], tuple[np.ndarray, float]]:
+    """Mean and second moment of each of the nine, sequence by sequence, formulas written out."""
+    policy, u = np.exp(instance.policy), instance.policy - instance.reference
+    values = {"k1-loss": u, "k2-loss": u**2 / 2, "k3-loss": np.exp(-u) - 1 + u}
+    slopes = {"k1-loss": np.ones_like(u), "k2-loss": u, "k3-loss": 1 - np.exp(-u)}
+    total = {which: [np.zeros((3, 2)), 0.0] for which in itertools.product(values, ("loss", "reward", "both"))}
+    for tokens in itertools.product((0, 1), repeat=length):
+        steps = list(zip([0, *(1 + token for token in tokens[:-1])], tokens, strict=True))
+        chance = math.prod(policy[step] for step in steps)
+        for name in values:
+            score, loss = np.zeros((3, 2)), np.zeros((3, 2))
+            for context, token in steps:
+                g = np.eye(2)[token] - policy[context]
+                score[context] += g
+                loss[context] += slopes[name][context, token] * g
+            reward = score * sum(values[name][step] for step in steps)
+            for placement, gradient in (("loss", loss), ("reward", reward), ("both", loss + reward)):
+                total[name, placement][0] += chance * gradient
+                total[name, placement][1] += chance * (gradient**2).sum()
+    return {which: (mean, second) for which, (mean, second) in total.items()}
+
+
+def test_bias_and_spread_moments_by_hand(rows):
+    instance = experiment.at_distance(5, 0.8)
+    found = moments_by_hand(instance, 5)
+    truth = found["k1-loss", "reward"][0]
+    size = np.linalg.norm(truth)
+    cell = [r for r in rows if r["part"] == "length" and (r["length"], r["kl"], r["hold"]) == (5, 0.8, "kl")]
+    assert len(cell) == 9
+    for row in cell:
+        mean, second = found[row["estimator"], row["placement"]]
+        # Sums of 32 terms of order one.
+        assert row["bias"] == pytest.approx(np.linalg.norm(mean - truth) / size, abs=1e-13)
+        assert row["std"] == pytest.approx(math.sqrt(second - (mean**2).sum()) / size, rel=1e-12)
+
+
+def test_the_distance_is_as_asked():
+    for length, kl in ((5, 0.05), (9, 0.8)):
+        assert value_again("kl", experiment.at_distance(length, kl)) == pytest.approx(kl, rel=1e-12)
+    assert value("kl", experiment.at_distance(experiment.ANCHOR, 0.8, "pair")) == pytest.approx(0.8, rel=1e-12)
+    one, other = (experiment.at_distance(length, 0.8, "pair") for length in (5, 12))
+    assert np.array_equal(one.policy, other.policy)
+    with pytest.raises(InvalidEnvironmentError, match="never come to a KL"):
+        experiment.at_distance(1, 1.0)
+
+
+def test_where_the_noise_is_equal_it_is(rows):
+    (row,) = (row for row in rows if row["part"] == "equal noise" and row["length"] == 5)
+    found = moments_by_hand(experiment.at_distance(5, row["equal_at"]), 5)
+    loss, reward = (second - (mean**2).sum() for mean, second in (found["k1-loss", "loss"], found["k1-loss", "reward"]))
+    assert loss == pytest.approx(reward, rel=1e-9)
+
+
+def test_rollouts_of_one_type_are_found_to_be_alike():
+    instance = experiment.at_distance(6, 0.8)
+    paths = instance.environment.sample(instance.policy, 500, np.random.default_rng(0))
+    some, like = experiment.types_of(paths)
+    assert len({counts(tuple(row)) for row in some.tokens.tolist()}) == len(some)
+    assert [counts(tuple(row)) for row in some.tokens[like].tolist()] == [
+        counts(tuple(row)) for row in paths.tokens.tolist()
+    ]
+
+
+def test_claims_agree_and_those_without_rows_are_not_run(rows):
+    TRIAL.may_lack_parts(rows)
 
 
 def test_each_claim_can_fail(rows):

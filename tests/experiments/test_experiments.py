@@ -81,3 +81,8 @@ def test_a_claim_that_nothing_refutes_is_noticed():
     claims.column("nothing is nothing", OWN, "made up", "0 * number", near(0, 0.1))
     analysis = SimpleNamespace(claims=claims)
     assert irrefutable(analysis, frame([{"number": 1.0}, {"number": 1.05}]), {}) == ["nothing is nothing"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["comedy", "value-versus-gradient"])
+def test_an_old_name_finds_the_experiment_that_it_is_part_of(name):
+    assert Experiment.find(CHECKOUT, name).name == "differentiate-the-estimate"
