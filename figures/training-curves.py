@@ -10,7 +10,7 @@ ENVIRONMENTS = {"bandit": "bandit", "sequence": "sequences", "mdp": "MDP"}
 # The kinds of gradient, before the colon, are the experiment's; how an estimator is called is the style's.
 KINDS = {
     name: words.partition(":")[0]
-    for name, words in import_module("..experiments.training-curves.settings", __package__).GRADIENTS.items()
+    for name, words in import_module("..experiments.training-curves.experiment", __package__).GRADIENTS.items()
 }
 MEASURED = {"kl": "KL(π‖ref), nats", "reward": "E[reward]", "objective": "E[reward] − β·KL(π‖ref)"}
 

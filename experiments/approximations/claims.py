@@ -11,7 +11,7 @@ from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import known, need, ordered, require
 from kltest.reproduce.numbers import Cited, Numbers, extremes, melted
 
-from .settings import EXACT, LOG_RATIOS, PARTS, TOKENS
+from .experiment import EXACT, LOG_RATIOS, PARTS, TOKENS
 
 EMA_PG = "Zhang & Ba 2026 (EMA-PG, arXiv 2602.04417), Top-k KL"
 VERL = f"verl, low_var_kl; {OWN}"

@@ -13,8 +13,7 @@ from kltest.reproduce.frames import Row, Rows, frame, need, select
 from kltest.reproduce.numbers import Cited, Numbers, extremes, number
 from kltest.truth import render
 
-from .definitions import definitions
-from .settings import COEFFICIENT_TOLERANCE, ENVIRONMENTS, SAMPLERS, SHARED, UNBIASED
+from .experiment import COEFFICIENT_TOLERANCE, ENVIRONMENTS, SAMPLERS, SHARED, UNBIASED, definitions
 
 COLUMNS = (
     *("estimator", "placement", "couples", "environment", "sampler", "seed", "batch"),

@@ -1,7 +1,11 @@
 """Grades one registered estimator in every environment, with a current and with a stale sampler."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import kltest
@@ -9,11 +13,53 @@ from kltest.errors import TargetError
 from kltest.estimators import find, registry
 from kltest.identify.case import relative_bias, size
 from kltest.identify.instances import instances
+from kltest.reproduce.frames import Row
+from kltest.sweeps.settings import Settings
 from kltest.truth import combine, gradient
 
 from ..arrays import code_of
-from .settings import ENVIRONMENTS, SHARED
-from .settings import SETTINGS as SETTINGS
+
+# Each seed draws other policies and rewards: an identity that holds on one set of environments holds on all.
+SETTINGS = Settings(
+    title="The atlas of estimators", tags=("exact", "gradient"), values={}, seeds={"quick": 1, "full": 5}
+)
+
+ENVIRONMENTS = ("bandit", "sequence", "ragged", "mdp")
+# Sequences whose policies are a small transformer: its contexts share weights, and gradients are those at the weights.
+SHARED = "transformer"
+SAMPLERS = ("current", "stale")
+
+# Coefficients are identified to a residual of 1e-9; ten times that leaves room for the environments' conditioning.
+COEFFICIENT_TOLERANCE = 1e-8
+
+# Below this the expected gradient is the target: float64 gives about 1e-14, every bias here is above 1e-3.
+UNBIASED = 1e-9
+
+
+# --- definitions ---
+# The definition of every registered estimator: where its term stands, its formula, and the code that computes it.
+def definitions() -> list[Row]:
+    """Return one row an estimator, in alphabetical order."""
+    return [
+        {
+            "estimator": name,
+            "place": entry.spec.placement,
+            "formula": entry.spec.formula,
+            "file, line: code": "{}, {}: {}".format(*_code(entry.function)),
+        }
+        for name, entry in registry().items()
+    ]
+
+
+def _code(function: Callable[..., Any]) -> tuple[str, int, str]:
+    """Return the file, the line and the expression that a function returns; of a pair, the first."""
+    lines, first = inspect.getsourcelines(function)
+    tree = ast.parse(textwrap.dedent("".join(lines)))
+    returned = [node for node in ast.walk(tree) if isinstance(node, ast.Return) and node.value is not None][-1]
+    value = returned.value.elts[0] if isinstance(returned.value, ast.Tuple) else returned.value
+    assert value is not None
+    return Path(inspect.getfile(function)).name, first + returned.lineno - 1, ast.unparse(value)
+
 
 ROOMS = ("language_models",)
 LIBRARIES = ("transformers",)

@@ -14,8 +14,7 @@ from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, require, select
 from kltest.reproduce.numbers import Cited, Numbers, extremes, number
 
-from .ends import EXACT, LOCAL
-from .settings import CENTRED, OPTIMUM, PARTS
+from .experiment import CENTRED, EXACT, LOCAL, OPTIMUM, PARTS
 
 ENVIRONMENTS = ("bandit", "sequence", "mdp")
 WRONG_IN_LOSS = (*LOCAL, "k3-loss", "k3-loss-sequence")

@@ -1,27 +1,378 @@
 """Trains with every estimator at every coefficient, and says where that ends beside where it should."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from math import log10
 from typing import Any
 
 import numpy as np
+from scipy.interpolate import PchipInterpolator
+from scipy.optimize import brentq
 from scipy.special import logsumexp
 
-from kltest.environments import Instance
+from kltest.environments import END, Environment, Instance, bandit, sequence, tabular
 from kltest.environments.policies import table
 from kltest.loss.calling import bind
 from kltest.loss.placement import place
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.sweeps.run import Batching
+from kltest.sweeps.settings import Settings
 from kltest.sweeps.store import digest
-from kltest.training import Run, train
+from kltest.training import Problem, Run, train
+from kltest.truth import optimum, value
 
-from .ends import FRONTIER, best, distance, entropy, frontier, measured, predicted
-from .environments import problem
-from .limits import limit
-from .settings import BUDGET_BETA, CENTRED, COLLAPSED, FIXED_POINTS, OPTIMUM
-from .settings import SETTINGS as SETTINGS
+from ..fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
+
+# What each part calls its settings, and what they are called here.
+_OF_SAMPLING = ("batch_size", "runs", "steps", "learning_rate")
+PARTS = {
+    # Exact expected gradients, to the end: where does each estimator lead?
+    "exact": {
+        **{name: name for name in ("environment", "estimator", "beta", "seed")},
+        "steps": "exact_steps",
+        "learning_rate": "exact_rate",
+    },
+    # Sampled gradients, several runs of each configuration: what is left of that with noise?
+    "sampled": {**{name: name for name in ("environment", "estimator", "beta", *_OF_SAMPLING)}, "seed": "draw"},
+    # Sampled gradients at several batch sizes, at one β: when does a biased estimator end nearer to π*?
+    "budget": {
+        **{name: name for name in ("environment", "estimator", "seed")},
+        **{name: f"budget_{name}" for name in _OF_SAMPLING},
+    },
+    # The five fixed points in closed form, on short sequences, and who reaches π* on long ones.
+    "fixed-points": {"estimator": "estimator", "seed": "draw"},
+    "optimum": {"estimator": "estimator", "seed": "draw"},
+    # The coefficient that k3 comes to as β → 0, in closed form.
+    "limit": {"environment": "environment", "seed": "seed"},
+    # The optima of all coefficients, to be drawn.
+    "frontier": {"environment": "environment"},
+}
+
+ESTIMATORS = (
+    "none",
+    "k1-loss",
+    "k2-loss",
+    "k2-loss-sequence",
+    "k3-loss",
+    "k3-loss-sequence",
+    "full-loss",
+    "k1-reward",
+    "k1-reward-to-go",
+    "k1-reward-immediate",
+    "k2-reward",
+    "k3-reward",
+    "k1-both",
+    "k3-both",
+    "rao-blackwell",
+    "k3-ratio",
+    "last-token",
+    "length-normalised",
+)
+# The penalty less the mean of the others: in expectation k1-reward, so of interest where gradients are sampled.
+CENTRED = "leave-one-out"
+IN_BUDGET = ("k1-reward", "k1-both", CENTRED, "rao-blackwell", "k2-loss", "k3-loss")
+BUDGET_ENVIRONMENTS = ("sequence",)
+BUDGET_BETA = 1.0
+IN_FIXED_POINTS = ("k1-loss", "k1-reward", "k2-loss-sequence", "k2-loss", "full-loss", "k3-loss", "k3-loss-sequence")
+IN_OPTIMUM = ("k1-reward", "k2-loss-sequence", "k3-loss-sequence", "k3-loss", "k1-loss")
+
+# Fixed points and optimum: β, updates and learning rate. The first is mild enough to come to rest; at twice the rate
+# k3 goes round its rest point in one of ten draws, k3 of the sequence in three.
+FIXED_POINTS: Mapping[str, Any] = {"beta": 1.0, "steps": 1500, "learning_rate": 2.0}
+OPTIMUM: Mapping[str, Any] = {"beta": 0.5, "steps": 2000, "learning_rate": 12.0}
+
+# A run collapsed if it diverged, or if its rollouts keep less than this share of the entropy that those of π* have.
+COLLAPSED = 0.1
+
+
+def applies(configuration: Mapping[str, Any]) -> bool:
+    """Return True if a part takes a combination of settings."""
+    part, estimator = configuration["part"], configuration.get("estimator")
+    if part == "limit":
+        return configuration["environment"] in ("bandit", "sequence")
+    if part == "sampled":
+        decade = log10(configuration["beta"])
+        return abs(decade - round(decade)) < 1e-9  # whole decades of β are enough
+    if part == "budget" and configuration["environment"] not in BUDGET_ENVIRONMENTS:
+        return False
+    within = {"exact": ESTIMATORS, "budget": IN_BUDGET, "fixed-points": IN_FIXED_POINTS, "optimum": IN_OPTIMUM}
+    return part == "frontier" or estimator in within[part]
+
+
+SETTINGS = Settings(
+    title="Coefficients: which estimators regularise as asked, at another coefficient, or not at all",
+    tags=("exact", "sampled", "training"),
+    parts=PARTS,
+    values={
+        "part": tuple(PARTS),
+        "environment": ("bandit", "sequence", "mdp"),
+        "estimator": (*ESTIMATORS, CENTRED),
+        "beta": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+        # Updates, and the learning rate in units of 1/β.
+        "exact_steps": 510,
+        "exact_rate": 2.0,
+        # Draws of the environment where it is not `seed` that says how many.
+        "draw": 0,
+        # The learning rate is that for β ≤ 1, and falls as 1/β beyond.
+        "batch_size": 16,
+        "runs": 8,
+        "steps": 200,
+        "learning_rate": 0.5,
+        "budget_batch_size": (4, 8, 16, 32, 64),
+        "budget_runs": 8,
+        "budget_steps": 800,
+        "budget_learning_rate": 1.0,
+    },
+    full={
+        "beta": tuple(round(10 ** (exponent / 4), 6) for exponent in range(-4, 13)),
+        "exact_steps": 9_000,
+        "draw": tuple(range(10)),
+        "runs": 32,
+        "steps": 1000,
+        "learning_rate": 0.1,
+        "budget_batch_size": (2, 4, 8, 16, 32, 64, 128, 256),
+        "budget_runs": 40,
+        "budget_steps": 8000,
+        "budget_learning_rate": 0.25,
+    },
+    seeds={"quick": 3, "full": 10},
+    allowed={
+        "beta": (0.001, 10_000.0),
+        "exact_steps": (10, 10_000_000),
+        "exact_rate": (1e-3, 4.0),
+        "draw": (0, 1000),
+        "batch_size": (2, 4096),
+        "runs": (1, 10_000),
+        "steps": (1, 1_000_000),
+        "learning_rate": (1e-6, 4.0),
+        "budget_batch_size": (2, 4096),
+        "budget_runs": (2, 10_000),
+        "budget_steps": (10, 1_000_000),
+        "budget_learning_rate": (1e-3, 4.0),
+    },
+    applies=applies,
+)
+
+
+# --- environments ---
+# Environments: a bandit, token sequences, and an MDP whose states know the time, so that π* is a table over states.
+# Returns have a standard deviation of about 1, so that β = 1 is where reward and penalty weigh the same. The
+# environments of the part fixed-points are milder: ascent converges there only when the rarest context has.
+REWARD = {"short": 0.7, "long": 0.15}
+REFERENCE = {"short": 0.5, "long": 0.1}
+STATES, ACTIONS, HORIZON = 3, 3, 3
+
+
+@cache
+def environment(label: str) -> Environment:
+    return {
+        "bandit": lambda: bandit(6),
+        "sequence": lambda: sequence(3, 3),
+        "mdp": layered,
+        "short": lambda: sequence(3, 2),
+        "long": lambda: sequence(5, 4),
+    }[label]()
+
+
+def layered() -> Environment:
+    """Three steps through three states; every action leads to two states of the next step, at random."""
+    generator = np.random.default_rng(6)
+    shape = (HORIZON, STATES, ACTIONS, 2)
+    probabilities = generator.dirichlet(np.ones(2), size=shape[:3])
+    successors = np.argsort(generator.random((*shape[:3], STATES)), axis=-1)[..., :2]
+    successors += STATES * np.arange(1, HORIZON + 1)[:, None, None, None]
+    successors[-1] = END
+    probabilities[-1] = (1.0, 0.0)
+    contexts = HORIZON * STATES
+    start = np.zeros(contexts)
+    start[0] = 1.0
+    return tabular(
+        successors.reshape(contexts, ACTIONS, 2),
+        probabilities.reshape(contexts, ACTIONS, 2),
+        np.zeros((contexts, ACTIONS)),
+        HORIZON,
+        start=start,
+    )
+
+
+@cache
+def problem(label: str, seed: int) -> Problem:
+    """A random reference, at which training starts, and random rewards; the dynamics are the environment's own."""
+    base = environment(label)
+    generator = np.random.default_rng([seed, base.n_contexts, base.vocabulary])
+    shape = (base.n_contexts, base.vocabulary)
+    reference = table(REFERENCE.get(label, 0.5) * generator.standard_normal(shape))
+    scale = REWARD.get(label, 1 / np.sqrt(base.horizon))
+    return Problem(replace(base, reward=scale * generator.standard_normal(shape)), reference, reference)
+
+
+# --- ends ---
+# Fixed points that training should converge to, and the frontier of optima over coefficients.
+# Coefficients at which the frontier is solved for, to be interpolated between.
+FRONTIER = np.logspace(-3, 6, 181)
+
+EXACT = ("k1-reward", "k1-reward-to-go", "k1-both", "k3-both", "rao-blackwell", "k2-loss-sequence", "leave-one-out")
+LOCAL = ("k2-loss", "full-loss", "k3-ratio", "k1-reward-immediate")
+
+
+def predicted(label: str, estimator: str, beta: float, seed: int) -> np.ndarray | None:
+    """(C, V) log-probs of the policy at which the expected gradient vanishes, by theory; None if unknown."""
+    which = problem(label, seed)
+    asked = which.environment, which.reference, beta
+    steps = which.environment.horizon
+    if estimator in EXACT or (steps == 1 and estimator in (*LOCAL, "last-token")):
+        return best(label, beta, seed)
+    if estimator == "length-normalised":
+        return best(label, beta / steps, seed)
+    if estimator in LOCAL:
+        policy = token_k2_fixed_point(*asked)
+    elif estimator == "k3-loss":
+        policy = token_k3_fixed_point(*asked)
+    elif estimator == "k3-loss-sequence" and which.environment.tree:
+        policy = sequence_k3_fixed_point(*asked)
+    else:
+        return None
+    return by_context(label, policy)
+
+
+@cache
+def best(label: str, beta: float, seed: int) -> np.ndarray:
+    """(C, V) log-probs of π*."""
+    which = problem(label, seed)
+    return by_context(label, optimum(which.environment, which.reference, beta).policy)
+
+
+def by_context(label: str, policy: np.ndarray) -> np.ndarray:
+    """Return (C, V) of a table that may have a time step in front; each context here belongs to one time step."""
+    if policy.ndim == 2:
+        return policy
+    here = environment(label)
+    merged = policy[0].copy()
+    reached = here.start_distribution() > 0
+    for stage in policy:
+        merged[reached] = stage[reached]
+        reached = here.transition.T @ np.repeat(reached.astype(float), here.vocabulary) > 0
+    return merged
+
+
+def measured(label: str, seed: int, policy: np.ndarray) -> tuple[float, float]:
+    """KL(π‖ref) and E_π[R], exactly."""
+    which = problem(label, seed)
+    instance = Instance.of(which.environment, policy, which.reference)
+    return value("reverse_kl", instance), value("expected_reward", instance)
+
+
+def distance(label: str, seed: int, policy: np.ndarray, other: np.ndarray) -> float:
+    """KL(π‖other) over whole rollouts."""
+    return value("reverse_kl", Instance.of(problem(label, seed).environment, policy, other))
+
+
+@cache
+def entropy(label: str, beta: float, seed: int) -> float:
+    """H(π*) over whole rollouts."""
+    which = problem(label, seed)
+    return value("entropy", Instance.of(which.environment, best(label, beta, seed), which.reference))
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """KL(π*‖ref) and E_π*[R] of the optima π*(β'), over β'; both fall as β' grows."""
+
+    environment: str
+    seed: int
+    kl: np.ndarray
+    reward: np.ndarray
+    floor: float
+
+    def at(self, coefficient: float) -> tuple[float, float]:
+        """KL and reward at a β', not interpolated."""
+        return measured(self.environment, self.seed, best(self.environment, coefficient, self.seed))
+
+    def same_kl(self, kl: float) -> float | None:
+        """The β' whose optimum is as far from the reference; None beyond the frontier's ends."""
+        return _inverse(np.log(self.kl), np.log(max(kl, 1e-300)))
+
+
+@cache
+def frontier(label: str, seed: int) -> Frontier:
+    kl, reward = np.array([measured(label, seed, best(label, float(beta), seed)) for beta in FRONTIER]).T
+    return Frontier(label, seed, kl, reward, measured(label, seed, problem(label, seed).reference)[1])
+
+
+def _inverse(values: np.ndarray, wanted: float) -> float | None:
+    """The coefficient at which a falling curve has a value, by monotone cubic interpolation of its logarithm."""
+    finite = np.isfinite(values)
+    ascending, logs = values[finite][::-1], np.log(FRONTIER)[finite][::-1]
+    # Where a curve is flat to rounding it says nothing.
+    keep = np.concatenate([[True], np.diff(ascending) > 1e-9])
+    ascending, logs = ascending[keep], logs[keep]
+    if not ascending[0] < wanted < ascending[-1]:
+        return None
+    return float(np.exp(PchipInterpolator(ascending, logs)(wanted)))
+
+
+# --- limits ---
+# The effective coefficient of k3 in the loss as β → 0, where single answers compete (arms, or whole rollouts).
+#
+# It ends at π = β·ref/(λ − R). With * the best answer and Δ_v = R_* − R_v, what the KL lacks of the largest one is
+#
+#     −log ref_* − KL(π‖ref) = −ε·log ref_* − (1 − ε)·log(1 − ε) − Σ π_v·log(π_v/ref_v),    ε = Σ π_v = 1 − π_*,
+#
+# sums over the others, in which nothing cancels. At the end π_v tends to β·ref_v/Δ_v, so that this falls like
+# β·log(1/β); at the optimum of β' like e^(−Δ/β')·Δ/β', Δ the smallest Δ_v. The two are equal where Δ/β' ~ log(1/β): as
+# β → 0
+#
+#     β'/β ~ Δ/(β·log(1/β)),
+#
+# without bound.
+# Where answers compete, and the estimator that ends there: of arms token k3 is sequence k3.
+ANSWERS = {"bandit": "k3-loss", "sequence": "k3-loss-sequence"}
+BETAS = (1e-1, 1e-4, 1e-16, 1e-64, 1e-256)
+
+
+def limit(environment: str, seed: int) -> list[dict[str, Any]]:
+    """β' by the optimum with the same KL, and by the law, for ever smaller β."""
+    return [
+        {"beta": beta, "coefficient_by_kl": coefficient(environment, seed, beta), "law": law(environment, seed, beta)}
+        for beta in BETAS
+    ]
+
+
+def coefficient(environment: str, seed: int, beta: float) -> float:
+    log_reference, gaps, order = _answers(environment, seed)
+    policy = predicted(environment, ANSWERS[environment], beta, seed)
+    ended = problem(environment, seed).environment.enumerate().log_probability(policy)[order]
+    wanted = _log_missing(ended, log_reference)
+
+    def excess(log_coefficient: float) -> float:
+        scores = log_reference - gaps / np.exp(log_coefficient)
+        return _log_missing(scores - logsumexp(scores), log_reference) - wanted
+
+    # e^(−680) is still a float.
+    return float(np.exp(brentq(excess, np.log(gaps[1] / 680), np.log(1e6), xtol=1e-14)))
+
+
+def law(environment: str, seed: int, beta: float) -> float:
+    return float(_answers(environment, seed)[1][1] / np.log(1 / beta))
+
+
+def _answers(environment: str, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log ref of each answer, what it earns less than the best, and the order of both: the best one first."""
+    which = problem(environment, seed)
+    paths = which.environment.enumerate()
+    returns = which.environment.returns(paths)
+    order = np.argsort(-returns)
+    return paths.log_probability(which.reference)[order], returns[order[0]] - returns[order], order
+
+
+def _log_missing(log_policy: np.ndarray, log_reference: np.ndarray) -> float:
+    """Log of −log ref_* − KL(π‖ref)."""
+    others, ratios = np.exp(log_policy[1:]), (log_policy - log_reference)[1:]
+    rest = others.sum()
+    return float(np.log(-rest * log_reference[0] - (1 - rest) * np.log1p(-rest) - others @ ratios))
+
 
 BATCHING = Batching(("seed", "beta", "learning_rate", "estimator"), size=54)
 

@@ -12,7 +12,7 @@ from kltest.reproduce.frames import Row, Rows, frame, need, ordered, records, se
 from kltest.reproduce.numbers import Cited, Numbers, extremes, number
 from kltest.scoreboard.classes import CLASSES
 
-from .settings import PARTS, PENALTY, ROUNDING
+from .experiment import PARTS, PENALTY, ROUNDING
 
 # A share of the gradient that no choice of the coefficient mends, below which a direction counts as right.
 MENDED = 0.1

@@ -10,9 +10,28 @@ from kltest.scoreboard.classes import at_equal_lengths, class_of
 from kltest.scoreboard.rows import factor
 from kltest.scoreboard.table import defaults
 from kltest.scoreboard.timeline import is_default
+from kltest.sweeps.settings import Settings
 
-from .settings import DISTILLATION, NEITHER, PENALTY
-from .settings import SETTINGS as SETTINGS
+PARTS = {
+    # What each library follows by default, once its KL term is on.
+    "defaults": (),
+    # Settings of the same function or trainer, kltest's among them, that follow ∇KL(π‖ref).
+    "instead": (),
+    # What earlier releases followed.
+    "history": (),
+}
+SETTINGS = Settings(
+    title="The gradients that libraries follow by default",
+    tags=("exact", "gradient", "libraries"),
+    parts=PARTS,
+    values={"part": tuple(PARTS)},
+)
+
+# What the KL of a default is to: the reference as a penalty, a teacher, whose KL is the objective, or neither.
+PENALTY, DISTILLATION, NEITHER = "penalty", "distillation", "no KL to a reference"
+# Relative bias that rounding leaves: libraries compute in float32.
+ROUNDING = 1e-3
+
 
 ROOMS = ("adapters", "scoreboard")
 

@@ -12,8 +12,7 @@ from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, frame, known, mean, need, require
 from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
-from .closed_forms import most_updates, multiplier, ratio_free_settles
-from .settings import CLIP, EXACT, FOLLOWED, PATH, RECIPES, TRAINED
+from .experiment import CLIP, EXACT, FOLLOWED, PATH, RECIPES, TRAINED, most_updates, multiplier, ratio_free_settles
 
 TRL = "TRL #4637, #6503"
 ORDER = (

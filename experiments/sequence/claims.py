@@ -9,7 +9,7 @@ from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, known, mean, need, ordered, require, select
 from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
-from .settings import CONDITIONS, DISCOUNTS, EXACT, PARTS
+from .experiment import CONDITIONS, DISCOUNTS, EXACT, PARTS
 
 TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the partial gradient of a token-level loss"
 NOTA = f"Nota & Thomas 2019 for discounted gradients; {OWN}"

@@ -6,19 +6,171 @@ from typing import Any
 
 import numpy as np
 
-from kltest.environments import Instance, sequence
+from kltest.environments import Instance, ngram, sequence
 from kltest.environments.policies import softmax_gradient, table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
+from kltest.sweeps.settings import Settings
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient, gradient_again, value
 from kltest.truth.gradients import credit_pairs
 
-from ..arrays import cosine, norm
+from ..arrays import cosine, generator, norm
 from ..fixed_points import token_k2_fixed_point
 from ..jacobians import asymmetry, jacobian
-from . import environments, settings
-from .settings import SETTINGS as SETTINGS
+
+# What each part varies; it takes no notice of the other settings.
+PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
+    "length": ("length", "steering", "seed"),
+    "vocabulary": ("vocabulary", "steering", "seed"),
+    "estimators": {"length": "length", "estimator": "estimator", "seed": "draw"},
+    "credit": ("steering", "seed"),
+    "conditions": ("seed",),
+    "root": ("estimator",),
+    "field": ("length", "steering", "seed"),
+    "circulation": {"seed": "draw"},
+    "ends": ("seed",),
+}
+
+# Jacobians are worked out up to this length.
+LONGEST_FIELD = 1000
+
+SETTINGS = Settings(
+    title="What a token-level loss misses on sequences",
+    tags=("exact", "gradient", "sequence"),
+    parts=PARTS,
+    values={
+        "part": tuple(PARTS),
+        "length": (1, 2, 5, 10, 30, 100, 300, 1000, 10_000),
+        "vocabulary": (2, 4, 8, 16, 32, 64),
+        "steering": (0.0, 0.5, 0.75, 0.9, 0.99),
+        "estimator": ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go"),
+        # Policies and references for which estimators are judged, and rectangles.
+        "draw": 0,
+    },
+    full={
+        "draw": tuple(range(10)),
+        "length": (1, 2, 3, 5, 10, 20, 30, 50, 100, 300, 1000, 3000, 10_000),
+        "vocabulary": (2, 3, 4, 8, 16, 32, 64, 128),
+        "steering": (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999),
+    },
+    seeds={"quick": 2, "full": 10},
+    applies=lambda one: one["part"] != "field" or one["length"] <= LONGEST_FIELD,
+    allowed={
+        "length": (1, 10_000),
+        "vocabulary": (2, 200),
+        "steering": (0.0, 0.999),
+        "draw": (0, 1000),
+        "estimator": (
+            *("k1-loss", "k2-loss", "k3-loss", "abs-loss", "full-loss", "k3-straight-through", "k3-inverted"),
+            *("k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k2-reward", "k3-reward"),
+        ),
+    },
+)
+
+# Where a part does not vary them.
+VOCABULARY = 8
+LENGTH = 100
+STEERING = 0.9
+
+# Credit: a discount γ from 0 to 1, and critics that know this share of the KL that is still to come.
+CREDIT_LENGTH = 24
+DISCOUNTS = (0.0, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+CRITICS = (0.0, 0.5, 0.9, 1.0)
+ENUMERATED = {"vocabulary": 3, "length": 5}  # where generalised advantages are formed rollout by rollout as well
+
+# Conditions: policies of whole prefixes, in an environment small enough to be enumerated.
+CONDITIONS = ("both context-free", "policy context-free", "reference context-free", "relabelled", "neither")
+PREFIXES = {"vocabulary": 3, "length": 4}
+
+# The blind root: the chance p of the second token, and the KL d that awaits after it.
+CHANCES = (0.1, 0.3, 0.5, 0.7, 0.9)
+DEPARTURES = (0.1, 0.3, 0.6)  # below log 2, the most that a coin can differ from a fair one
+
+# Circulation: corners of the first rectangle of two logits, the root's and the one after its second token; of others a
+# side is 1 to 3 long.
+CORNERS = ((-1.5, 1.0), (0.5, 2.5))
+
+# Ends: training from several starts in an environment of whole prefixes.
+ENDS = {"vocabulary": 2, "length": 3, "starts": 6, "beta": 1.0, "steps": 4000, "learning_rate": 3.0}
+
+# Relative differences below this are rounding; what is called a difference is above 1e-3.
+EXACT = 1e-10
+
+
+# --- environments --- The environments of this experiment, and the closed form of what a token brings later in one of
+# them.
+#
+# A *persistent* bigram: with chance κ, the steering, a token is followed by itself; else by a draw from b that no
+# context has a say in,
+#
+#     π(v|c) = (1 − κ)·b(v) + κ·1{v = c},    ref(v|c) = (1 − κ)·r(v) + κ·R(v|c),
+#
+# so that both are context-free at κ = 0, and at κ = 1 the context decides everything. What was said n tokens ago
+# is still there with chance κⁿ; with k(c) the next-token KL in context c and k̄ its mean under b, a token v that n more
+# tokens follow brings W(n)·(k(v) − k̄) beyond what any token brings, W(n) = (1 − κⁿ)/(1 − κ).
+def persistent(vocabulary: int, length: int, steering: float, seed: int) -> Instance:
+    """The persistent bigram; b, r and the rows of R are softmaxes of standard normal logits."""
+    drawn = generator("persistent", vocabulary, seed)
+    b, r, rows = (np.exp(table(drawn.standard_normal((size, vocabulary)))) for size in (1, 1, vocabulary))
+    policy = np.concatenate([b, (1 - steering) * b + steering * np.eye(vocabulary)])
+    reference = np.concatenate([r, (1 - steering) * r + steering * rows])
+    return Instance.of(ngram(vocabulary, length, 2), np.log(policy), np.log(reference))
+
+
+def memory(steering: float, tokens: np.ndarray) -> np.ndarray:
+    """W(n) = (1 − κⁿ)/(1 − κ): of how many tokens' KL a token decides, where n follow."""
+    return (1 - steering**tokens) / (1 - steering)
+
+
+def future_in_closed_form(instance: Instance, steering: float) -> np.ndarray:
+    """(C, V) `future_reverse_kl` of a persistent bigram, with neither a recursion over contexts nor enumeration."""
+    horizon = instance.environment.horizon
+    chances, u = np.exp(instance.policy), instance.policy - instance.reference
+    awaits = (chances * u).sum(axis=1)[1:]
+    start = memory(steering, np.array([horizon - 1.0]))[0]
+    # The first context is visited once, and each of the others as often as b draws it from then on.
+    visits = memory(steering, np.arange(horizon - 1.0)).sum() * chances[0]
+    weight = np.concatenate([[start], visits])
+    return weight[:, None] * chances * (awaits - (chances * awaits).sum(axis=1, keepdims=True))
+
+
+def prefixes(condition: str, vocabulary: int, length: int, seed: int) -> Instance:
+    """Policies of whole prefixes: which of the two sees its context, or both through one relabelling of the tokens."""
+    environment = sequence(vocabulary, length)
+    drawn = generator("prefixes", vocabulary, length, seed)
+    free = [np.repeat(drawn.standard_normal((1, vocabulary)), environment.n_contexts, axis=0) for _ in range(2)]
+    bound = [drawn.standard_normal((environment.n_contexts, vocabulary)) for _ in range(2)]
+    relabelling = np.stack([drawn.permutation(vocabulary) for _ in range(environment.n_contexts)])
+    policy, reference = {
+        "both context-free": (free[0], free[1]),
+        "policy context-free": (free[0], bound[1]),
+        "reference context-free": (bound[0], free[1]),
+        "relabelled": tuple(np.take_along_axis(logits, relabelling, axis=1) for logits in free),
+        "neither": (bound[0], bound[1]),
+    }[condition]
+    return Instance.of(environment, policy, reference)
+
+
+def blind_root(chance: float, departure: float) -> Instance:
+    """Two binary tokens: the root gives its second token the same chance as the reference; after it awaits a KL.
+
+    After the first token the policy is the reference; after the second it is as far from a fair coin as `departure`.
+    """
+    root = np.log([1 - chance, chance])
+    low, high = 0.0, 60.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if coin_kl(middle) < departure else (low, middle)
+    fair = np.zeros(2)
+    return Instance.of(sequence(2, 2), np.stack([root, fair, [0.0, low]]), np.stack([root, fair, fair]))
+
+
+def coin_kl(logit: float) -> float:
+    """KL of a coin with this logit to a fair one."""
+    log_probs = table(np.array([[0.0, logit]]))[0]
+    return float((np.exp(log_probs) * (log_probs + np.log(2))).sum())
+
 
 Configuration = Mapping[str, Any]
 Row = dict[str, Any]
@@ -47,17 +199,17 @@ def parts(instance: Instance, truth: Callable[[str, Instance], np.ndarray]) -> l
 
 
 def _length(length: int, steering: float, seed: int) -> list[Row]:
-    return [_persistent(settings.VOCABULARY, length, steering, seed)]
+    return [_persistent(VOCABULARY, length, steering, seed)]
 
 
 def _vocabulary(vocabulary: int, steering: float, seed: int) -> list[Row]:
-    return [_persistent(vocabulary, settings.LENGTH, steering, seed)]
+    return [_persistent(vocabulary, LENGTH, steering, seed)]
 
 
 def _persistent(vocabulary: int, length: int, steering: float, seed: int) -> Row:
-    instance = environments.persistent(vocabulary, length, steering, seed)
+    instance = persistent(vocabulary, length, steering, seed)
     whole, local, last = parts(instance, gradient)
-    formula = environments.future_in_closed_form(instance, steering)
+    formula = future_in_closed_form(instance, steering)
     return {
         **divided(whole, local, last),
         # What the recursion and the formula say of what is missed, relative to the whole gradient.
@@ -67,7 +219,7 @@ def _persistent(vocabulary: int, length: int, steering: float, seed: int) -> Row
 
 def _estimators(length: int, estimator: str, seed: int) -> list[Row]:
     """The expected gradient of an implementation, by dynamic programming over what it does to each token."""
-    instance = environments.persistent(settings.VOCABULARY, length, settings.STEERING, seed)
+    instance = persistent(VOCABULARY, length, STEERING, seed)
     whole, local = (gradient(name, instance) for name in ("reverse_kl", "local_reverse_kl"))
     found = dynamic(resolve(estimator), instance).gradient
     return [
@@ -85,15 +237,15 @@ def _credit(steering: float, seed: int) -> list[Row]:
     α·V, V the KL still to come, gives G_0 + Σ_(n≥1) (α + (1 − α)·λⁿ)·G_n: discounted is what the critic does not know.
     """
 
-    instance = environments.persistent(settings.VOCABULARY, settings.CREDIT_LENGTH, steering, seed)
-    lags = np.zeros((settings.CREDIT_LENGTH, *instance.policy.shape))
+    instance = persistent(VOCABULARY, CREDIT_LENGTH, steering, seed)
+    lags = np.zeros((CREDIT_LENGTH, *instance.policy.shape))
     for (t, s), pair in credit_pairs(instance).items():
         lags[s - t] += pair
     whole = lags.sum(axis=0)
     ahead = np.arange(len(lags))
     rows: list[Row] = []
-    for critic in settings.CRITICS:
-        for discount in settings.DISCOUNTS:
+    for critic in CRITICS:
+        for discount in DISCOUNTS:
             weight = critic + (1 - critic) * discount**ahead
             weight[0] = 1.0
             found = np.tensordot(weight, lags, axes=1)
@@ -105,7 +257,7 @@ def _credit(steering: float, seed: int) -> list[Row]:
 def _advantages(steering: float, seed: int, critic: float, discount: float) -> Row:
     """The same as a sum over all rollouts of Σ_t g_t·A_t, the advantages formed along each as a trainer does."""
 
-    instance = environments.persistent(settings.ENUMERATED["vocabulary"], settings.ENUMERATED["length"], steering, seed)
+    instance = persistent(ENUMERATED["vocabulary"], ENUMERATED["length"], steering, seed)
     paths, horizon = instance.paths, instance.environment.horizon
     chances, u = np.exp(instance.policy), instance.policy - instance.reference
     onward = np.zeros(len(u))
@@ -130,8 +282,8 @@ def _advantages(steering: float, seed: int, critic: float, discount: float) -> R
 def _conditions(seed: int) -> list[Row]:
     """Find the knowledge of the context with which the token-level gradient is the true one."""
     rows = []
-    for condition in settings.CONDITIONS:
-        instance = environments.prefixes(condition, **settings.PREFIXES, seed=seed)
+    for condition in CONDITIONS:
+        instance = prefixes(condition, **PREFIXES, seed=seed)
         found, again = (divided(*parts(instance, route)) for route in (gradient, gradient_again))
         off = max(abs(found[name] - again[name]) for name in found)
         asymmetric = asymmetry(jacobian("local_reverse_kl", instance))
@@ -142,9 +294,9 @@ def _conditions(seed: int) -> list[Row]:
 def _root(estimator: str) -> list[Row]:
     """The expected gradient at the root's second logit, from all rollouts: the truth there is p(1 − p)·d."""
     rows = []
-    for chance in settings.CHANCES:
-        for departure in settings.DEPARTURES:
-            instance = environments.blind_root(chance, departure)
+    for chance in CHANCES:
+        for departure in DEPARTURES:
+            instance = blind_root(chance, departure)
             kl = value("kl", instance) / chance
             found = float(exact(resolve(estimator), instance).gradient[0, 1])
             whole, local = (float(gradient(f"{name}reverse_kl", instance)[0, 1]) for name in ("", "local_"))
@@ -156,7 +308,7 @@ def _root(estimator: str) -> list[Row]:
 
 def _field(length: int, steering: float, seed: int) -> list[Row]:
 
-    instance = environments.persistent(settings.VOCABULARY, length, steering, seed)
+    instance = persistent(VOCABULARY, length, steering, seed)
     return [{"asymmetry": asymmetry(jacobian("local_reverse_kl", instance))}]
 
 
@@ -167,9 +319,9 @@ def _circulation(seed: int) -> list[Row]:
     """
     environment, fair = sequence(2, 2), np.zeros((3, 2))
     nodes, weights = np.polynomial.legendre.leggauss(30)
-    drawn = environments.generator("corners", seed)
+    drawn = generator("corners", seed)
     low, sides = drawn.uniform(-2, 0, 2), drawn.uniform(1, 3, 2)
-    (x0, x1), (y0, y1) = zip(low, low + sides, strict=True) if seed else settings.CORNERS
+    (x0, x1), (y0, y1) = zip(low, low + sides, strict=True) if seed else CORNERS
     corners = [(x0, y0), (x1, y0), (x1, y1), (x0, y1), (x0, y0)]
 
     def along(field: Callable[[Instance], np.ndarray]) -> list[float]:
@@ -191,7 +343,7 @@ def _circulation(seed: int) -> list[Row]:
         "k2-loss": lambda instance: exact(resolve("k2-loss"), instance).gradient,
     }
     chance = [1 / (1 + np.exp(-x)) for x in (x0, x1)]
-    formula = float((chance[1] - chance[0]) * (environments.coin_kl(y1) - environments.coin_kl(y0)))
+    formula = float((chance[1] - chance[0]) * (coin_kl(y1) - coin_kl(y0)))
     rows = []
     for name, field in fields.items():
         edges = along(field)
@@ -204,8 +356,8 @@ def _ends(seed: int) -> list[Row]:
 
     A token tree: the rest point is solved backwards, and the Jacobian of what training follows is worked out there.
     """
-    chosen = settings.ENDS
-    drawn = environments.generator("ends", chosen, seed)
+    chosen = ENDS
+    drawn = generator("ends", chosen, seed)
     shape = (sequence(chosen["vocabulary"], chosen["length"]).n_contexts, chosen["vocabulary"])
     environment = sequence(chosen["vocabulary"], chosen["length"], reward=0.7 * drawn.standard_normal(shape))
     reference, beta = 0.7 * drawn.standard_normal(shape), chosen["beta"]

@@ -9,7 +9,7 @@ from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import need, ordered, require
 from kltest.reproduce.numbers import Cited, Numbers, number
 
-from .settings import EXACT, PARTS
+from .experiment import EXACT, PARTS
 
 TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the partial gradient of a token-level loss"
 LOCAL = ("k2-loss", "full-loss", "k1-reward-immediate")

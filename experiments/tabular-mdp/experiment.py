@@ -1,23 +1,280 @@
 """Gradients that token-level losses miss in MDPs: one part of the question at a time, every number exact."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.special import expit, logit
 
-from kltest.environments import Instance
+from kltest.environments import END, Environment, Instance, mdp, tabular
 from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
+from kltest.sweeps.settings import Settings
 from kltest.truth import gradient, gradient_again, value
 
-from ..arrays import cosine, norm
+from ..arrays import cosine, generator, norm
 from ..enumerated import value_again
 from ..jacobians import asymmetry, jacobian
-from . import ends, environments, settings
-from .settings import ENUMERATED
-from .settings import SETTINGS as SETTINGS
+
+# What each part varies; it takes no notice of the other settings.
+PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
+    "environments": ("environment", "horizon", "slip", "seed"),
+    "estimators": {"environment": "environment", "estimator": "estimator", "seed": "draw"},
+    "picture": (),
+    "length": ("beta", "reference"),
+    "rotation": ("beta", "seed"),
+}
+
+# Of the coefficients, those for which random processes are looked at.
+ROTATION_BETAS = (0.3, 1.0, 2.0)
+
+SETTINGS = Settings(
+    title="What a token-level loss misses in decision processes",
+    tags=("exact", "gradient", "mdp"),
+    parts=PARTS,
+    values={
+        "part": tuple(PARTS),
+        "environment": ("chain", "grid", "random"),
+        "horizon": (1, 2, 4, 8, 16, 32, 64),
+        "slip": (0.0, 0.25, 0.5, 0.75, 1.0),
+        "estimator": ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go", "k1-reward"),
+        # Policies and references for which estimators are judged.
+        "draw": 0,
+        "beta": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0),
+        "reference": (0.02, 0.1),
+    },
+    full={
+        "draw": tuple(range(10)),
+        "horizon": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256),
+        "slip": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+        "reference": (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    },
+    seeds={"quick": 3, "full": 20},
+    applies=lambda one: one["part"] != "rotation" or one["beta"] in ROTATION_BETAS,
+    allowed={
+        "horizon": (1, 1000),
+        "slip": (0.0, 1.0),
+        "estimator": (
+            *("k1-loss", "k2-loss", "k3-loss", "abs-loss", "full-loss", "k3-straight-through", "k3-inverted"),
+            *("k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k2-reward", "k3-reward"),
+        ),
+        "draw": (0, 1000),
+        "beta": (0.2, 10.0),
+        "reference": (0.001, 0.9),
+    },
+)
+
+# The environments. An action that slips is one that was drawn uniformly.
+CHAIN = 9  # states in a row: left, stay or right
+GRID = (5, 4)  # columns, rows: right, up, left or down, or where one is at a wall
+RANDOM = {"states": 12, "actions": 3, "branches": 3}
+# Policy and reference have independent normal logits of these standard deviations around a common table.
+SPREAD = {"common": 0.7, "own": 0.7}
+# Rollouts are enumerated as well, and the estimators judged, up to this horizon and with this slip.
+ENUMERATED = {"horizon": 4, "slip": 0.25, "most": 200_000}
+
+# The picture: where the reference drifts to the right, and the policy departs from it around a coin only.
+PICTURE = {"columns": 9, "rows": 5, "horizon": 14, "slip": 0.1, "drift": 1.0, "coin": (6, 3), "pull": 2.0}
+
+# Length: at every step one goes on, which pays 1, or stops; a step that goes on leads on with this chance.
+CONTINUES = 0.9
+STEPS = 350  # 0.9^350 is 1e-16: nothing is left of a rollout by then
+
+# Rotation: random processes of this size, this many for each seed, all of them ended with chance 1 − CONTINUES a step.
+ROTATION = {"states": 3, "actions": 3, "branches": 2, "environments": 12}
+
+# Relative differences below this are rounding.
+EXACT = 1e-10
+
+
+# --- environments ---
+# The decision processes of this experiment: a chain, a grid and random ones, actions that slip, rollouts that end.
+# Right, up, left, down.
+MOVES = ((1, 0), (0, 1), (-1, 0), (0, -1))
+
+
+def environment(name: str, horizon: int, slip: float, seed: int) -> Environment:
+    """One of the named environments, whose actions slip; `seed` draws the random ones."""
+    if name == "chain":
+        states = CHAIN
+        targets = np.clip(np.arange(states)[:, None] + [-1, 0, 1], 0, states - 1)
+        return slippery("chain", targets, slip, horizon, start=states // 2)
+    if name == "grid":
+        return grid(*GRID, horizon, slip, start=0)
+    drawn = mdp(**RANDOM, horizon=horizon, seed=int(generator("world", seed).integers(2**31)))
+    dense = drawn.transition.toarray().reshape(drawn.n_contexts, drawn.vocabulary, drawn.n_contexts)
+    return from_dense("random", (1 - slip) * dense + slip * dense.mean(axis=1, keepdims=True), horizon, drawn)
+
+
+def grid(columns: int, rows: int, horizon: int, slip: float, start: int) -> Environment:
+    """Cells are numbered row by row from the bottom left; a step against a wall stays where it is."""
+    at = [(x, y) for y in range(rows) for x in range(columns)]
+    targets = np.array(
+        [[min(max(y + b, 0), rows - 1) * columns + min(max(x + a, 0), columns - 1) for a, b in MOVES] for x, y in at]
+    )
+    return slippery("grid", targets, slip, horizon, start=start)
+
+
+def slippery(name: str, targets: np.ndarray, slip: float, horizon: int, start: int) -> Environment:
+    """The process in which an action leads to its target, (S, A), or with chance `slip` to that of a uniform action."""
+    states = len(targets)
+    dense = (1 - slip) * np.eye(states)[targets]
+    dense += slip * np.eye(states)[targets].mean(axis=1, keepdims=True)
+    return from_dense(name, dense, horizon, np.eye(states)[start])
+
+
+def from_dense(name: str, dense: np.ndarray, horizon: int, first: np.ndarray | Environment) -> Environment:
+    """From (S, A, S) chances of going on; what is missing from 1 ends the rollout."""
+    start = first.start_distribution() if isinstance(first, Environment) else first
+    reward = first.reward if isinstance(first, Environment) else np.zeros(dense.shape[:2])
+    ends = np.maximum(1 - dense.sum(axis=2, keepdims=True), 0.0)
+    ends[ends < 1e-12] = 0.0
+    chances = np.concatenate([dense, ends], axis=2)
+    branches = int((chances > 0).sum(axis=2).max())
+    order = np.argsort(chances <= 0, axis=2, kind="stable")[:, :, :branches]
+    successors = np.where(order == dense.shape[2], END, order)
+    chances = np.take_along_axis(chances, order, axis=2)
+    return tabular(successors, chances / chances.sum(axis=2, keepdims=True), reward, horizon, start=start, name=name)
+
+
+def instance_of(name: str, horizon: int, slip: float, seed: int) -> Instance:
+    """An environment with a policy and a reference that both differ from a common table."""
+    process = environment(name, horizon, slip, seed)
+    drawn = generator("policies", name, seed)
+    shape = (process.n_contexts, process.vocabulary)
+    common = SPREAD["common"] * drawn.standard_normal(shape)
+    policy, reference = (common + SPREAD["own"] * drawn.standard_normal(shape) for _ in range(2))
+    return Instance.of(process, policy, reference)
+
+
+def picture() -> tuple[Instance, np.ndarray]:
+    """A grid with a coin: reward 1 for every step made on its cell. Also (S,) each cell's steps from the coin.
+
+    The reference drifts to the right everywhere. The policy is the reference except within two steps of the coin, where
+    it goes for the coin.
+    """
+    chosen = PICTURE
+    columns, rows = chosen["columns"], chosen["rows"]
+    process = grid(columns, rows, chosen["horizon"], chosen["slip"], start=(rows // 2) * columns)
+    x, y = np.arange(process.n_contexts) % columns, np.arange(process.n_contexts) // columns
+    away = np.abs(x - chosen["coin"][0]) + np.abs(y - chosen["coin"][1])
+    reference = np.tile([chosen["drift"], 0.0, 0.0, 0.0], (process.n_contexts, 1))
+    nearer = np.stack(
+        [np.sign(chosen["coin"][axis] - place) * step for axis, place in ((0, x), (1, y)) for step in (1, -1)], axis=1
+    )[:, [0, 2, 1, 3]]
+    policy = reference + np.where((away <= 2)[:, None], chosen["pull"] * nearer, 0.0)
+    reward = np.repeat((away == 0)[:, None], process.vocabulary, axis=1).astype(float)
+    return Instance.of(replace(process, reward=reward), policy, reference), away
+
+
+def going_on(reference: float, logit: float) -> Instance:
+    """One state: stop (0), or go on (1), which pays 1 and leads back with chance CONTINUES.
+
+    `reference` is its chance of going on, `logit` the policy's of going on against stopping.
+    """
+    dense = np.array([[[0.0], [CONTINUES]]])
+    process = from_dense("length", dense, STEPS, np.ones(1))
+    process = replace(process, reward=np.array([[0.0, 1.0]]))
+    return Instance.of(process, np.array([[0.0, logit]]), np.log([[1 - reference, reference]]))
+
+
+def ending(seed: int, number: int) -> tuple[Environment, np.ndarray]:
+    """A random process that ends with chance 1 − CONTINUES a step, and the logits of a reference."""
+    size = {name: ROTATION[name] for name in ("states", "actions", "branches")}
+    drawn = generator("ending", seed, number)
+    start = np.full(size["states"], 1 / size["states"])
+    process = mdp(**size, horizon=STEPS, seed=int(drawn.integers(2**31)), start=start)
+    dense = process.transition.toarray().reshape(process.n_contexts, process.vocabulary, process.n_contexts)
+    return (
+        from_dense("ending", CONTINUES * dense, STEPS, process),
+        drawn.standard_normal((process.n_contexts, process.vocabulary)),
+    )
+
+
+def rest(process: Environment, reference: np.ndarray, beta: float, soft: bool) -> np.ndarray:
+    """(S, A) log-probs at rest of a process that ends by itself, by iterating π ∝ ref·exp(Q/β) to rounding.
+
+    `soft`: Q counts the KL still to come, as ∇KL(π‖ref) does; else it is of the reward alone, as under a token-level
+    loss. Half of every step is kept, so that it settles.
+    """
+    dense = process.transition.toarray().reshape(process.n_contexts, process.vocabulary, process.n_contexts)
+    log_reference = table(reference)
+    policy = log_reference
+    for _ in range(2000):
+        chances = np.exp(policy)
+        paid = process.reward - (beta * (policy - log_reference) if soft else 0.0)
+        step = np.einsum("sa,sak->sk", chances, dense)
+        value = np.linalg.solve(np.eye(len(step)) - step, (chances * paid).sum(axis=1))
+        moved = table(0.5 * policy + 0.5 * (log_reference + (process.reward + dense @ value) / beta))
+        settled = np.abs(moved - policy).max() < 1e-14
+        policy = moved
+        if settled:
+            break
+    return policy
+
+
+# --- ends ---
+# Rest points of going on or stopping, in closed form: under a token-level loss, and under ∇KL(π‖ref).
+#
+# With x the logit of the chance p of going on, a that of the reference and γ the chance of coming back, training with a
+# token-level loss rests where (1 − γp)(x − a) = 1/β. The left side grows with p but for a stretch between two *folds*,
+# at which its derivative vanishes:
+#
+#     a = x − (1 − γp)/(γp(1 − p)),    with    β = γp(1 − p)/(1 − γp)².
+#
+# The first has its largest value at p = 1/(2 − γ): a smaller a has one fold on either side of it, and two stable ends
+# with a tipping point between them for the β between those of its folds; a larger a has one end for every β.
+#
+# ∇KL(π‖ref) rests at x = a + (1 + γV)/β, where V = β·log(1 − ref + ref·e^((1 + γV)/β)) is the value of being there. The
+# right side has the slope γp < 1 in V, so that there is one such V.
+# Beyond this logit a policy is further from any of the references than any of the coefficients allows.
+SIDE = 60.0
+CUSP = logit(1 / (2 - CONTINUES))
+
+
+def folds(reference: float) -> list[float]:
+    """The logits of the two folds, the smaller first; none if the reference goes on too often."""
+
+    def excess(x: float) -> float:
+        chance = expit(x)
+        return float(x - (1 - CONTINUES * chance) / (CONTINUES * chance * expit(-x)) - logit(reference))
+
+    return [_root(excess, -SIDE, CUSP), _root(excess, CUSP, SIDE)] if excess(CUSP) > 0 else []
+
+
+def band_of(reference: float) -> list[float]:
+    """The smallest and the largest β with two stable ends, those of the folds; none if there is no such β."""
+    chances = [(expit(x), expit(-x)) for x in folds(reference)]
+    return sorted(float(CONTINUES * p * stop / (1 - CONTINUES * p) ** 2) for p, stop in chances)
+
+
+def token_level(beta: float, reference: float) -> list[float]:
+    """The logits at rest under a token-level loss: one at most below, between and above the folds."""
+
+    def pull(x: float) -> float:
+        return float(logit(reference) + 1 / (beta * (1 - CONTINUES * expit(x))) - x)
+
+    parts = pairwise([-SIDE, *folds(reference), SIDE])
+    return [_root(pull, low, high) for low, high in parts if pull(low) > 0 > pull(high) or pull(low) < 0 < pull(high)]
+
+
+def true(beta: float, reference: float) -> list[float]:
+    """The one logit at rest under ∇KL(π‖ref)."""
+
+    def excess(value: float) -> float:
+        paid = np.logaddexp(np.log1p(-reference), np.log(reference) + (1 + CONTINUES * value) / beta)
+        return float(value - beta * paid)
+
+    return [float(logit(reference) + (1 + CONTINUES * _root(excess, 0.0, 1 / (1 - CONTINUES))) / beta)]
+
+
+def _root(of: Callable[[float], float], low: float, high: float) -> float:
+    return float(brentq(of, low, high, xtol=1e-14, rtol=1e-15))
+
 
 Configuration = Mapping[str, Any]
 Row = dict[str, Any]
@@ -31,7 +288,7 @@ def compute(configuration: Configuration) -> list[Row]:
 
 def _environments(environment: str, horizon: int, slip: float, seed: int) -> list[Row]:
     """Share missed, and distance of the token-level gradient from any function's; enumerated if it fits."""
-    instance = environments.instance(environment, horizon, slip, seed)
+    instance = instance_of(environment, horizon, slip, seed)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))
     row = {
         "missed": norm(whole - local) / norm(whole),
@@ -57,7 +314,7 @@ def _dynamics(instance: Instance) -> float:
 
 def _estimators(environment: str, estimator: str, seed: int) -> list[Row]:
     """The expected gradient of an implementation, by dynamic programming and over all rollouts."""
-    instance = environments.instance(environment, ENUMERATED["horizon"], ENUMERATED["slip"], seed)
+    instance = instance_of(environment, ENUMERATED["horizon"], ENUMERATED["slip"], seed)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))
     loss = resolve(estimator)
     found, again = dynamic(loss, instance).gradient, exact(loss, instance).gradient
@@ -73,11 +330,11 @@ def _estimators(environment: str, estimator: str, seed: int) -> list[Row]:
 
 def _picture() -> list[Row]:
     """A row a cell: what it is like, and which way the descent of the KL moves the policy there, as (right, up)."""
-    instance, away = environments.picture()
-    columns = settings.PICTURE["columns"]
+    instance, away = picture()
+    columns = PICTURE["columns"]
     environment, chances = instance.environment, np.exp(instance.policy)
     kl = (chances * (instance.policy - instance.reference)).sum(axis=1)
-    moves = np.array(environments.MOVES, dtype=float)
+    moves = np.array(MOVES, dtype=float)
     # A push has a direction only where actions have: those of the grid are its moves.
     pushes = {
         name: -gradient(row, instance)
@@ -102,16 +359,16 @@ def _length(beta: float, reference: float) -> list[Row]:
     programming is asked at each rest point and on both of its sides.
     """
     rows = []
-    band = dict(zip(("band_from", "band_to"), ends.band(reference), strict=False))
-    for followed, solve in (("local_reverse_kl", ends.token_level), ("reverse_kl", ends.true)):
+    band = dict(zip(("band_from", "band_to"), band_of(reference), strict=False))
+    for followed, solve in (("local_reverse_kl", token_level), ("reverse_kl", true)):
         rests = solve(beta, reference)
-        between = [-ends.SIDE, *((one + other) / 2 for one, other in pairwise(rests)), ends.SIDE]
+        between = [-SIDE, *((one + other) / 2 for one, other in pairwise(rests)), SIDE]
         asked = [(logit, *_pushes(beta, reference, logit, followed)) for logit in sorted([*rests, *between])]
         off = max(abs(push - formula) for _, push, formula in asked)
-        for logit in rests:
-            at = next(index for index, (asked_at, _, _) in enumerate(asked) if asked_at == logit)
+        for rest in rests:
+            at = next(index for index, (asked_at, _, _) in enumerate(asked) if asked_at == rest)
             stable = asked[at - 1][1] > 0 > asked[at + 1][1]
-            chance = float(1 / (1 + np.exp(-logit)))
+            chance = float(1 / (1 + np.exp(-rest)))
             rows.append({"followed": followed, "chance": chance, "stable": stable, "off_formula": off, **band})
     return rows
 
@@ -125,26 +382,26 @@ def _pull(beta: float, reference: float, logit: float, followed: str) -> float:
     stop, go = (float(one) for one in table(np.array([[0.0, logit]]))[0])
     chance, own = np.exp(go), np.log(reference) - np.log1p(-reference)
     kl = chance * (go - np.log(reference)) + np.exp(stop) * (stop - np.log1p(-reference))
-    follows = settings.CONTINUES * (chance - (beta * kl if followed == "reverse_kl" else 0.0))
-    return float(own + (1 + follows / (1 - settings.CONTINUES * chance)) / beta - logit)
+    follows = CONTINUES * (chance - (beta * kl if followed == "reverse_kl" else 0.0))
+    return float(own + (1 + follows / (1 - CONTINUES * chance)) / beta - logit)
 
 
 def _pushes(beta: float, reference: float, logit: float, followed: str) -> tuple[float, float]:
     """Return the field of training at the logit, by dynamic programming and as β·p·(1 − p)/(1 − γp) of the pull."""
-    instance = environments.going_on(reference, logit)
+    instance = going_on(reference, logit)
     found = gradient("expected_reward", instance) - beta * gradient(followed, instance)
     stop, chance = np.exp(instance.policy[0])
-    scale = beta * chance * stop / (1 - settings.CONTINUES * chance)
+    scale = beta * chance * stop / (1 - CONTINUES * chance)
     return float(found[0, 1]), float(scale * _pull(beta, reference, logit, followed))
 
 
 def _rotation(beta: float, seed: int) -> list[Row]:
     """Eigenvalues of the training field at its fixed point, in random processes: complex ones turn."""
     rows = []
-    for number in range(settings.ROTATION["environments"]):
-        process, reference = environments.ending(seed, number)
+    for number in range(ROTATION["environments"]):
+        process, reference = ending(seed, number)
         for followed, soft in (("local_reverse_kl", False), ("reverse_kl", True)):
-            instance = Instance.of(process, environments.rest(process, reference, beta, soft), reference)
+            instance = Instance.of(process, rest(process, reference, beta, soft), reference)
             reward, penalty = (gradient(name, instance) for name in ("expected_reward", followed))
             matrix = jacobian("expected_reward", instance) - beta * jacobian(followed, instance)
             rows.append(

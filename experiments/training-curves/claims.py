@@ -9,7 +9,7 @@ from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, Rows, frame, need
 from kltest.reproduce.numbers import Cited, Numbers, extremes, number
 
-from .settings import CORRECT, GRADIENTS, PARTIAL
+from .experiment import CORRECT, GRADIENTS, PARTIAL
 
 TANG_MUNOS = "Tang & Munos 2025"
 ROUNDING = 1e-9

@@ -10,7 +10,7 @@ from scipy.optimize import brentq
 from trial import Trial, row_of
 
 TRIAL = Trial("approximations")
-ANALYSIS, HEADS, LENGTHS, PRECISION = TRIAL.modules("claims", "heads", "lengths", "precision")
+ANALYSIS, MODULE = TRIAL.modules("claims", "experiment")
 SMALL = (
     "k=2,8,32",
     "sharpness=1.0",
@@ -36,7 +36,7 @@ def test_the_push_of_a_head_by_autograd():
     """∂π(S)/∂logits of a head of two among four."""
     logits = torch.tensor([0.4, 0.1, -0.5, -1.0], dtype=torch.float64, requires_grad=True)
     logits.softmax(-1)[:2].sum().backward()
-    loss = HEADS.made("top-k", 2)
+    loss = MODULE.made("top-k", 2)
     from kltest.environments import Instance, bandit
     from kltest.moments import exact
 
@@ -78,7 +78,7 @@ def test_a_grid_is_misread_as_stated():
     assert found == pytest.approx(u * (step - u), rel=0.02)
     policy, reference = values[None], values[None] - u
     same = np.exp(2 * policy).sum()
-    variance, _ = PRECISION._misread(policy, reference, torch.bfloat16)
+    variance, _ = MODULE._misread(policy, reference, torch.bfloat16)
     # Numbers on both sides of a power of two have two grids; of these there are none here.
     assert variance / same == pytest.approx(u * (step - u), rel=1e-9)
 
@@ -86,7 +86,7 @@ def test_a_grid_is_misread_as_stated():
 @pytest.mark.parametrize("normalised", ["token-mean", "whole-return"])
 def test_batches_of_two_by_brute_force(rows, normalised):
     """Every ordered pair of rollouts, its scores divided by its own total length."""
-    instance = LENGTHS._instance(0)
+    instance = MODULE._instance(0)
     paths, chances = instance.paths, instance.rollout_weights("current")
     policy, u = np.exp(instance.policy), instance.policy - instance.reference
 
@@ -116,9 +116,9 @@ def test_low_precision_is_felt_where_it_should_be():
     """k3's weight 1 − w at u = 2^−10 in bfloat16: w rounds to 1, and the gradient is nothing; k2's is u itself."""
     one = {"kind": "bfloat16", "rounded": "arithmetic", "vocabulary": 64, "seed": 0}
     u = torch.full((3,), 2.0**-10, dtype=torch.bfloat16)
-    assert PRECISION._weight("k3-loss", u, torch.zeros_like(u)).tolist() == [0.0] * 3
-    assert PRECISION._weight("k2-loss", u, torch.zeros_like(u)).tolist() == [2.0**-10] * 3
-    (row,) = PRECISION.error({**one, "estimator": "k3-loss", "log_ratio": 1e-4})
+    assert MODULE._weight("k3-loss", u, torch.zeros_like(u)).tolist() == [0.0] * 3
+    assert MODULE._weight("k2-loss", u, torch.zeros_like(u)).tolist() == [2.0**-10] * 3
+    (row,) = MODULE.error({**one, "estimator": "k3-loss", "log_ratio": 1e-4})
     assert row["relative_error"] == pytest.approx(1.0, abs=0.02)
 
 

@@ -12,9 +12,7 @@ from trial import CHECKOUT, Trial
 from kltest.reproduce.experiment import Experiment, Request, compute_all
 
 TRIAL = Trial("coefficients")
-MODULE, ANALYSIS, ENDS, SETTINGS, ENVIRONMENTS, LIMITS = TRIAL.modules(
-    "experiment", "claims", "ends", "settings", "environments", "limits"
-)
+MODULE, ANALYSIS = TRIAL.modules("experiment", "claims")
 
 
 def exact(estimator, beta, environment="bandit", **changed):
@@ -24,7 +22,7 @@ def exact(estimator, beta, environment="bandit", **changed):
 
 def bandit():
     """(V,) reference probabilities and rewards of the first bandit."""
-    which = ENVIRONMENTS.problem("bandit", 0)
+    which = MODULE.problem("bandit", 0)
     return np.exp(which.reference[0]), which.environment.reward[0]
 
 
@@ -40,7 +38,7 @@ def test_the_frontier_and_its_inverse_on_the_bandit(beta):
     reference, reward = bandit()
     best = optimal(beta)
     kl, earned = float(best @ np.log(best / reference)), float(best @ reward)
-    curve = ENDS.frontier("bandit", 0)
+    curve = MODULE.frontier("bandit", 0)
     assert curve.at(beta) == pytest.approx((kl, earned), rel=1e-11)
     assert curve.same_kl(kl) == pytest.approx(beta, rel=1e-3)
     assert curve.same_kl(100.0) is None
@@ -59,13 +57,13 @@ def test_where_k3_in_the_loss_ends_on_the_bandit_and_what_it_costs():
     assert row["kl_to_predicted"] < 1e-20
 
 
-@pytest.mark.parametrize("environment", LIMITS.ANSWERS)
+@pytest.mark.parametrize("environment", MODULE.ANSWERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_coefficient_of_k3_is_that_of_the_interpolated_frontier(environment, seed):
     """At a β where both can be had; the frontier's twenty points a decade are good to 1e-4."""
-    policy = ENDS.predicted(environment, LIMITS.ANSWERS[environment], 0.3, seed)
-    by_curve = ENDS.frontier(environment, seed).same_kl(ENDS.measured(environment, seed, policy)[0])
-    assert LIMITS.coefficient(environment, seed, 0.3) == pytest.approx(by_curve, rel=1e-4)
+    policy = MODULE.predicted(environment, MODULE.ANSWERS[environment], 0.3, seed)
+    by_curve = MODULE.frontier(environment, seed).same_kl(MODULE.measured(environment, seed, policy)[0])
+    assert MODULE.coefficient(environment, seed, 0.3) == pytest.approx(by_curve, rel=1e-4)
 
 
 @mpmath.workdps(1000)
@@ -87,7 +85,7 @@ def test_the_law_of_k3_for_small_coefficients_in_a_thousand_digits():
         level = beta * best
         for _ in range(300):  # λ less the largest reward; each time it is β² nearer
             level = beta * best / (1 - mpmath.fsum(beta * r / (level + gap) for gap, r in others))
-        found = LIMITS.coefficient("bandit", 0, beta)
+        found = MODULE.coefficient("bandit", 0, beta)
         powers = [r / best * mpmath.exp(-gap / found) for gap, r in others]
         optimal = [power / (1 + mpmath.fsum(powers)) for power in powers]
         ended = [beta * r / (level + gap) for gap, r in others]
@@ -99,12 +97,12 @@ def test_the_law_of_k3_for_small_coefficients_in_a_thousand_digits():
     (rows,) = compute_all(CHECKOUT, "coefficients", [{"part": "limit", "environment": "bandit", "seed": 0}])
     assert TRIAL.agree_where_run(rows)
     assert not TRIAL.agree_where_run([{**row, "law": row["law"] * math.sqrt(1.1)} for row in rows])
-    assert LIMITS.law("bandit", 0, 1e-64) == pytest.approx(float(others[0][0]) / math.log(1e64))
+    assert MODULE.law("bandit", 0, 1e-64) == pytest.approx(float(others[0][0]) / math.log(1e64))
 
 
 def test_ends_in_the_mdp_whose_states_know_the_time():
     """The right one and the local one by a recursion of their own, both reached, and not the same."""
-    which, beta = ENVIRONMENTS.problem("mdp", 0), 1.0
+    which, beta = MODULE.problem("mdp", 0), 1.0
     environment = which.environment
     ((right,), (local,)) = compute_all(
         CHECKOUT, "coefficients", [exact(name, beta, "mdp") for name in ("k1-reward", "full-loss")]
@@ -164,7 +162,7 @@ def test_the_distance_to_the_optimum_is_bias_and_spread():
 
 
 def test_all_five_fixed_points_are_reached_and_apart():
-    configurations = [{"part": "fixed-points", "estimator": name, "seed": 0} for name in SETTINGS.IN_FIXED_POINTS]
+    configurations = [{"part": "fixed-points", "estimator": name, "seed": 0} for name in MODULE.IN_FIXED_POINTS]
     rows = [row for found in compute_all(CHECKOUT, "coefficients", configurations) for row in found]
     assert all(row["kl_to_predicted"] < 1e-8 for row in rows)
     assert all(row["moved"] > 0.05 for row in rows)
@@ -179,7 +177,7 @@ def test_all_five_fixed_points_are_reached_and_apart():
 
 BETAS = (0.1, 1.0, 3.0, 100.0, 1000.0)
 TOKENS = {"length-normalised": lambda beta: 1 / 3, "last-token": lambda beta: 0.1 / beta}
-DRIFTS = dict.fromkeys((*ENDS.LOCAL, "k3-loss", "k3-loss-sequence"), lambda beta: 1 + 0.5 / (1 + beta))
+DRIFTS = dict.fromkeys((*MODULE.LOCAL, "k3-loss", "k3-loss-sequence"), lambda beta: 1 + 0.5 / (1 + beta))
 EVERYWHERE = {
     **dict.fromkeys(("none", "k1-loss"), lambda beta: 0.01 / beta),
     **dict.fromkeys(("k2-reward", "k3-reward"), lambda beta: 0.1 / beta),
@@ -208,7 +206,7 @@ def made_up(estimator, environment, beta):
 def made_up_rows():
     return [
         made_up(estimator, environment, beta)
-        for estimator, environment, beta in product(SETTINGS.ESTIMATORS, ANALYSIS.ENVIRONMENTS, BETAS)
+        for estimator, environment, beta in product(MODULE.ESTIMATORS, ANALYSIS.ENVIRONMENTS, BETAS)
     ]
 
 
@@ -297,4 +295,4 @@ def test_settings_of_a_persons_own_give_each_part_what_concerns_it(changes):
     configurations = Experiment(CHECKOUT, "coefficients").configurations(Request(changes=changes))
     assert configurations
     for one in configurations:
-        assert {"part", *SETTINGS.PARTS[one["part"]]} == set(one)
+        assert {"part", *MODULE.PARTS[one["part"]]} == set(one)

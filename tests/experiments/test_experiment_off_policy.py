@@ -9,7 +9,7 @@ from trial import CHECKOUT, Trial, row_of
 from kltest.reproduce.experiment import Experiment, Request
 
 TRIAL = Trial("off-policy")
-MODULE, GRADIENTS, WEIGHTS, TRAINED, AGE = TRIAL.modules("experiment", "gradients", "weights", "trained", "age")
+(MODULE,) = TRIAL.modules("experiment")
 STALENESS = (0, 1, 4, 64)
 COMPARED = ("k1-reward-sequence-ratio", "k1-reward-to-go-prefix-ratio", "k3-ratio")
 NAMES = (*COMPARED, "k2-ratio-detached", "k3-ratio-detached", "k3-broadcast-ratio", "k1-reward", "k1-reward-stale")
@@ -49,7 +49,7 @@ def rows():
 @pytest.mark.parametrize("step", [0, 64])
 def test_bias_and_variance_by_plain_enumeration(rows, length, step):
     """Each estimator as weights on Σ_t g_t, written out again; g is a token's one-hot less the chances."""
-    instance = GRADIENTS.on_path(length, step, 1)
+    instance = MODULE.on_path(length, step, 1)
     paths = instance.paths
     policy, reference, sampler = (
         table[paths.contexts, paths.tokens] for table in (instance.policy, instance.reference, instance.sampler)
@@ -98,7 +98,7 @@ def test_shares_of_independent_tokens_are_powers():
     logits = np.tile(np.random.default_rng(3).standard_normal(3), (4, 1))
     instance = Instance.of(ngram(3, 50), 0 * logits, 0 * logits, 0.3 * logits)
     square = float((1 / 9 / np.exp(instance.sampler[0])).sum())
-    for row in WEIGHTS.shares(instance):
+    for row in MODULE.shares(instance):
         assert row["log_sequence_share"] == pytest.approx(-row["at"] * np.log(square), rel=1e-11)
         assert row["token_share"] == pytest.approx(1 / square, rel=1e-11)
         geometric = sum(square**-length for length in range(1, row["at"] + 1)) / row["at"]
@@ -110,7 +110,7 @@ def test_the_thresholds_by_the_hessian(rows):
     from kltest.environments import Instance
     from kltest.truth import optimum, value
 
-    problem, beta = TRAINED.problem(0), TRAINED.TRAINED["beta"]
+    problem, beta = MODULE.problem(0), MODULE.TRAINED["beta"]
     best = optimum(problem.environment, problem.reference, beta).policy
     row = row_of(rows, part="stability", recipe="stale", updates=6, seed=0)
     shape = best.shape
@@ -138,10 +138,10 @@ def test_claims_agree_or_are_not_run(rows):
     assert TRIAL.may_lack([]) == {None}
 
 
-@pytest.mark.parametrize("ratio", AGE.RATIOS)
+@pytest.mark.parametrize("ratio", MODULE.RATIOS)
 def test_moments_with_a_ratio_rollout_by_rollout(ratio):
     """The product of ratios on each g_t·u_s, and its derivative in the age as a sum of h, written out."""
-    instance = GRADIENTS.on_path(2, 16, 1)
+    instance = MODULE.on_path(2, 16, 1)
     change = np.random.default_rng(0).standard_normal(instance.policy.shape)
     p = np.exp(instance.policy)
     change -= (p * change).sum(axis=1, keepdims=True)
@@ -169,10 +169,10 @@ def test_moments_with_a_ratio_rollout_by_rollout(ratio):
         stale.append(np.exp(instance.sampler[contexts, tokens].sum()))
         shift.append(sum(h))
     each, plain, moved, fresh, stale, shift = map(np.array, (each, plain, moved, fresh, stale, shift))
-    mean, variance = AGE.moments(instance, ratio)
+    mean, variance = MODULE.moments(instance, ratio)
     assert mean == pytest.approx(stale @ each, abs=1e-13)
     assert variance == pytest.approx(stale @ (each**2).sum(axis=1) - ((stale @ each) ** 2).sum(), rel=1e-11)
-    bias, slope = AGE.first_order(instance, change, ratio)
+    bias, slope = MODULE.first_order(instance, change, ratio)
     assert bias == pytest.approx(fresh @ (moved - shift[:, None] * plain), abs=1e-13)
     covariance = fresh @ (plain * moved).sum(axis=1) - (fresh @ plain) @ (fresh @ moved)
     assert slope == pytest.approx(2 * covariance, abs=1e-13)
@@ -180,8 +180,8 @@ def test_moments_with_a_ratio_rollout_by_rollout(ratio):
 
 def test_paths_start_at_the_reference_or_away_from_it_and_move():
     for start, at_reference in (("reference", True), ("away", False)):
-        logits, references = AGE._paths(start, 1, 0)
-        assert len(references) == logits.shape[1] == AGE.AGED
+        logits, references = MODULE._paths(start, 1, 0)
+        assert len(references) == logits.shape[1] == MODULE.AGED
         # Up to a constant on all logits of a context.
         apart = np.ptp(logits[0, :, 0] - np.stack(references)[:, 0], axis=1)
         assert (apart < 1e-12).all() == at_reference

@@ -10,7 +10,7 @@ from trial import Trial
 from kltest.truth import gradient
 
 TRIAL = Trial("sequence")
-analysis, settings, environments = TRIAL.modules("claims", "settings", "environments")
+analysis, experiment = TRIAL.modules("claims", "experiment")
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +38,17 @@ def brute_force(instance, vocabulary: int, length: int) -> np.ndarray:
 
 @pytest.mark.parametrize("steering", [0.0, 0.4, 0.95])
 def test_the_closed_form_is_the_missing_part(steering):
-    instance = environments.persistent(3, 5, steering, seed=1)
+    instance = experiment.persistent(3, 5, steering, seed=1)
     by_hand = brute_force(instance, 3, 5)
     # A few hundred products and sums.
-    assert np.abs(environments.future_in_closed_form(instance, steering) - by_hand).max() < 1e-13
+    assert np.abs(experiment.future_in_closed_form(instance, steering) - by_hand).max() < 1e-13
     assert np.abs(gradient("future_reverse_kl", instance) - by_hand).max() < 1e-13
 
 
 def test_the_blind_root_by_hand():
     """By hand p(1 − p)·d; the departure is a coin's KL, written out here."""
     for chance, departure in ((0.3, 0.1), (0.5, 0.6)):
-        instance = environments.blind_root(chance, departure)
+        instance = experiment.blind_root(chance, departure)
         q = math.exp(instance.policy[2, 1])
         assert q * math.log(2 * q) + (1 - q) * math.log(2 * (1 - q)) == pytest.approx(departure, abs=1e-12)
         assert gradient("reverse_kl", instance)[0, 1] == pytest.approx(chance * (1 - chance) * departure, abs=1e-12)
@@ -61,7 +61,7 @@ def test_every_claim_of_a_small_run_agrees_and_nothing_is_left_out(rows):
 def test_a_discount_is_what_a_discounted_return_gives(rows):
     """γ = 0 is the local gradient, so its bias is the share missed; a critic takes its share off."""
     credit = [row for row in rows if row["part"] == "credit" and row["what"] == "discount"]
-    instance = environments.persistent(settings.VOCABULARY, settings.CREDIT_LENGTH, 0.9, 0)
+    instance = experiment.persistent(experiment.VOCABULARY, experiment.CREDIT_LENGTH, 0.9, 0)
     whole, local = gradient("reverse_kl", instance), gradient("local_reverse_kl", instance)
     share = np.linalg.norm(whole - local) / np.linalg.norm(whole)
     for critic in (0.0, 0.5):
@@ -71,7 +71,7 @@ def test_a_discount_is_what_a_discounted_return_gives(rows):
 
 def test_the_circulation_by_hand(rows):
     """Σ over the edges of the missing early component, −∮ KL(y) dp, needs the two logistic functions only."""
-    (x0, x1), (y0, y1) = settings.CORNERS
+    (x0, x1), (y0, y1) = experiment.CORNERS
     p = [1 / (1 + math.exp(-x)) for x in (x0, x1)]
 
     def kl(logit):
@@ -95,10 +95,10 @@ def test_claims_without_their_rows_are_not_run():
 
 
 def test_parts_vary_what_is_theirs_only():
-    grid = settings.SETTINGS.configurations(settings.SETTINGS.grid("quick"))
-    assert {one["part"] for one in grid} == set(settings.PARTS)
+    grid = experiment.SETTINGS.configurations(experiment.SETTINGS.grid("quick"))
+    assert {one["part"] for one in grid} == set(experiment.PARTS)
     for one in grid:
-        assert set(one) == {"part", *settings.PARTS[one["part"]]}
+        assert set(one) == {"part", *experiment.PARTS[one["part"]]}
 
 
 def test_each_claim_can_fail(rows):

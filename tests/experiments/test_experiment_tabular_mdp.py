@@ -10,8 +10,8 @@ from trial import Trial, look_up
 from kltest.truth import gradient, value
 
 TRIAL = Trial("tabular-mdp")
-analysis, settings, environments, ends = TRIAL.modules("claims", "settings", "environments", "ends")
-GAMMA = settings.CONTINUES
+analysis, experiment = TRIAL.modules("claims", "experiment")
+GAMMA = experiment.CONTINUES
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +70,15 @@ def test_the_band_of_two_ends_by_a_scan_and_by_dynamic_programming(reference):
     x = np.linspace(-6, 8, 100_001)
     curve = (1 - GAMMA / (1 + np.exp(-x))) * (x - math.log(reference / (1 - reference)))
     turns = np.flatnonzero(np.diff(np.sign(np.diff(curve)))) + 1
-    low, high = ends.band(reference)
+    low, high = experiment.band_of(reference)
     assert sorted(1 / curve[turns]) == pytest.approx([low, high], rel=1e-7)
     aside = 0.1 * (high / low - 1)
     for edge, below, above in ((low, 1, 2), (high, 2, 1)):
         for beta, stable in ((edge * (1 - aside), below), (edge * (1 + aside), above)):
-            rests = ends.token_level(beta, reference)
+            rests = experiment.token_level(beta, reference)
             signs = []
             for logit in (rests[0] - 1, *((one + other) / 2 for one, other in pairwise(rests)), rests[-1] + 1):
-                instance = environments.going_on(reference, logit)
+                instance = experiment.going_on(reference, logit)
                 push = gradient("expected_reward", instance) - beta * gradient("local_reverse_kl", instance)
                 signs.append(push[0, 1] > 0)
             assert signs == [True, False] * stable
@@ -87,8 +87,8 @@ def test_the_band_of_two_ends_by_a_scan_and_by_dynamic_programming(reference):
 def test_a_reference_that_goes_on_often_has_no_band():
     """From logit ref = log(1/(1 − γ)) − 2(2 − γ)/γ on: where the folds meet, at p = 1/(2 − γ) and β = γ/(4(1 − γ))."""
     cusp = 1 / (1 + math.exp(2 * (2 - GAMMA) / GAMMA - math.log(1 / (1 - GAMMA))))
-    assert ends.band(cusp * (1 + 1e-9)) == []
-    assert ends.band(cusp * (1 - 1e-9)) == pytest.approx([GAMMA / (4 * (1 - GAMMA))] * 2, rel=1e-3)
+    assert experiment.band_of(cusp * (1 + 1e-9)) == []
+    assert experiment.band_of(cusp * (1 - 1e-9)) == pytest.approx([GAMMA / (4 * (1 - GAMMA))] * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0.02, "lower"), (0.9, "upper")])
@@ -99,7 +99,7 @@ def test_training_ends_where_it_is_said_to(rows, start, end):
     assert low < look_up(numbers, "tipping point") < high
     logit = math.log(start / (1 - start))
     for _ in range(100):
-        instance = environments.going_on(0.02, logit)
+        instance = experiment.going_on(0.02, logit)
         push = gradient("expected_reward", instance) - beta * gradient("local_reverse_kl", instance)
         stop, go = np.exp(instance.policy[0])
         # In the natural direction, so that it takes no thousand steps where a policy is all but certain.
@@ -110,7 +110,7 @@ def test_training_ends_where_it_is_said_to(rows, start, end):
 
 def test_an_action_that_slips_is_a_random_one():
     firm, loose = (
-        environments.environment("chain", 3, slip, 0).transition.toarray().reshape(9, 3, 9) for slip in (0.0, 0.3)
+        experiment.environment("chain", 3, slip, 0).transition.toarray().reshape(9, 3, 9) for slip in (0.0, 0.3)
     )
     assert np.abs(loose - (0.7 * firm + 0.3 * firm.mean(axis=1, keepdims=True))).max() < 1e-15
     assert firm[0, 0, 0] == firm[4, 2, 5] == firm[8, 2, 8] == 1
@@ -118,7 +118,7 @@ def test_an_action_that_slips_is_a_random_one():
 
 def test_values_of_going_on_are_geometric_series():
     """E[R] = p/(1 − γp) and KL = KL_1/(1 − γp): nothing of a rollout is left at the horizon."""
-    instance = environments.going_on(0.1, math.log(0.6 / 0.4))
+    instance = experiment.going_on(0.1, math.log(0.6 / 0.4))
     kl = 0.6 * math.log(0.6 / 0.1) + 0.4 * math.log(0.4 / 0.9)
     assert value("expected_reward", instance) == pytest.approx(0.6 / (1 - GAMMA * 0.6), rel=1e-13)
     assert value("kl", instance) == pytest.approx(kl / (1 - GAMMA * 0.6), rel=1e-13)

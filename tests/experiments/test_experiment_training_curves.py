@@ -9,7 +9,7 @@ from trial import CHECKOUT, Trial
 from kltest.reproduce.experiment import Experiment, Request
 
 TRIAL = Trial("training-curves")
-analysis, experiment, settings = TRIAL.modules("claims", "experiment", "settings")
+analysis, experiment = TRIAL.modules("claims", "experiment")
 
 
 @pytest.fixture(scope="module")
@@ -22,14 +22,14 @@ def rows():
 def ascended(estimator, updates, beta, rate):
     """KL and reward after so many updates of plain ascent, with tables by prefix."""
     which = experiment.problem("sequence", 0)
-    prefixes = [p for n in range(settings.LENGTH) for p in itertools.product(range(settings.VOCABULARY), repeat=n)]
+    prefixes = [p for n in range(experiment.LENGTH) for p in itertools.product(range(experiment.VOCABULARY), repeat=n)]
     logits = {prefix: row.copy() for prefix, row in zip(prefixes, which.reference, strict=True)}
     earned = dict(zip(prefixes, which.environment.reward, strict=True))
     reference = {prefix: row - np.log(np.exp(row).sum()) for prefix, row in logits.items()}
     for _ in range(updates + 1):
         policy = {prefix: row - np.log(np.exp(row).sum()) for prefix, row in logits.items()}
         change, kl, reward = {prefix: np.zeros_like(row) for prefix, row in logits.items()}, 0.0, 0.0
-        for tokens in itertools.product(range(settings.VOCABULARY), repeat=settings.LENGTH):
+        for tokens in itertools.product(range(experiment.VOCABULARY), repeat=experiment.LENGTH):
             steps = [(tokens[:at], token) for at, token in enumerate(tokens)]
             chance = np.exp(sum(policy[prefix][token] for prefix, token in steps))
             u = [policy[prefix][token] - reference[prefix][token] for prefix, token in steps]
@@ -37,7 +37,7 @@ def ascended(estimator, updates, beta, rate):
             kl, reward = kl + chance * sum(u), reward + chance * whole
             for at, (prefix, token) in enumerate(steps):
                 own = u[at] if estimator == "k1-reward-immediate" else sum(u)
-                score = np.eye(settings.VOCABULARY)[token] - np.exp(policy[prefix])
+                score = np.eye(experiment.VOCABULARY)[token] - np.exp(policy[prefix])
                 change[prefix] += chance * (whole - beta * own) * score
         logits = {prefix: row + rate * change[prefix] for prefix, row in logits.items()}
     return kl, reward
