@@ -17,7 +17,7 @@ SCHEMA = "kltest.audit/1"
 
 
 @dataclass(frozen=True)
-class Row:
+class NamedRow:
     """Result for one named gradient: c of c·E y nearest to the loss's gradient, and the cosine with it.
 
     Both are None with the reason in `note` if the named gradient is indistinguishable from zero or not estimated.
@@ -59,9 +59,9 @@ class Audit:
     rollouts: int
     tokens: int
     parameters: int
-    named: list[Row]
+    named: list[NamedRow]
     follows: Combination | None
-    declared: Row
+    declared: NamedRow
     distance: Interval
     sketch_error: float
     signal_to_noise: float

@@ -14,7 +14,7 @@ import torch
 
 from kltest.auditing.named import Part, controls_of, parts_of
 from kltest.auditing.passes import Models, measure
-from kltest.auditing.report import Audit, Row
+from kltest.auditing.report import Audit, NamedRow
 from kltest.errors import KltestError, UsageError
 from kltest.grading.options import Options
 from kltest.identify.graded import kl_part
@@ -201,12 +201,14 @@ class Auditing:
             seconds=time.monotonic() - self.began,
         )
 
-    def _row(self, sample: Sample, own: np.ndarray, name: str, column: np.ndarray, rate: float, note: str = "") -> Row:
+    def _row(
+        self, sample: Sample, own: np.ndarray, name: str, column: np.ndarray, rate: float, note: str = ""
+    ) -> NamedRow:
         if note:
-            return Row(name, note=note)
+            return NamedRow(name, note=note)
         if sample.interval(norm(column), rate).low <= 0:
-            return Row(name, note="not distinguishable from zero")
-        found = Row(name, sample.interval(coefficient(own, column), rate))
+            return NamedRow(name, note="not distinguishable from zero")
+        found = NamedRow(name, sample.interval(coefficient(own, column), rate))
         if sample.interval(norm(own), rate).low <= 0:
             return replace(found, note="the loss's gradient is not distinguishable from zero: no direction")
         near, carry = angle(sample, own, column, rate), sample.effective(coefficient(own, column))

@@ -19,7 +19,7 @@ from kltest.truth import render
 from kltest.version import VERSION
 
 if TYPE_CHECKING:
-    from kltest.finetune.exact import Row
+    from kltest.finetune.exact import ExactRow
 
 FOLDER = "results/finetune"
 INTERRUPTED = 130
@@ -160,7 +160,7 @@ def _exact(options: Mapping[str, Any], output: str | None) -> int:
     return DISAGREES if wrong else 0
 
 
-def _cells(row: "Row") -> list[str]:
+def _cells(row: "ExactRow") -> list[str]:
     bias = "0" if row.bias < NO_BIAS else f"{row.bias:.3g}"
     cosine = "–" if row.cosine is None else f"{row.cosine:.3f}"
     return [row.estimator, row.sampler, _named(row.identified), bias, cosine, "yes" if row.agrees else "NO"]

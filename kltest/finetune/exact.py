@@ -20,7 +20,7 @@ SAME = 1e-8
 
 
 @dataclass(frozen=True)
-class Row:
+class ExactRow:
     """Result of one estimator under one sampler.
 
     Attributes:
@@ -48,7 +48,7 @@ class Row:
         return found.keys() == named.keys() and all(abs(found[name] - named[name]) < SAME for name in named)
 
 
-def rows(estimators: Sequence[str] = (), seed: int = 0) -> Iterator[Row]:
+def rows(estimators: Sequence[str] = (), seed: int = 0) -> Iterator[ExactRow]:
     """Yield a row for each estimator and sampler; for all registered ones unless some are named.
 
     Raises:
@@ -63,5 +63,5 @@ def rows(estimators: Sequence[str] = (), seed: int = 0) -> Iterator[Row]:
                 # Of a loss that couples rollouts the last row is that of whole batches.
                 row, expected = measure.rows(ENVIRONMENT, sampler)[-1], spec.expectation("sequence", sampler)
                 found = row.identified, None if expected is None else dict(expected)
-                yield Row(spec.name, sampler, *found, row.relative_bias, row.cosine, row.residual)
+                yield ExactRow(spec.name, sampler, *found, row.relative_bias, row.cosine, row.residual)
             progress.advance(spec.name)

@@ -17,7 +17,7 @@ from kltest.loss.names import no_such_module, searching
 
 
 @dataclass(frozen=True)
-class Found:
+class Imported:
     """A function that was found; `owner` is the class whose plain method it is, None if it needs no `self`."""
 
     function: Any
@@ -97,7 +97,7 @@ def source_of(module: str) -> Path | None:
     return Path(spec.origin).resolve()
 
 
-def attribute(holder: Any, names: str, where: str) -> Found:
+def attribute(holder: Any, names: str, where: str) -> Imported:
     """Look up `Class.method` and the like; UsageError if it is not there or cannot be called."""
     owner = None
     thing = holder
@@ -119,4 +119,4 @@ def attribute(holder: Any, names: str, where: str) -> Found:
         where = f"{where}{'.' if parent is not holder else ':'}{name}"
     if not callable(thing):
         raise UsageError(f"{where} is {kind_of(thing)} and cannot be called; name a function")
-    return Found(thing, owner)
+    return Imported(thing, owner)

@@ -17,7 +17,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kltest.loss.frames import describe, failure
-from kltest.loss.importing import Found, attribute, package_of, searching, source_of
+from kltest.loss.importing import Imported, attribute, package_of, searching, source_of
 from kltest.loss.syntax import compiled, is_plain, names_bound, names_read, parse
 from kltest.names import field_named
 
@@ -26,7 +26,7 @@ _PREFIX = "kltest_lifted_"
 FOLDERS_ABOVE = 3
 
 
-def lift(path: Path, names: str, *, because: BaseException) -> Found:
+def lift(path: Path, names: str, *, because: BaseException) -> Imported:
     """Take the function (or `Class.method`) of that name out of a file, without importing the file.
 
     Args:
@@ -51,7 +51,7 @@ def lift(path: Path, names: str, *, because: BaseException) -> Found:
         lifter.define_annotations(taking)
     note = f"{names} was lifted out of {path.name} by its syntax tree, since importing the file failed: "
     left_out = (note for each in lifter.family.values() for note in each.notes)
-    return Found(found.function, found.owner, (note + describe(because), *left_out))
+    return Imported(found.function, found.owner, (note + describe(because), *left_out))
 
 
 class MissingNameError(NameError):

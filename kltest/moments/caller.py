@@ -34,7 +34,7 @@ class BatchOfOneError(TargetError):
 
 
 @dataclass(frozen=True)
-class Part:
+class Called:
     """Some of the units that were asked for, which use the same leaves.
 
     Attributes:
@@ -197,7 +197,7 @@ class Caller:
         self.together = "any" if self.reads_groups else "same"
         list(self.gradients(generator.choice(pool, size=(TRIED, size)), generator))
 
-    def gradients(self, units: np.ndarray, generator: np.random.Generator) -> Iterator[Part]:
+    def gradients(self, units: np.ndarray, generator: np.random.Generator) -> Iterator[Called]:
         """Yield the gradients of batches (N, n) as each gives them alone, together as far as `together` says."""
         if self.together == "any":
             if found := self._joined(units, np.arange(len(units)), generator):
@@ -217,9 +217,9 @@ class Caller:
                 mine = [place for place, one in enumerate(called) if one.leaves == reached]
                 by_leaf = {leaf: np.stack([called[place].by_leaf[leaf] for place in mine]) for leaf in reached}
                 metrics = [called[place].outcome.metric for place in mine]
-                yield Part(index[mine], _flat(by_leaf, len(mine)), self._logged(metrics, units.shape[1:]))
+                yield Called(index[mine], _flat(by_leaf, len(mine)), self._logged(metrics, units.shape[1:]))
 
-    def _joined(self, units: np.ndarray, index: np.ndarray, generator: np.random.Generator) -> Part | None:
+    def _joined(self, units: np.ndarray, index: np.ndarray, generator: np.random.Generator) -> Called | None:
         """Return some of the units from one call; None if they touch each other, or if the loss refuses so many."""
         mine = units[index]
         try:
@@ -235,7 +235,7 @@ class Caller:
         metrics: list[Tensor | None] = [None]
         if self.logs and found.outcome.metric is not None:
             metrics = [self.loss.returned(self._taken(unit)).metric for unit in mine]
-        return Part(index, _flat(found.by_leaf, len(mine)), self._logged(metrics, units.shape[1:]))
+        return Called(index, _flat(found.by_leaf, len(mine)), self._logged(metrics, units.shape[1:]))
 
     def _logged(self, metrics: Sequence[Tensor | None], shape: tuple[int, ...]) -> np.ndarray | None:
         """(N,) the logged KL of N batches; None if there is none in one of them, or nobody asks."""

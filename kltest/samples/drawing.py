@@ -78,7 +78,7 @@ class Drawing:
         return each_gradient(paths, policy, leaves.get("logp"), leaves.get("logits")).reshape(len(paths), -1)
 
 
-def source_of(drawn: Drawing, noisy: bool) -> "Source":
+def draws_of(drawn: Drawing, noisy: bool) -> "Draws":
     """The source that needs the fewest calls; `noisy` says that the loss draws random numbers of its own."""
     if drawn.size > 1:
         return Batches(drawn, noisy=noisy)
@@ -91,8 +91,8 @@ def source_of(drawn: Drawing, noisy: bool) -> "Source":
     return Rows(drawn, caller.reduction)
 
 
-class Source:
-    """Source of samples: `take` returns the rollouts of n batches and the gradient (n, C·V) of each."""
+class Draws:
+    """Samples: `take` returns the rollouts of n batches and the gradient (n, C·V) of each."""
 
     together = False
 
@@ -106,7 +106,7 @@ class Source:
         raise NotImplementedError
 
 
-class Singles(Source):
+class Singles(Draws):
     """Rollouts called one by one."""
 
     def take(self, count: int) -> tuple[Paths, np.ndarray]:
@@ -121,7 +121,7 @@ class Singles(Source):
         return paths, gradients
 
 
-class Rows(Source):
+class Rows(Draws):
     """Independent rows, called together; each is a sample, and one of each call is compared with a call of it alone."""
 
     together = True
@@ -138,7 +138,7 @@ class Rows(Source):
         return paths, self.drawn.project(paths, called.by_leaf)
 
 
-class Batches(Source):
+class Batches(Draws):
     """Batches called one by one, or many groups in one call if the loss keeps them apart.
 
     The gradient of a loss that sums over rows is divided by their number. `added_up` says if it does; None: it is

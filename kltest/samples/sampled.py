@@ -20,7 +20,7 @@ from kltest.moments.moments import ExpectedGradient
 from kltest.samples.blocks import MOST_BLOCKS, Blocks, Interval, Sample
 from kltest.samples.bounded import EmpiricalBernstein
 from kltest.samples.controls import KNOWN, Controls
-from kltest.samples.drawing import CoupledError, Drawing, Singles, Source, source_of
+from kltest.samples.drawing import CoupledError, Drawing, Draws, Singles, draws_of
 from kltest.samples.fits import distance
 
 # Most samples by default: if rows can be called together, and if each batch needs a call of its own.
@@ -134,7 +134,7 @@ def sampled(
     drawn = Drawing(loss, instance, sampler, size, grouped, padding, np.random.default_rng([seed, size, padding]))
     fixed = np.stack([target.ravel(), (target if unit is None else unit).ravel()])
 
-    def follow(source: Source) -> Sampled:
+    def follow(source: Draws) -> Sampled:
         known = Controls(instance, sampler, size, known=KNOWN if controls else {})
         run = _Run(source, known, fixed, error_rate, bound, samples or (ROWS if source.together else BATCHES))
         for found in run.distances():
@@ -144,16 +144,16 @@ def sampled(
 
     with preserved(seed):
         try:
-            return follow(source_of(drawn, noisy))
+            return follow(draws_of(drawn, noisy))
         except CoupledError as error:
             return follow(Singles(drawn, "coupled", str(error)))
 
 
 class _Run:
-    """Draws units into blocks, and bounds the distance of their mean from the target at each look."""
+    """Takes units into blocks, and bounds the distance of their mean from the target at each look."""
 
     def __init__(
-        self, source: Source, controls: Controls, fixed: np.ndarray, error_rate: float, bound: float | None, most: int
+        self, source: Draws, controls: Controls, fixed: np.ndarray, error_rate: float, bound: float | None, most: int
     ) -> None:
         self.source, self.controls, self.fixed, self.most = source, controls, fixed, most
         self.unit = UNIT_ROWS if source.together else UNIT_BATCHES
