@@ -11,7 +11,7 @@ from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, need, ordered, records, require, select
 from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
-from .settings import EXACT, MEDIAN_TOLERANCE, PARTS, PUBLISHED, PUBLISHED_RATE
+from .experiment import EXACT, MEDIAN_TOLERANCE, PARTS, PUBLISHED, PUBLISHED_RATE
 
 AMINI = "Amini, Vieira & Cotterell 2025 (arXiv 2504.10637): Rao–Blackwell's variance is never the larger one"
 CHECK = "Chen 2026, a post with a script, check_kl.py, 29 September 2026"

@@ -25,8 +25,7 @@ from kltest.language_models.scoring import score
 
 from ..finetune.experiment import settings_for
 from ..finetune.settings import BETA, SAME
-from .recorded import RECORD, recorded
-from .settings import LANGUAGE, RECORDED_SHARES
+from .experiment import LANGUAGE, RECORD, RECORDED_SHARES, recorded
 
 FIGURES = 5
 """Significant figures that rows keep."""

@@ -12,9 +12,7 @@ from kltest.truth import gradient
 
 TRIAL = Trial("variance")
 ascents = CHECKOUT.load("experiments", "paths").ascents
-experiment, analysis, prefixes, bandit, freedom, budget, recorded, rewarded, settings = TRIAL.modules(
-    "experiment", "claims", "prefixes", "bandit", "freedom", "budget", "recorded", "rewarded", "settings"
-)
+experiment, analysis = TRIAL.modules("experiment", "claims")
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +127,7 @@ def exact_ahead(instance: Instance, kl: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def environments():
-    return prefixes.Environments.draw(2, 3, 3, 1.0, np.random.default_rng(1), 1.5)
+    return experiment.Environments.draw(2, 3, 3, 1.0, np.random.default_rng(1), 1.5)
 
 
 @pytest.mark.parametrize(
@@ -137,13 +135,13 @@ def environments():
 )
 def test_recursions_by_rollouts(environments, name):
     forms = {
-        "return": lambda: prefixes.sampled(environments, credit="return"),
-        "to go": lambda: prefixes.sampled(environments, credit="to-go"),
-        "k3 in both": lambda: prefixes.sampled(environments, 1.0, credit="return", both=True),
-        "k3 in both, to go": lambda: prefixes.sampled(environments, 1.0, credit="to-go", both=True),
-        "rao-blackwell": lambda: prefixes.rao_blackwell(environments),
-        "critic": lambda: prefixes.rao_blackwell(environments, critic=True),
-        "bootstrapped": lambda: prefixes.bootstrapped(environments),
+        "return": lambda: experiment.sampled(environments, credit="return"),
+        "to go": lambda: experiment.sampled(environments, credit="to-go"),
+        "k3 in both": lambda: experiment.sampled(environments, 1.0, credit="return", both=True),
+        "k3 in both, to go": lambda: experiment.sampled(environments, 1.0, credit="to-go", both=True),
+        "rao-blackwell": lambda: experiment.rao_blackwell(environments),
+        "critic": lambda: experiment.rao_blackwell(environments, critic=True),
+        "bootstrapped": lambda: experiment.bootstrapped(environments),
     }
     form = forms[name]()
     for environment in range(2):
@@ -158,7 +156,7 @@ def test_recursions_by_rollouts(environments, name):
 
 def test_the_floor_is_the_noise_of_knowing_everything_about_a_visited_prefix(environments):
     """It is reached, and it is Σ ‖G‖²/d − ‖G‖² with G the true gradient at a prefix that is visited with chance d."""
-    noise = environments.noise(prefixes.rao_blackwell(environments))
+    noise = environments.noise(experiment.rao_blackwell(environments))
     for environment in range(2):
         _, variance = one_by_one(environments, environment, "floor")
         assert noise.visits[environment] == pytest.approx(variance, rel=1e-11)
@@ -176,7 +174,7 @@ def test_the_floor_is_the_noise_of_knowing_everything_about_a_visited_prefix(env
 def test_the_best_baseline_is_where_any_other_is_worse(environments, by_prefix):
     from dataclasses import replace
 
-    for form in (prefixes.sampled(environments, credit="to-go"), prefixes.rao_blackwell(environments)):
+    for form in (experiment.sampled(environments, credit="to-go"), experiment.rao_blackwell(environments)):
         best = environments.with_baseline(form, by_prefix=by_prefix)
         least = environments.noise(best).variance
         assert (least < environments.noise(form).variance).all()
@@ -189,7 +187,7 @@ def test_the_best_baseline_is_where_any_other_is_worse(environments, by_prefix):
 def test_to_go_and_return_are_alike_under_their_best_baselines_by_prefix(environments):
     noise = [
         environments.noise(
-            environments.with_baseline(prefixes.sampled(environments, credit=credit), by_prefix=True)
+            environments.with_baseline(experiment.sampled(environments, credit=credit), by_prefix=True)
         ).variance
         for credit in ("to-go", "return")
     ]
@@ -221,21 +219,21 @@ def test_a_mixture_is_no_noisier_than_its_parts_and_moving_its_weights_makes_it_
 
 def test_differences_of_unbiased_estimators_have_mean_zero_in_every_environment():
     """The predicted ones do: baselines, and for references that are seen at the sampled token alone, w − 1."""
-    chances = np.array(freedom.CHANCES[3])
-    for table in freedom._references():
-        w = np.array(table) / freedom.PARTS / chances
+    chances = np.array(experiment.CHANCES[3])
+    for table in experiment._references():
+        w = np.array(table) / experiment.FRACTIONS / chances
         assert chances @ (w - 1) == pytest.approx(0, abs=1e-15)
-    assert {(row["dimension"], row["predicted"]) for row in freedom.counts()} == {
+    assert {(row["dimension"], row["predicted"]) for row in experiment.counts()} == {
         (number, number) for number in (3, 39, 9, 26)
     }
 
 
 def test_the_two_coefficients_by_hand():
-    one = bandit.instance()
+    one = experiment.instance()
     p, u = np.exp(one.policy[0]), (one.policy - one.reference)[0]
     w = np.exp(-u)
     norms = ((np.eye(1000) - p) ** 2).sum(axis=1)
-    found = bandit.coefficients()
+    found = experiment.coefficients()
     covariance = p @ ((u - p @ u) * (w - p @ w))
     assert found["value"] == pytest.approx(-covariance / (p @ (w - p @ w) ** 2), rel=1e-9)
     assert found["gradient"] == pytest.approx(1 + p @ (u * norms) / (p @ norms), rel=1e-9)
@@ -245,8 +243,8 @@ def test_the_two_coefficients_by_hand():
 @pytest.mark.parametrize("rule", ["1", "gradient"])
 def test_training_is_the_updates_written_out(rule):
     """Same uniforms, chosen by the same cumulative chances; the gradient (u + 1 − λ)(e_y − π) in plain numpy."""
-    found = bandit.training({"rule": rule, "rate": 5.0, "steps": 20, "batch_size": 16, "runs": 2})
-    reference, start = (table[0] for table in bandit.tables())
+    found = experiment.training({"rule": rule, "rate": 5.0, "steps": 20, "batch_size": 16, "runs": 2})
+    reference, start = (table[0] for table in experiment.tables())
     reference = reference - np.logaddexp.reduce(reference)
     for run in range(2):
         generator = np.random.default_rng(run)
@@ -290,48 +288,50 @@ def of_rule(environments, environment: int, exact: dict[int, float]) -> np.ndarr
 @pytest.mark.parametrize("rule", ["nowhere", "everywhere", "random", "threshold"])
 def test_variances_are_linear_in_the_rule(environments, rule):
     """By recursion, by enumeration, and by a loop over rollouts with each formula written out."""
-    of_value = budget.gains(environments)["value"]
+    of_value = experiment.gains(environments)["value"]
     generator = np.random.default_rng(3)
     exact = {
         "nowhere": [np.zeros_like(level) for level in of_value],
         "everywhere": [np.ones_like(level) for level in of_value],
         "random": [generator.integers(0, 2, level.shape).astype(float) for level in of_value],
-        "threshold": budget.threshold(of_value),
+        "threshold": experiment.threshold(of_value),
     }[rule]
     for environment in range(2):
         by_loop = of_rule(environments, environment, dict(enumerate(np.concatenate([c[environment] for c in exact]))))
-        assert budget.variances(environments, environment, exact) == pytest.approx(by_loop, rel=1e-11)
-        assert budget.predicted(environments, environment, exact) == pytest.approx(by_loop, rel=1e-11)
+        assert experiment.variances(environments, environment, exact) == pytest.approx(by_loop, rel=1e-11)
+        assert experiment.predicted(environments, environment, exact) == pytest.approx(by_loop, rel=1e-11)
 
 
 def test_no_choice_of_prefixes_is_less_noisy_than_the_threshold():
     """All 2⁷ choices in an environment with negative gains."""
-    environments = prefixes.Environments.draw(1, 2, 3, 10.0, np.random.default_rng(8), 4.0)
-    gains = budget.gains(environments)
+    environments = experiment.Environments.draw(1, 2, 3, 10.0, np.random.default_rng(8), 4.0)
+    gains = experiment.gains(environments)
     assert min(level.min() for level in gains["value"]) < 0
     sizes = [level.shape[1] for level in environments.kl]
     least = np.inf
     for bits in itertools.product((0.0, 1.0), repeat=sum(sizes)):
         exact = np.split(np.array(bits)[None], np.cumsum(sizes)[:-1], axis=1)
-        least = np.minimum(least, budget.variances(environments, 0, exact))
+        least = np.minimum(least, experiment.variances(environments, 0, exact))
     for at, gain in enumerate(gains.values()):
-        assert budget.variances(environments, 0, budget.threshold(gain))[at] == pytest.approx(least[at], rel=1e-10)
+        assert experiment.variances(environments, 0, experiment.threshold(gain))[at] == pytest.approx(
+            least[at], rel=1e-10
+        )
 
 
 def test_a_rule_that_sees_the_token_is_biased_by_its_covariance():
     """One decision of three tokens: exact where |u| is largest, a token of chance 0.2, for half of its visits."""
     policy, reference = np.log([[[0.2, 0.3, 0.5]]]), np.log([[[0.02, 0.38, 0.6]]])
-    environments = prefixes.Environments([policy], [reference])
+    environments = experiment.Environments([policy], [reference])
     u, p = (policy - reference)[0, 0], np.exp(policy)[0, 0]
     kl = p @ u
-    assert budget.biased(environments, 0.1)[0] == pytest.approx(0.1 * (kl - u[0]) / kl, rel=1e-12)
+    assert experiment.biased(environments, 0.1)[0] == pytest.approx(0.1 * (kl - u[0]) / kl, rel=1e-12)
 
 
 def test_variances_with_a_reward_by_a_loop_over_rollouts():
     """The objective and its gradient, each formula written out in logits."""
-    logits, (problem, *_) = rewarded._paths("reference", 0)
-    (row, *_) = rewarded.of_path({"start": "reference", "made": 16, "seed": 0})
-    instance, beta = Instance.of(problem.environment, logits[16, 0], problem.reference), settings.PATHS["beta"]
+    logits, (problem, *_) = experiment._paths("reference", 0)
+    (row, *_) = experiment.of_path({"start": "reference", "made": 16, "seed": 0})
+    instance, beta = Instance.of(problem.environment, logits[16, 0], problem.reference), experiment.PATHS["beta"]
     p, u = np.exp(instance.policy), instance.policy - instance.reference
     kl = (p * u).sum(axis=1)
     chances, values, gradients, scores = [], ([], []), ([], []), []
@@ -370,14 +370,14 @@ def test_variances_with_a_reward_by_a_loop_over_rollouts():
 
 def test_after_one_small_step_exact_kls_add_twice_the_squared_gradient():
     """2·β·η·‖∇E[R]‖² to the objective's variance, to first order in the step η."""
-    rate, beta = 1e-5, settings.PATHS["beta"]
-    _, problems = rewarded._paths("reference", 0)
+    rate, beta = 1e-5, experiment.PATHS["beta"]
+    _, problems = experiment._paths("reference", 0)
     problem = problems[1]
     (_, after) = ascents([problem], 1, beta=beta, learning_rate=rate)[:, 0]
     instance = Instance.of(problem.environment, after, problem.reference)
     reward = problem.environment.returns(instance.paths)
     weights = instance.rollout_weights("current")
-    row = rewarded._ratios(problem, after)
+    row = experiment._ratios(problem, after)
     added = (row["value"] - 1) * (weights @ (reward - weights @ reward) ** 2)
     size = (gradient("expected_reward", instance) ** 2).sum()
     assert added == pytest.approx(2 * beta * rate * size, rel=1e-3)
@@ -385,7 +385,7 @@ def test_after_one_small_step_exact_kls_add_twice_the_squared_gradient():
 
 def test_the_record_is_consistent():
     """Exact KLs everywhere remove what the two variances differ by; shares of a positive gain grow with the budget."""
-    rows = recorded.recorded()
+    rows = experiment.recorded()
     seeds = sorted({row["seed"] for row in rows})
     assert seeds == list(range(len(seeds)))
     for seed in seeds:
