@@ -28,10 +28,6 @@ def rows():
     return TRIAL.computed(*SMALL)
 
 
-def test_claims_agree_and_those_without_rows_are_not_run(rows):
-    TRIAL.may_lack_parts(rows)
-
-
 def test_the_push_of_a_head_by_autograd():
     """∂π(S)/∂logits of a head of two among four."""
     logits = torch.tensor([0.4, 0.1, -0.5, -1.0], dtype=torch.float64, requires_grad=True)
@@ -122,5 +118,6 @@ def test_low_precision_is_felt_where_it_should_be():
     assert row["relative_error"] == pytest.approx(1.0, abs=0.02)
 
 
-def test_each_claim_can_fail(rows):
+def test_claims_agree_and_each_can_fail(rows):
+    TRIAL.may_lack_parts(rows)
     TRIAL.claims_can_fail(rows)

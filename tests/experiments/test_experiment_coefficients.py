@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import brentq
 from trial import CHECKOUT, Trial
 
-from kltest.reproduce.experiment import Experiment, Request, compute_all
+from kltest.reproduce.experiment import compute_all
 
 TRIAL = Trial("coefficients")
 MODULE, ANALYSIS = TRIAL.modules("experiment", "claims")
@@ -280,19 +280,3 @@ def test_where_a_biased_estimator_stops_being_nearer():
     formula = "where noisy training settles is known"
     assert [agrees for claim, agrees in TRIAL.verdicts(rows).items() if claim.startswith(formula)] == [True]
     assert [agrees for claim, agrees in TRIAL.verdicts(doubled).items() if claim.startswith(formula)] == [False]
-
-
-def test_without_rows_nothing_is_claimed():
-    assert set(TRIAL.verdicts([]).values()) == {None}
-    assert ANALYSIS.numbers([]).empty
-    assert ANALYSIS.tables([]) == {"coefficients-table": []}
-
-
-@pytest.mark.parametrize(
-    "changes", [("part=budget", "budget_batch_size=4"), ("environment=mdp", "beta=0.5"), ("estimator=none",)]
-)
-def test_settings_of_a_persons_own_give_each_part_what_concerns_it(changes):
-    configurations = Experiment(CHECKOUT, "coefficients").configurations(Request(changes=changes))
-    assert configurations
-    for one in configurations:
-        assert {"part", *MODULE.PARTS[one["part"]]} == set(one)

@@ -232,9 +232,6 @@ def test_rollouts_of_one_type_are_found_to_be_alike():
     ]
 
 
-def test_claims_agree_and_those_without_rows_are_not_run(rows):
+def test_claims_agree_and_each_can_fail(rows):
     TRIAL.may_lack_parts(rows)
-
-
-def test_each_claim_can_fail(rows):
     TRIAL.claims_can_fail(rows)

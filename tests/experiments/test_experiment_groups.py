@@ -65,7 +65,6 @@ def test_claims_agree_and_those_without_rows_are_not_run(rows):
     sampled = {claim for claim in found if claim.startswith("sampled")}
     assert {claim for claim, agrees in found.items() if agrees is None} == sampled
     assert False not in found.values()
-    assert TRIAL.may_lack([]) == {None}
 
 
 def test_each_claim_can_fail(rows):

@@ -15,10 +15,6 @@ def rows():
     return TRIAL.computed(*SMALL)
 
 
-def test_claims_agree_and_those_without_rows_are_not_run(rows):
-    TRIAL.may_lack_parts(rows)
-
-
 def test_rewards_made_in_place_change_what_was_recorded():
     """Two rollouts by hand: −β·u at every token, the reward added to the last live one."""
     logged, lengths, reward = torch.tensor([[0.5, -1.0], [1.0, 0.0]]), torch.tensor([2, 1]), torch.tensor([2.0, 3.0])
@@ -52,5 +48,6 @@ def test_the_run_is_gradient_ascent_on_the_objective(rows):
     assert first["objective"] == pytest.approx(objective, rel=1e-11)
 
 
-def test_each_claim_can_fail(rows):
+def test_claims_agree_and_each_can_fail(rows):
+    TRIAL.may_lack_parts(rows)
     TRIAL.claims_can_fail(rows)

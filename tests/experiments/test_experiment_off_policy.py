@@ -133,11 +133,6 @@ def test_the_thresholds_by_the_hessian(rows):
     assert row["multiplier"] < 1 < row_of(rows, part="stability", recipe="stale", updates=9, seed=0)["multiplier"]
 
 
-def test_claims_agree_or_are_not_run(rows):
-    assert TRIAL.agree(rows)
-    assert TRIAL.may_lack([]) == {None}
-
-
 @pytest.mark.parametrize("ratio", MODULE.RATIOS)
 def test_moments_with_a_ratio_rollout_by_rollout(ratio):
     """The product of ratios on each g_t·u_s, and its derivative in the age as a sum of h, written out."""
@@ -204,5 +199,6 @@ def test_parts_have_what_concerns_them_once():
     assert not any("steps" in one or "inner_steps" in one for one in found if one["part"] != "training")
 
 
-def test_each_claim_can_fail(rows):
+def test_claims_agree_and_each_can_fail(rows):
+    assert TRIAL.agree(rows)
     TRIAL.claims_can_fail(rows)

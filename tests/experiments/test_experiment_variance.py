@@ -401,16 +401,6 @@ def test_the_record_is_consistent():
             assert shares[0] > 0
 
 
-def test_every_claim_agrees(rows):
+def test_claims_agree_and_each_can_fail(rows):
     assert TRIAL.agree(rows)
-
-
-def test_claims_without_their_rows_are_not_run():
-    assert TRIAL.may_lack([]) == {None}
-    assert analysis.tables([]) == {}
-    few = ("part=pair,rates,noise", "reference=0.4", "length=3", "distance=0.5", "vocabulary=3", "lam=0.3")
-    assert TRIAL.may_lack(TRIAL.computed(*few)) == {None, True}
-
-
-def test_each_claim_can_fail(rows):
     TRIAL.claims_can_fail(rows)

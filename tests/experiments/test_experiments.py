@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from trial import irrefutable, representative
+from trial import Trial, irrefutable, representative
 
 from kltest.errors import UsageError
 from kltest.reproduce.bounds import near
@@ -60,6 +60,18 @@ def test_rows_depend_neither_on_the_batch_nor_on_the_order(name):
     alone = [compute_all(CHECKOUT, name, [configuration])[0] for configuration in batch]
     assert json.dumps(together, allow_nan=False) == json.dumps(backwards) == json.dumps(alone)
     assert all(rows for rows in alone)
+
+
+@pytest.mark.parametrize("name", ["sequence", "coefficients", "groups", "metrics", "variance", "off-policy"])
+def test_a_part_varies_what_is_its_own(name):
+    parts = Experiment(CHECKOUT, name).settings.parts
+    for one in configurations(name):
+        assert {"part", *parts[one["part"]]} == set(one)
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in ("training-curves", "finetune", "atlas")])
+def test_claims_without_their_rows_are_not_run(name):
+    assert Trial(name).may_lack([]) == {None}
 
 
 @every
