@@ -21,10 +21,12 @@ def distance(
 ) -> Interval:
     """Bound ‖E d‖/‖E unit‖ from both sides.
 
-    From above by ‖E d‖², a mean over pairs of blocks. Its lower tail is that of a weighted sum of χ² variables, off
-    their centre: with weights of squares p²/2 and largest weight λ it falls below y = ‖E d‖² by s·√(p² + 4λy) with
-    probability at most exp(−s²/2) (Laurent & Massart 2000, Lemma 1; Birgé 2001, Lemma 8.1), which is solved for y;
-    Student's s stands for that of weights which are known, if it is more.
+    From above by the lesser of two bounds. The mean over pairs of blocks, ‖E d‖² without noise, has the lower tail of a
+    weighted sum of χ² variables off their centre: with weights of squares p²/2 and largest weight λ it falls below
+    y = ‖E d‖² by s·√(p² + 4λy) with probability at most exp(−s²/2) (Laurent & Massart 2000, Lemma 1; Birgé 2001,
+    Lemma 8.1), which is solved for y. And along E d the mean is a normal variable of variance λ at most, so that its
+    norm is below ‖E d‖ by s·√λ as seldom: the better one if noise has few directions. Student's s stands for that of
+    a variance which is known, if it is more.
 
     From below by cross-fitting: a direction w from one half of the blocks, and Student's interval of ⟨d, w⟩ over the
     other half, which is an ordinary mean; ‖E d‖ ≥ ⟨E d, w⟩ for any w of norm 1. Both halves serve in turn, with two
@@ -35,9 +37,10 @@ def distance(
     """
     square, (quadratic, along_any) = float(norm(d)(sample.products)), sample.spread(d)
     units = sample.interval(norm(unit), rate / 4)
-    s = max(math.sqrt(2 * math.log(4 / rate)), reach(rate / 2, len(sample)))
+    s = max(math.sqrt(2 * math.log(8 / rate)), reach(rate / 4, len(sample)))
     root = quadratic**2 + 4 * along_any * (max(square, 0.0) + s**2 * along_any)
-    most = max(square + 2 * s**2 * along_any + s * math.sqrt(root), 0.0)
+    whole = float(np.linalg.norm(d @ sample.mean))
+    most = min(max(square + 2 * s**2 * along_any + s * math.sqrt(root), 0.0), (whole + s * math.sqrt(along_any)) ** 2)
     lows = [0.0]
     for own, other in ((0, 1), (1, 0)):
         learn, test = sample.half(own), sample.half(other)
