@@ -1,6 +1,6 @@
 """How often bounds on a distance miss it, by simulation, down to error rates of 1e-4.
 
-    python -m benchmarks.coverage [--tries 20000] > benchmarks/coverage.csv
+    python -m benchmarks.coverage [--tries 10000] > benchmarks/coverage.csv
 
 A grading at 1e-6 uses the same bounds further out. That they hold there is an extrapolation: their tails are those of
 normal blocks, and what is measured is that misses stay below the stated rate at each of the rates, for noise of which
@@ -52,7 +52,7 @@ def missed(noise: str, samples: int, bias: float, tries: int, generator: np.rand
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tries", type=int, default=20_000)
+    parser.add_argument("--tries", type=int, default=10_000)
     parser.add_argument("--noise", nargs="*", choices=NOISES, default=list(NOISES))
     asked = parser.parse_args()
     tries = asked.tries
