@@ -24,13 +24,30 @@ from cosmic_ray.work_item import WorkerOutcome, WorkItem, WorkResult
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 # Rooms and their shares of the sample.
-ROOMS = {"kltest/moments": 0.4, "kltest/identify": 0.3, "kltest/checks": 0.2, "kltest/grading": 0.1}
+ROOMS = {
+    "kltest/moments": 0.3,
+    "kltest/samples": 0.1,
+    "kltest/identify": 0.3,
+    "kltest/checks": 0.2,
+    "kltest/grading": 0.1,
+}
 SUITES = [
     str(next(ROOT.glob(f"tests/*/test_{name}.py")).relative_to(ROOT))
     for name in (
         *("moments_exact", "moments_dynamic", "moments_tree", "properties", "intervals", "sampling"),
         *("identification", "grading", "identification_examples", "checks", "groups", "hygiene", "values", "variance"),
-        *("approximations", "credit", "losses", "shrink", "explain", "expected_failures", "pytest"),
+        *(
+            "approximations",
+            "credit",
+            "far",
+            "batches_together",
+            "audit",
+            "losses",
+            "shrink",
+            "explain",
+            "expected_failures",
+            "pytest",
+        ),
     )
 ]
 # Longer than any of these suites takes unmutated, several times over: a mutant that loops is killed.
