@@ -110,7 +110,7 @@ class Auditing:
         self.controls = range(2 + len(named), 2 + len(self.parts))
         if self._sums():
             self.divisor = float(len(rollouts))
-            self.loss.notes.append("It sums over rollouts: its gradient was divided by their number")
+            self.loss = self.loss.changed("It sums over rollouts: its gradient was divided by their number")
 
     def _sums(self) -> bool:
         """True if the loss is a sum over the rollouts of a batch, as it shows where `kltest grade` looks."""
@@ -156,7 +156,7 @@ class Auditing:
         verdict: Verdict = "confirmed" if away.high <= options.margin else "inconclusive"
         if away.low > options.margin:
             verdict = "refuted"
-        notes = list(self.loss.notes)
+        notes = self.loss.notes
         if TOO_SHORT in row.note:
             notes.append(f"The interval of the declared gradient {row.note}; draw more (--units)")
         if unknown := [name for name in options.expect if name in hopeless]:

@@ -79,7 +79,7 @@ class Program:
     named: bool = False
 
     def __post_init__(self) -> None:
-        form = self.loss.form
+        form = self.loss.record.form
         if self.loss.less == "reference":
             raise NoSourceError("what it returns with the policy as reference is subtracted")
         if "rollout" in self.loss.takes:
@@ -160,10 +160,12 @@ class Program:
 
     def _call(self) -> str:
         """The call with its arguments: by position until a parameter is left out, then by name."""
-        fillings = self.loss.fillings
-        begin = takewhile(lambda one: one.name in fillings and one.kind is not one.KEYWORD_ONLY, self.loss.parameters)
+        fillings = self.loss.arguments.fillings
+        begin = takewhile(
+            lambda one: one.name in fillings and one.kind is not one.KEYWORD_ONLY, self.loss.arguments.parameters
+        )
         by_position = [] if self.named else [parameter.name for parameter in begin]
-        parts = [] if self.loss.receiver is None else [self._value(self.loss.receiver)]
+        parts = [] if self.loss.arguments.receiver is None else [self._value(self.loss.arguments.receiver)]
         parts += [self._value(fillings[name]) for name in by_position]
         parts += [f"{name}={self._value(filling)}" for name, filling in fillings.items() if name not in by_position]
         return f"{self.source.name}({', '.join(parts)})"
@@ -174,7 +176,11 @@ class Program:
             return f"SimpleNamespace({', '.join(parts)})"
         if isinstance(filling, Built):
             owner, kind = self.source.name.rpartition(".")[0], type(filling.thing).__name__
-            if filling is self.loss.receiver and owner.rpartition(".")[2] == kind and not given_to(filling.given):
+            if (
+                filling is self.loss.arguments.receiver
+                and owner.rpartition(".")[2] == kind
+                and not given_to(filling.given)
+            ):
                 return f"{owner}()"
             held = {**getattr(filling.thing, "__dict__", {}), **given_to(filling.given)}
             return f"SimpleNamespace({', '.join(f'{name}={self._value(value)}' for name, value in held.items())})"
@@ -212,7 +218,7 @@ class Program:
         elif name == "advantage" and any(map(any, self.environment.reward or ())):
             mean = f"{self.chance} @ reward" if self.batch == 1 else f"{value}.mean()"
             value = f"({value} - {mean})"
-        if self.loss.form is not None and self.loss.form.per_token:
+        if self.loss.record.form is not None and self.loss.record.form.per_token:
             value += f"[:, None].repeat(1, {self.instance.paths.shape[1]})"
         return value + self.float
 

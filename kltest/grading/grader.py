@@ -183,7 +183,7 @@ class Grading:
             return report
         credit = None if loss.placement == "loss" else loss.credit
         placement = "shaped-reward" if loss.shaped else loss.placement
-        report = replace(report, placement=placement, credit=credit, notes=list(loss.notes), calls=loss.calls.count)
+        report = replace(report, placement=placement, credit=credit, notes=loss.notes, calls=loss.calls.count)
         report = replace(report, calling=loss.calls.seconds + loss.calls.backward)
         report = replace(report, source=report.source or first_line(loss.function))
         if findings is None:

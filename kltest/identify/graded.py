@@ -100,7 +100,7 @@ def response_to_rewards(loss: Loss, seed: int) -> Loss:
     Only a loss whose placement was not given, or given as "reward", is tried. If it was not given, the reward must not
     change the gradient: what a policy loss returns moves with the reward as well.
     """
-    asked = loss.asked_placement
+    asked = loss.call.placement
     if asked not in (None, "reward") or not _may_read_rewards(loss):
         return loss
     try:
@@ -110,12 +110,11 @@ def response_to_rewards(loss: Loss, seed: int) -> Loss:
     if slope is None or (gradient_moves and not asked):
         return loss
     if slope == 1:
-        notes = [*loss.notes, RECOGNISED]
-        return loss.changed(placement="reward", shaped=True, unrewarded=True, less="", notes=notes)
+        return loss.changed(RECOGNISED, placement="reward", shaped=True, unrewarded=True, less="")
     hints = [HINT] if rises else []
     if slope == -1 and asked and not loss.takes_beta:
-        return loss.changed(unrewarded=True, notes=[*loss.notes, *hints, COST])
-    return loss.changed(notes=[*loss.notes, *hints])
+        return loss.changed(*hints, COST, unrewarded=True)
+    return loss.changed(*hints)
 
 
 def _response(loss: Loss, seed: int) -> tuple[int | None, bool, bool]:
@@ -169,7 +168,7 @@ def without_constant(loss: Loss, batch: Rollout) -> Loss:
             return loss
     except KltestError:
         return loss
-    return loss.changed(less="coefficient" if loss.takes_beta else "reference", notes=[*loss.notes, REST])
+    return loss.changed(REST, less="coefficient" if loss.takes_beta else "reference")
 
 
 def own_beta(loss: Loss, batches: list[Rollout]) -> Loss:
@@ -177,20 +176,18 @@ def own_beta(loss: Loss, batches: list[Rollout]) -> Loss:
     name = next((key for key, field in loss.fields.items() if field == "beta"), "")
     if name != "beta" or loss.placement != "loss" or _may_read_rewards(loss):
         return loss
-    default = next((one.default for one in loss.parameters if one.name == name), inspect.Parameter.empty)
-    value = loss.settings.get(name, default)
+    default = next((one.default for one in loss.arguments.parameters if one.name == name), inspect.Parameter.empty)
+    value = loss.call.arguments.get(name, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return loss
     batch, _ = _first_taken(loss, batches, float(value))
     if batch is None or _is_coefficient(loss, batch):
         return loss
     return loss.changed(
-        fillings={**loss.fillings, name: value},
-        fields={key: field for key, field in loss.fields.items() if key != name},
-        takes=loss.takes - {"beta"},
-        takes_beta=False,
+        OWN.format(name=name, value=value),
+        arguments=loss.arguments.with_value(name, value),
         fixed_beta=None,
-        notes=[*loss.notes, OWN.format(name=name, value=value)],
+        record=replace(loss.record, reads_beta=False),
     )
 
 
@@ -231,7 +228,7 @@ def without_rewards(loss: Loss, batches: list[Rollout]) -> Loss:
                 return loss
     except KltestError:
         return loss
-    return loss.changed(unrewarded=True, notes=[*loss.notes, UNREWARDED]) if moves else loss
+    return loss.changed(UNREWARDED, unrewarded=True) if moves else loss
 
 
 class Rest(Variant):

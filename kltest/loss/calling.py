@@ -1,11 +1,10 @@
 """Losses: callables whose parameters are filled by name, called with rollouts, and what each call did and returned."""
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ from kltest.loss.arguments import Stub
 from kltest.loss.beside import Beside
 from kltest.loss.building import Built
 from kltest.loss.callables import described, name_of, source_file
-from kltest.loss.filling import FieldOf, arguments, fill, fixed_beta
+from kltest.loss.filling import Arguments, fill, fixed_beta
 from kltest.loss.frames import describe, failure
 from kltest.loss.global_state import eagerly, preserved, settings_preserved, unusual_input
 from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
@@ -65,72 +64,124 @@ def bind(
         function = jax_loss(function)
     if isinstance(function, JaxLoss):
         notes = (*notes, CALLED_WITH_JAX)
-    parameters = list(signature.parameters.values())
-    return Loss(name, function, parameters[receiver is not None :], call or Call(), receiver, spec, notes)
+    parameters = list(signature.parameters.values())[receiver is not None :]
+    call = call or Call()
+    fillings = fill(name, parameters, call, function)
+    # First, since a number given for β makes a filling of it.
+    beta = fixed_beta(fillings, call)
+    arguments = Arguments(tuple(parameters), fillings, receiver)
+    placement = call.placement or (spec.placement if spec else "loss")
+    shaped = placement == "shaped-reward"
+    return Loss(
+        name,
+        function,
+        arguments,
+        call,
+        spec,
+        placement="reward" if placement == "shaped-reward" else placement,
+        credit=call.credit or (spec.credit if spec else "return"),
+        shaped=shaped,
+        unrewarded=shaped,
+        less="" if shaped else "coefficient",
+        fixed_beta=beta,
+        stated=(*notes, *(built.note() for built in arguments.built)),
+        calls=Calls.of(function, {built.name: built.thing for built in arguments.built}),
+        beside=Beside(function),
+    )
 
 
-class Loss:
-    """A callable with its parameters filled; call it with a rollout.
+@dataclass
+class Record:
+    """What the calls of a loss have shown so far.
 
     Attributes:
-        takes: the rollout fields that it is given; "rollout" means that it may read any (see `Rollout.accessed`).
-        fields, settings: the field that fills each parameter, and the arguments that were given.
-        takes_beta: True if it is called at β and at 0; its objective is the difference over β.
-        placement: where its values are placed; `shaped`: with their sign changed; `unrewarded`: for rewards of zero.
-        less: what is subtracted from a call: the loss at β = 0 (if it takes β), or with the policy as reference.
-        fixed_beta: the coefficient at which the KL part is taken, None for the rollout's own.
-        costly: True if it says of itself that a call takes milliseconds.
-        form, notes: the form in which it last took its fields, and sentences for the report; known after a call.
+        form: the form in which it last took its fields.
+        per_token: True if it wants rewards as (B, T), False if as (B,), None if that is not known.
+        traced: the precision of the steps that autograd does not record.
+        reads_beta: True if β was read in a call.
         writes: the change, in words, of each field that it wrote into.
         made_trainable: the constants whose gradient it switched on.
-        calls: how often it was called, and how long that took; its copies count with it.
+        notes: sentences for the report.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        parameters: list[inspect.Parameter],
-        call: Call,
-        receiver: Stub | Built | None,
-        spec: Spec | None,
-        notes: tuple[str, ...],
-    ) -> None:
-        self.name, self.function, self.parameters, self.receiver, self.spec = name, function, parameters, receiver, spec
-        self.fillings = fill(name, parameters, call, function)
-        # First, since a number given for β makes a filling of it.
-        self.fixed_beta = fixed_beta(self.fillings, call)
-        self.fields = {key: filling.name for key, filling in self.fillings.items() if isinstance(filling, FieldOf)}
-        stubs = [filling for filling in (receiver, *self.fillings.values()) if isinstance(filling, Stub | Built)]
-        self.takes = frozenset(self.fields.values()).union(*(stub.fields() for stub in stubs))
-        self.takes_beta = "beta" in self.takes
-        placement = call.placement or (spec.placement if spec else "loss")
-        self.shaped = self.unrewarded = placement == "shaped-reward"
-        self.less: Literal["", "coefficient", "reference"] = "" if self.shaped else "coefficient"
-        self.asked_placement = call.placement
-        self.placement: Place = "reward" if placement == "shaped-reward" else placement
-        self.credit: Credit = call.credit or (spec.credit if spec else "return")
-        self.settings: Mapping[str, object] = call.arguments
-        self.costly = bool(getattr(function, "costly", False))
-        self.form: InputForm | None = None
-        self._built = [stub for stub in stubs if isinstance(stub, Built)]
-        self.notes = [*notes, *(built.note() for built in self._built)]
-        self.writes: dict[str, str] = {}
-        self.made_trainable: set[str] = set()
-        self.calls = Calls.of(function, {built.name: built.thing for built in self._built})
-        self._forms: tuple[InputForm, ...] = INPUT_FORMS
-        self._per_token: bool | None = None
-        self._must_be_finite = True
-        self._traced: list[torch.dtype] | None = None
-        self._beside = Beside(function)
+    form: InputForm | None = None
+    per_token: bool | None = None
+    traced: list[torch.dtype] | None = None
+    reads_beta: bool = False
+    writes: dict[str, str] = field(default_factory=dict)
+    made_trainable: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
 
-    def changed(self, **attributes: Any) -> "Loss":
-        """Return the same loss with other values of some attributes; its calls count with it."""
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """A callable with its parameters filled, and how what it returns is graded; call it with a rollout.
+
+    Attributes:
+        name, function: what reports call it, and what is called.
+        arguments: what fills its parameters.
+        call, spec: the options that it was made with, and the description of a registered estimator.
+        placement, credit: where its values are placed; `shaped`: with their sign changed; `unrewarded`: for rewards
+            of zero.
+        less: what is subtracted from a call: the loss at β = 0 (if it takes β), or with the policy as reference.
+        fixed_beta: the coefficient at which the KL part is taken, None for the rollout's own.
+        stated: sentences for the report that are known before a call.
+        calls: how often it was called, and how long that took; its copies count with it.
+        beside: finds the logged KL among what it returns.
+        forms: the forms in which fields are tried.
+        exploring: True if its input is unusual, so that it may give NaN.
+        record: what its calls have shown; alone of all this it changes.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: Arguments
+    call: Call
+    spec: Spec | None
+    placement: Place
+    credit: Credit
+    shaped: bool
+    unrewarded: bool
+    less: Literal["", "coefficient", "reference"]
+    fixed_beta: float | None
+    stated: tuple[str, ...]
+    calls: Calls
+    beside: Beside
+    forms: tuple[InputForm, ...] = INPUT_FORMS
+    exploring: bool = False
+    record: Record = field(default_factory=Record)
+
+    @property
+    def fields(self) -> Mapping[str, str]:
+        """The field that fills each parameter."""
+        return self.arguments.fields
+
+    @property
+    def takes(self) -> frozenset[str]:
+        """The fields that it is given; "rollout" means that it may read any (see `Rollout.accessed`)."""
+        return self.arguments.takes
+
+    @property
+    def takes_beta(self) -> bool:
+        """True if it is called at β and at 0; its objective is the difference over β."""
+        return "beta" in self.takes or self.record.reads_beta
+
+    @property
+    def costly(self) -> bool:
+        """True if it says of itself that a call takes milliseconds."""
+        return bool(getattr(self.function, "costly", False))
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the report; more may be known after a call."""
+        return [*self.stated, *self.record.notes]
+
+    def changed(self, *notes: str, **attributes: Any) -> "Loss":
+        """Return the same loss with other values of some attributes and more notes; its calls count with it."""
         other = copy.copy(self)
-        for name, value in attributes.items():
-            if not hasattr(self, name):
-                raise AttributeError(f"a loss has no attribute {name!r}")
-            setattr(other, name, value)
+        if unknown := attributes.keys() - vars(self).keys():
+            raise AttributeError(f"a loss has no attribute {min(unknown)!r}")
+        vars(other).update(attributes, stated=(*self.stated, *notes))
         return other
 
     def for_experiments(self, floats: torch.dtype | None = None) -> "Loss":
@@ -139,11 +190,12 @@ class Loss:
         Args:
             floats: the type in which it is given its floating-point fields; None for the usual.
         """
-        other = self.changed(notes=[], writes={}, made_trainable=set(), _must_be_finite=False)
+        record = replace(self.record, notes=[], writes={}, made_trainable=set())
         if floats is None:
-            return other
-        same = replace(self.form or INPUT_FORMS[0], floats=floats)
-        return other.changed(_forms=(same, replace(same, bool_mask=not same.bool_mask)), form=None, _traced=None)
+            return self.changed(exploring=True, record=record)
+        same = replace(record.form or INPUT_FORMS[0], floats=floats)
+        forms = (same, replace(same, bool_mask=not same.bool_mask))
+        return self.changed(exploring=True, forms=forms, record=replace(record, form=None, traced=None))
 
     def at(self, beta: float) -> "Loss":
         """Return the part of the same loss that another β adds."""
@@ -165,13 +217,13 @@ class Loss:
         beta = self.beta(rollout)
         # Noise is to be the same in both calls, so that it cancels. Whoever reads the rollout may read β from it.
         twice = self.less == "reference" or self.takes & {"beta", "rollout"}
-        trace = PrecisionTrace() if self._traced is None and len(rollout) <= _TRACED_ROWS else nullcontext()
+        trace = PrecisionTrace() if self.record.traced is None and len(rollout) <= _TRACED_ROWS else nullcontext()
         for random in self.calls.noise() if twice else (None,):  # noqa: B007
             with trace:
                 result, view = self._run(rollout, beta)
         results = {self.name: result}
         loss = result.loss.to(torch.float64)
-        self.takes_beta = self.takes_beta or "beta" in view.accessed
+        self.record.reads_beta |= "beta" in view.accessed
         if self.takes_beta and (not beta or not math.isfinite(beta)):
             raise UsageError(f"β is {beta}: the KL part of {self.name} is taken as (ℓ(β) − ℓ(0))/β, with β ≠ 0")
         if self.less == "reference" or (self.less and self.takes_beta):
@@ -188,11 +240,11 @@ class Loss:
         loss = loss / beta if self.takes_beta else loss
         logp = loss if self.placement == "loss" else rollout.peek("logp")
         placed = place(loss, logp, rollout.peek("mask"), self.placement, self.credit)
-        if self._must_be_finite and not math.isfinite(float(placed.detach().sum())):
+        if not self.exploring and not math.isfinite(float(placed.detach().sum())):
             for name, part in results.items():
                 check_finite(name, part.loss, rollout, self.fields)
         if isinstance(trace, PrecisionTrace):
-            self._traced = [trace.of(part.loss) for part in results.values()]
+            self.record.traced = [trace.of(part.loss) for part in results.values()]
         scalar = result.returned == "scalar"
         return Outcome(
             objective=placed if scalar else placed.mean(),
@@ -201,7 +253,7 @@ class Loss:
             value=None if scalar else loss.detach(),
             metric=result.metric,
             computed=tuple(part.loss for part in results.values()),
-            traced=tuple(self._traced or ()),
+            traced=tuple(self.record.traced or ()),
         )
 
     def settle(self, rollout: Rollout) -> None:
@@ -211,7 +263,7 @@ class Loss:
         an error, so a copy of the batch is used in which B and T differ. A loss that takes neither field is not called;
         one that fails there in every form stays undecided, and gets (B,) as long as that works.
         """
-        if self._per_token is None and self.takes & {*ROW_FIELDS, "rollout"}:
+        if self.record.per_token is None and self.takes & {*ROW_FIELDS, "rollout"}:
             with preserved(), suppress(KltestError):
                 self._run(made_unambiguous(rollout), self.beta(rollout))
 
@@ -229,12 +281,12 @@ class Loss:
         of_jax = (ValueError,) if isinstance(self.function, JaxLoss) else ()
         refusals = (TypeError, IndexError, RuntimeError, AssertionError, *of_jax)
         errors: list[BaseException] = []
-        forms = [form for form in self._forms if self._per_token in (None, form.per_token)]
-        forms.sort(key=lambda form: form is not self.form)
+        forms = [form for form in self.forms if self.record.per_token in (None, form.per_token)]
+        forms.sort(key=lambda form: form is not self.record.form)
         for form in forms:
             if errors and not form.may_fix(errors, rollout.accessed):
                 continue
-            view = RolloutView(rollout, beta, form, always_copy=bool(self.writes), unrewarded=self.unrewarded)
+            view = RolloutView(rollout, beta, form, always_copy=bool(self.record.writes), unrewarded=self.unrewarded)
             clean = {name for name in LEAVES if getattr(rollout.built(name), "grad", None) is None}
             try:
                 answer = self._call(view)
@@ -249,24 +301,24 @@ class Loss:
                 rollout.accessed |= view.accessed
             if errors:
                 used, refused = form.unlike(forms[0]), forms[0].unlike(form)
-                self.notes.append(f"It was given {used}: with {refused} it raised {describe(errors[0])}")
-            self.form = form
+                self.record.notes.append(f"It was given {used}: with {refused} it raised {describe(errors[0])}")
+            self.record.form = form
             if unambiguous(rollout):
-                self._per_token = form.per_token
+                self.record.per_token = form.per_token
             self._check_inputs(rollout, view, clean)
             if beta == 0 and isinstance(answer, int | float) and not isinstance(answer, bool):
                 # A loss without its KL term may be the number 0.
                 answer = torch.tensor(float(answer), dtype=torch.float64)
-            result = self._beside.read(self.name, answer, rollout)
-            result = self._beside.chosen(result, rollout, view, self._call)
+            result = self.beside.read(self.name, answer, rollout)
+            result = self.beside.chosen(result, rollout, view, self._call)
             if result.note and result.note not in self.notes:
-                self.notes.append(result.note)
+                self.record.notes.append(result.note)
             return (replace(result, loss=-result.loss) if self.shaped else result), view
         raise self._failure(errors[0], beta) from errors[0]
 
     def _call(self, view: RolloutView) -> Any:
-        positional, named = arguments(self.parameters, self.fillings, self.receiver, view)
-        unusual = nullcontext() if self._must_be_finite else unusual_input()
+        positional, named = self.arguments.of(view)
+        unusual = unusual_input() if self.exploring else nullcontext()
         with settings_preserved(), torch.enable_grad(), eagerly(), unusual, self.calls:
             return self.function(*positional, **named)
 
@@ -278,8 +330,8 @@ class Loss:
                 raise TargetError(
                     f"{self.name} wrote into {name}, {what}, in place. Work on a copy: {name} = {name}.clone()."
                 )
-        self.writes = {**writes, **self.writes}
-        self.made_trainable |= view.made_trainable()
+        self.record.writes = {**writes, **self.record.writes}
+        self.record.made_trainable |= view.made_trainable()
         for name in clean:
             leaf = rollout.built(name)
             if leaf is not None and leaf.grad is not None:
@@ -289,7 +341,11 @@ class Loss:
                 )
 
     def _failure(self, error: BaseException, beta: float) -> KltestError:
-        lacks = str(error) if isinstance(error, NotGivenError) else "".join(one.lacks(error) for one in self._built)
+        lacks = (
+            str(error)
+            if isinstance(error, NotGivenError)
+            else "".join(one.lacks(error) for one in self.arguments.built)
+        )
         if lacks:
             return UsageError(f"{self.name}: {lacks}")
         at = " (called with β = 0, to take the part that β multiplies)" if self.takes_beta and beta == 0 else ""

@@ -3,7 +3,8 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from kltest.errors import UsageError
@@ -25,26 +26,49 @@ class FieldOf:
 Filling = FieldOf | Stub | Built | Any
 
 
-def arguments(
-    parameters: list[inspect.Parameter],
-    fillings: Mapping[str, Filling],
-    receiver: Stub | Built | None,
-    view: RolloutView,
-) -> tuple[list[Any], dict[str, Any]]:
-    """Return the positional and the named arguments of one call."""
+@dataclass(frozen=True)
+class Arguments:
+    """What fills the parameters of a callable in each call; `receiver` stands in for the `self` of a plain method."""
 
-    def value_of(filling: Filling) -> Any:
-        if isinstance(filling, FieldOf):
-            return getattr(view, filling.name)
-        return filling.at(view) if isinstance(filling, Stub | Built) else filling
+    parameters: tuple[inspect.Parameter, ...]
+    fillings: Mapping[str, Filling]
+    receiver: Stub | Built | None = None
 
-    named = {key: value_of(filling) for key, filling in fillings.items()}
-    positional = [] if receiver is None else [receiver.at(view)]
-    for parameter in parameters:
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            # One that keeps its default is passed all the same, since a filled one may follow it.
-            positional.append(named.pop(parameter.name, parameter.default))
-    return positional, named
+    @cached_property
+    def fields(self) -> dict[str, str]:
+        """The field that fills each parameter."""
+        return {key: filling.name for key, filling in self.fillings.items() if isinstance(filling, FieldOf)}
+
+    @cached_property
+    def takes(self) -> frozenset[str]:
+        """The fields that are given, to objects that stand in for others as well."""
+        objects = [one for one in (self.receiver, *self.fillings.values()) if isinstance(one, Stub | Built)]
+        return frozenset(self.fields.values()).union(*(one.fields() for one in objects))
+
+    @cached_property
+    def built(self) -> list[Built]:
+        """The objects that were built from the defaults of their class."""
+        return [one for one in (self.receiver, *self.fillings.values()) if isinstance(one, Built)]
+
+    def with_value(self, name: str, value: object) -> "Arguments":
+        """Return the same with a value for one parameter."""
+        return replace(self, fillings={**self.fillings, name: value})
+
+    def of(self, view: RolloutView) -> tuple[list[Any], dict[str, Any]]:
+        """Return the positional and the named arguments of one call."""
+        named = {key: _value_of(filling, view) for key, filling in self.fillings.items()}
+        positional = [] if self.receiver is None else [self.receiver.at(view)]
+        for parameter in self.parameters:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                # One that keeps its default is passed all the same, since a filled one may follow it.
+                positional.append(named.pop(parameter.name, parameter.default))
+        return positional, named
+
+
+def _value_of(filling: Filling, view: RolloutView) -> Any:
+    if isinstance(filling, FieldOf):
+        return getattr(view, filling.name)
+    return filling.at(view) if isinstance(filling, Stub | Built) else filling
 
 
 def fill(

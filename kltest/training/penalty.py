@@ -152,7 +152,7 @@ class Penalty:
             parameter: beta if name == "beta" else rollout.peek(name) for parameter, name in self.loss.fields.items()
         }
         with torch.enable_grad():
-            answer = self.loss.function(**{**self.loss.settings, **fields, **columns})
+            answer = self.loss.function(**{**self.loss.call.arguments, **fields, **columns})
         return (answer[0], answer[1]["kl"]) if isinstance(answer, tuple) else (answer, None)
 
     def _columns(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray) -> dict[str, Tensor]:
@@ -227,7 +227,7 @@ class TokenPenalty(Penalty):
     def _valued(self, fields: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the terms (T, M, R) of all tokens and, if placed in the loss, their derivatives."""
         own = {parameter: fields[name] for parameter, name in self.loss.fields.items()}
-        arguments: dict[str, Any] = {**self.loss.settings, **own}
+        arguments: dict[str, Any] = {**self.loss.call.arguments, **own}
         if self.loss.placement == "reward" or "logp" not in fields:
             return self.loss.function(**arguments).numpy(), None
         leaf = fields["logp"].requires_grad_()

@@ -318,7 +318,7 @@ def test_writes_are_found_bit_for_bit(batch):
         bound = bind(lambda logp, ref_logp, mask, change=change: loss(logp, ref_logp, mask, change)).for_experiments()
         bound(batch)
         harmless = name in ("nothing", "the same again", "and back")
-        assert set(bound.writes) == (set() if harmless else {"ref_logp"}), name
+        assert set(bound.record.writes) == (set() if harmless else {"ref_logp"}), name
         assert torch.equal(batch.peek("ref_logp"), before), "what other calls are given is unharmed"
 
 
@@ -338,7 +338,7 @@ def test_minus_zero_is_another_number_and_the_same_nan_is_none():
     for loss, changed in ((negates, {"ref_logp"}), (rewrites, set())):
         bound = bind(loss).for_experiments()
         bound(Rollout(fields))
-        assert set(bound.writes) == changed
+        assert set(bound.record.writes) == changed
 
 
 def test_a_tensor_that_backward_still_needs_is_said(batch):

@@ -131,4 +131,7 @@ def test_a_target_may_be_written_as_pytest_writes_it(proposed, tmp_path):
     (tmp_path / "methods.py").write_text(
         "class A:\n    def loss(self, logp, ref_logp, mask):\n        return logp.sum()\n"
     )
-    assert resolve("methods.py::A::loss").parameters[0].name == resolve("methods.py:A.loss").parameters[0].name
+    assert (
+        resolve("methods.py::A::loss").arguments.parameters[0].name
+        == resolve("methods.py:A.loss").arguments.parameters[0].name
+    )

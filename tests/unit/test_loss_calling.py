@@ -556,7 +556,7 @@ def test_writes_into_inputs_stay_with_the_call(write, short):
     before = short.peek("ref_logp").clone()
     bound = bind(loss)
     first = bound(short).objective.item()
-    assert set(bound.writes) == {"ref_logp"}
+    assert set(bound.record.writes) == {"ref_logp"}
     assert bound(short).objective.item() == first
     assert torch.equal(short.peek("ref_logp"), before)
 
@@ -570,7 +570,7 @@ def test_writes_into_large_inputs_are_refused():
     fields["mask"] = torch.ones(count, 3, dtype=torch.float64)
     known = bind(scribbles)
     known(Rollout({name: value[:5] for name, value in fields.items()}))
-    assert set(known.writes) == {"ref_logp", "mask"}
+    assert set(known.record.writes) == {"ref_logp", "mask"}
     rollout = Rollout(fields)
     before = rollout.peek("ref_logp").clone()
     known(rollout)
@@ -592,7 +592,7 @@ def test_writes_into_the_leaf(short):
     for loss in (in_place, behind_autograd):
         bound = bind(loss)
         torch.testing.assert_close(bound(short).objective.detach(), expected, rtol=1e-14, atol=0)
-        assert set(bound.writes) == {"logp"}
+        assert set(bound.record.writes) == {"logp"}
         assert torch.equal(short.peek("logp").detach(), before), "what other calls are given is unharmed"
 
 

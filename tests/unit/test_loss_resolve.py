@@ -274,7 +274,7 @@ def test_arguments_reach_the_function(write):
     write("mine.py", "def loss(log_p, log_q, kind):\n    return (log_p - log_q) ** 2 / 2 if kind == 'mse' else None\n")
     arguments = {"log_p": "@logp", "log_q": "@ref_logp", "kind": "mse"}
     loss = resolve("mine:loss", Call(arguments=arguments))
-    assert loss.settings == arguments
+    assert loss.call.arguments == arguments
     follows(loss, K2)
     with pytest.raises(UsageError, match="log_p"):
         resolve("mine:loss")

@@ -13,7 +13,7 @@ def examine(findings: Findings) -> Found | None:
     experiment = findings.measure.experiment()
     for sampler in findings.samplers:
         experiment.loss(usual_batch(findings, sampler))
-    changed = {**findings.loss.writes, **experiment.loss.writes}
+    changed = {**findings.loss.record.writes, **experiment.loss.record.writes}
     if not changed:
         return None
     return Found(" ".join(f"After the call {name} has changed: {what}." for name, what in sorted(changed.items())))

@@ -38,7 +38,7 @@ def examine(findings: Findings) -> Found | None:
     """Look for gradients that the reference or the sampler receives."""
     experiment = findings.measure.experiment()
     experiment.call(usual_batch(findings))
-    if trainable := sorted(findings.loss.made_trainable | experiment.loss.made_trainable):
+    if trainable := sorted(findings.loss.record.made_trainable | experiment.loss.record.made_trainable):
         return Found(f"It switched on the gradient of constants: {', '.join(trainable)}.")
     if findings.placement == "reward":
         return None
