@@ -19,7 +19,7 @@ from kltest.loss.resolve import resolve
 from kltest.moments import Moments, exact
 from kltest.sweeps.settings import Settings
 from kltest.sweeps.store import digest
-from kltest.training import PerRun, Problem, Run, State, train
+from kltest.training import LogProbs, PerRun, Problem, Run, train
 from kltest.truth import optimum
 
 from ..arrays import generator
@@ -469,7 +469,7 @@ def instance() -> Instance:
     return Instance.of(bandit(int(ARMS["count"])), start, reference)
 
 
-def least_noisy_value(state: State) -> Tensor:
+def least_noisy_value(state: LogProbs) -> Tensor:
     """(R,) the λ of the least noisy value, −Cov(u, w)/Var w, exactly."""
     p, u = state.log_policy[:, 0].exp(), (state.log_policy - state.log_reference)[:, 0]
     w = (-u).exp()
@@ -478,7 +478,7 @@ def least_noisy_value(state: State) -> Tensor:
     return -((p * u * w).sum(dim=1) - kl) / ((p * w**2).sum(dim=1) - 1)
 
 
-def least_noisy_gradient(state: State) -> Tensor:
+def least_noisy_gradient(state: LogProbs) -> Tensor:
     """(R,) the λ of the least noisy gradient, 1 + E[u‖g‖²]/E‖g‖², exactly."""
     p, u = state.log_policy[:, 0].exp(), (state.log_policy - state.log_reference)[:, 0]
     norms = 1 - 2 * p + (p**2).sum(dim=1, keepdim=True)
@@ -489,7 +489,7 @@ def coefficients() -> dict[str, float]:
     """Both at the start."""
     one = instance()
     policy, reference = (torch.from_numpy(table)[None] for table in (one.policy, one.reference))
-    state = State(policy, reference, policy)
+    state = LogProbs(policy, reference, policy)
     return {"value": float(least_noisy_value(state)), "gradient": float(least_noisy_gradient(state))}
 
 

@@ -16,7 +16,7 @@ from kltest.environments import Instance
 from kltest.loss.calling import Loss, bind
 from kltest.loss.outcome import Call
 from kltest.moments import exact, exact_batches
-from kltest.moments.differentiate import Experiment
+from kltest.moments.differentiate import LossExperiment
 from kltest.report import align, format_cell
 from kltest.rollout import Rollout
 from kltest.truth import combine, parse, value
@@ -67,7 +67,7 @@ def of_calls(losses: Losses, setting: str, rows: Sequence[Words], head: str = ""
     `mask`. It shows the gradient at the log-prob of the first rollout's token `gradient`, or the value if that is
     missing, times its `share`.
     """
-    ready = [Experiment(bind(function, name=name)) for name, function in losses.items()]
+    ready = [LossExperiment(bind(function, name=name)) for name, function in losses.items()]
     cells: list[Cells] = []
     for row in rows:
         logp, ref_logp = (

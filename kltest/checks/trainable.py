@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kltest.moments.differentiate import Experiment, backward
+from kltest.moments.differentiate import LossExperiment, backward
 from kltest.rollout import Rollout
 
 
-def received(experiment: Experiment, rollout: Rollout, names: Sequence[str]) -> dict[str, Tensor]:
+def received(experiment: LossExperiment, rollout: Rollout, names: Sequence[str]) -> dict[str, Tensor]:
     """Return the gradient of one call at constant fields that are made trainable, for those that receive one."""
     constants = {name: rollout.peek(name).detach().clone().requires_grad_() for name in names}
     with warnings.catch_warnings():

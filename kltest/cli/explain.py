@@ -38,7 +38,7 @@ def command(
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """One part of a check's description: a title, and text, code, what to write in several places, or a list."""
 
     title: str
@@ -48,29 +48,29 @@ class Part:
     items: tuple[str, ...] = ()
 
 
-def parts(check: "Check") -> list[Part]:
+def parts(check: "Check") -> list[Section]:
     """Return the description of a check in the order of reading."""
     called = ", ".join(f"{name}={value!r}" for name, value in check.options.items())
     return [
-        Part("What", check.what),
-        Part("Why", check.why),
-        Part("Example", check.example),
-        Part("Wrong", f"Graded with {called}." if called else "", code=check.wrong_code),
-        Part("How serious", f"{serious(check)} {MOVED}", ways=other_level(check)),
-        Part("Way out 1: fix it", check.fix, code=check.fixed_code),
+        Section("What", check.what),
+        Section("Why", check.why),
+        Section("Example", check.example),
+        Section("Wrong", f"Graded with {called}." if called else "", code=check.wrong_code),
+        Section("How serious", f"{serious(check)} {MOVED}", ways=other_level(check)),
+        Section("Way out 1: fix it", check.fix, code=check.fixed_code),
         *_full_fix(check),
-        Part("Way out 2: declare what it follows", *_declared(check)),
-        Part("Way out 3: expect the failure", EXPECTED, ways=expectation(check)),
-        Part("See it on your own loss", ways=on_ones_own(check)),
-        Part("Recorded libraries that have it", libraries(check)),
-        Part("Sources", items=tuple(source for source in check.sources if source)),
+        Section("Way out 2: declare what it follows", *_declared(check)),
+        Section("Way out 3: expect the failure", EXPECTED, ways=expectation(check)),
+        Section("See it on your own loss", ways=on_ones_own(check)),
+        Section("Recorded libraries that have it", libraries(check)),
+        Section("Sources", items=tuple(source for source in check.sources if source)),
     ]
 
 
-def _full_fix(check: "Check") -> list[Part]:
+def _full_fix(check: "Check") -> list[Section]:
     """Return the fix of a loss that takes whole next-token distributions, if it differs."""
     code = check.remedy({"ref_logits"}).partition("\n\n")[2]
-    return [Part("The same with whole distributions", check.full_fix, code=code)] if check.full_fix else []
+    return [Section("The same with whole distributions", check.full_fix, code=code)] if check.full_fix else []
 
 
 def _declared(check: "Check") -> tuple[str, str, Ways]:

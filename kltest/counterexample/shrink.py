@@ -83,7 +83,7 @@ def smallest_failure(findings: Findings) -> CounterExample | None:
     A row whose disagreement was expected does not refute, and its kind of environment is left out.
     """
     row = next((row for row in findings.rows if row.refutes and row.method == "exact"), None)
-    return None if row is None else Search(findings, row).smallest()
+    return None if row is None else Shrinking(findings, row).smallest()
 
 
 def example(findings: Findings) -> CounterExample | None:
@@ -103,7 +103,7 @@ def example(findings: Findings) -> CounterExample | None:
 
 
 @dataclass
-class Search:
+class Shrinking:
     """Search for the smallest environment in which a row still fails; `calls` counts the calls of the loss."""
 
     findings: Findings

@@ -12,7 +12,7 @@ from kltest.adapters import named
 from kltest.errors import UsageError
 from kltest.grading.isolated import Child, Children, Kind, Output, Step, cores, note_bug
 from kltest.grading.options import DEFAULT_TIMEOUT, Options, checked
-from kltest.loss.names import named as named_loss
+from kltest.loss.target import named as named_loss
 from kltest.report import Report
 
 WAITING = 8

@@ -21,7 +21,7 @@ from kltest.identify.values import reported
 from kltest.loss.calling import Loss
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches, exact_known
 from kltest.moments.caller import Caller
-from kltest.moments.differentiate import Experiment, RowGradients, differentiate, live_positions
+from kltest.moments.differentiate import LossExperiment, RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
@@ -121,9 +121,9 @@ class Measure:
         wanted = target(self.declared, instance, sampler) if wanted is None else wanted
         return relative_bias(found.gradient, wanted, size(instance)) <= TOLERANCES[found.dtype].gradient
 
-    def experiment(self, floats: torch.dtype | None = None, *, beta: float | None = None) -> Experiment:
+    def experiment(self, floats: torch.dtype | None = None, *, beta: float | None = None) -> LossExperiment:
         """Return calls of the loss on any input; `floats` is the type of its fields, `beta` its coefficient."""
-        return Experiment(self.loss if beta is None else self.loss.at(beta), floats)
+        return LossExperiment(self.loss if beta is None else self.loss.at(beta), floats)
 
     def differentiate(self, rollout: Rollout, beta: float | None = None) -> RowGradients:
         """Return the gradients of one batch, zero at padded positions; at this coefficient if one is given."""

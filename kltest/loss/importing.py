@@ -13,7 +13,7 @@ from typing import Any
 from kltest.errors import UsageError, did_you_mean
 from kltest.loss.callables import kind_of
 from kltest.loss.frames import describe, failure
-from kltest.loss.names import no_such_module, searching
+from kltest.loss.target import no_such_module, searching
 
 
 @dataclass(frozen=True)

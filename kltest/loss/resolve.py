@@ -12,9 +12,9 @@ from kltest.loss.calling import Loss, bind
 from kltest.loss.frames import failure
 from kltest.loss.importing import Imported, ImportFailedError, attribute, import_by_name, import_file, source_of
 from kltest.loss.lifting import lift
-from kltest.loss.names import Named, is_dotted, named
 from kltest.loss.outcome import Call, Outcome
 from kltest.loss.syntax import parse
+from kltest.loss.target import LossName, is_dotted, named
 from kltest.rollout import Rollout
 
 
@@ -47,7 +47,7 @@ def resolve(text: Callable[..., Any] | str, call: Call | None = None, name: str 
     return bind(found.function, call, text.strip(), receiver=receiver, notes=found.notes)
 
 
-def _function(named: Named) -> Imported:
+def _function(named: LossName) -> Imported:
     """Import the function, or lift it out of its file; if that is impossible, raise what the import raised."""
     module, path, names = named.module, named.path, named.names
     if path is not None and not is_dotted(names):

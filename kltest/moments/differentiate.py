@@ -150,7 +150,7 @@ class CallResult:
         return torch.stack(sizes).amax(dim=0) if sizes else torch.zeros(len(self.live), dtype=torch.float64)
 
 
-class Experiment:
+class LossExperiment:
     """Calls of a loss on unusual input, for checks: results may be infinite, and grading does not hear of them."""
 
     def __init__(self, loss: Loss, floats: torch.dtype | None = None) -> None:

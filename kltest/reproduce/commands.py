@@ -25,7 +25,7 @@ from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_json, as_markdown, held, writable, write
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import LEFT_OUT, Claim, score
-from kltest.reproduce.experiment import Experiment, Outcome, Request
+from kltest.reproduce.experiment import Computed, Experiment, Request
 from kltest.reproduce.typesetting import draw, sources, typeset
 from kltest.reproduce.unchanged import Unchanged
 from kltest.sweeps.run import connect, title
@@ -134,7 +134,7 @@ def _experiments(
     return claims, failed
 
 
-def _run(experiment: Experiment, folder: Path, request: Request, recorded: bool) -> Outcome:
+def _run(experiment: Experiment, folder: Path, request: Request, recorded: bool) -> Computed:
     if recorded and request.scale != "quick" and experiment.settings.recorded:
         request = replace(request, scale="quick")
     return experiment.run(folder, request)

@@ -65,8 +65,8 @@ LIBRARIES = ("numpy", "scipy", "torch")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Outcome of a run. `failures` are configurations without rows; their claims are not run."""
+class Computed:
+    """What a run computed. `failures` are configurations without rows; their claims are not run."""
 
     claims: Sequence[Claim]
     failures: Sequence[Failure]
@@ -119,7 +119,7 @@ class Experiment:
     def _grid(self, request: Request) -> Mapping[str, Any]:
         return self.settings.grid(request.scale, request.changes, request.seeds)
 
-    def run(self, output: Path, request: Request = Request()) -> Outcome:
+    def run(self, output: Path, request: Request = Request()) -> Computed:
         """Compute what is missing, then write all files of the experiment to output/NAME/.
 
         With settings or seeds of a person's own they go to output/NAME@THESE/, where no figure and no paper looks.
@@ -160,7 +160,7 @@ class Experiment:
         if lines := store.foreign_lines:
             more = f" and {len(lines) - 1} more are" if len(lines) > 1 else " is"
             notes = [f"{store.path}: line {lines[0]}{more} not as kltest wrote it and passed over"]
-        return Outcome(claims, failures, notes)
+        return Computed(claims, failures, notes)
 
 
 def compute_all(checkout: Checkout, name: str, batch: Sequence[Configuration]) -> list[list[Row]]:

@@ -48,7 +48,7 @@ class History:
         return len(self.diverged)
 
 
-class Measure:
+class PolicyMeasure:
     """E[R], KL(π‖ref), H(π) and, with `optima`, KL(π‖π*) and J* of many runs in one environment."""
 
     def __init__(self, runs: Runs, *, optima: bool) -> None:

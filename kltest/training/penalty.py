@@ -21,7 +21,7 @@ from kltest.moments.differentiate import backward, leaf_gradients
 from kltest.moments.reduction import probe
 from kltest.rollout import LEAVES, Rollout
 from kltest.training.batch import Batch, total, transposed
-from kltest.training.problems import PerRun, Runs, State, bound, is_built_in
+from kltest.training.problems import LogProbs, PerRun, Runs, bound, is_built_in
 
 # Fields that the terms of a `TokenPenalty` read.
 FIELDS = frozenset({"logp", "ref_logp", "old_logp"})
@@ -162,7 +162,7 @@ class Penalty:
             values = [run.options[name].value for run in self.runs.each]
             if callable(values[0]):
                 tables = (policy, self.runs.log_reference, sampler)
-                state = State(*(torch.from_numpy(transposed(table)) for table in tables))
+                state = LogProbs(*(torch.from_numpy(transposed(table)) for table in tables))
                 column = torch.as_tensor(values[0](state), dtype=torch.float64)
             else:
                 column = torch.tensor(values, dtype=torch.float64)

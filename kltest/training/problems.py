@@ -67,7 +67,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class State:
+class LogProbs:
     """Log-probs (R, C, V) of policy, reference and sampler, for the runs of one call."""
 
     log_policy: Tensor
@@ -79,10 +79,10 @@ class State:
 class PerRun:
     """An estimator's argument whose value differs between runs; the estimator receives a (rows, 1) tensor.
 
-    `value` is the number of this run, or a function of the State that returns (R,) numbers at every update.
+    `value` is the number of this run, or a function of the LogProbs that returns (R,) numbers at every update.
     """
 
-    value: float | Callable[[State], Tensor]
+    value: float | Callable[[LogProbs], Tensor]
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ MOST_ROWS = 2**20
 AHEAD = 2**20
 
 
-class Enumerated:
+class EveryRollout:
     """All rollouts as rows, weighted by probability.
 
     With groups of n > 1 the rows are those of every multiset of n rollouts of a prompt. The weight of a row is the

@@ -8,11 +8,11 @@ import numpy as np
 
 from kltest.errors import UsageError
 from kltest.training.batch import softmax, softmax_gradient, total, transposed
-from kltest.training.measure import MEASURED, History, Measure
+from kltest.training.measure import MEASURED, History, PolicyMeasure
 from kltest.training.penalty import PenaltyGradient, penalty_of
 from kltest.training.problems import Run, Runs, check_alike, sharing
 from kltest.training.reward import Ratio, score_weights
-from kltest.training.sources import Drawn, Enumerated
+from kltest.training.sources import Drawn, EveryRollout
 
 # Largest absolute logit; a run beyond it counts as diverged.
 EXPLODED = 1e6
@@ -21,7 +21,7 @@ CHUNK = 2**18
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainSettings:
     """The settings that all runs of a call share; see `train`. Raises UsageError if one is out of range."""
 
     steps: int
@@ -85,7 +85,7 @@ def train(
         UsageError: A setting is out of range, or an estimator cannot be called.
         InvalidEnvironmentError: Environments differ in more than their reward, or cannot be enumerated.
     """
-    settings = Settings(steps, batch_size, group_size, inner_steps, ratio, optima)
+    settings = TrainSettings(steps, batch_size, group_size, inner_steps, ratio, optima)
     recorded = settings.recorded(record)
     check_alike([run.problem for run in runs])
     columns = {name: np.full((len(recorded), len(runs)), np.nan) for name in MEASURED}
@@ -104,12 +104,12 @@ def train(
 
 @np.errstate(all="ignore")
 def _train_together(
-    runs: Runs, settings: Settings, recorded: Sequence[int]
+    runs: Runs, settings: TrainSettings, recorded: Sequence[int]
 ) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Return measurements (K, R), final logits (R, C, V) and the update at which each run diverged (R,)."""
     penalty = penalty_of(runs) if runs.each[0].estimator is not None else None
     source = _source(runs, settings, coupled=penalty is not None and penalty.couples)
-    measure = Measure(runs, optima=settings.optima)
+    measure = PolicyMeasure(runs, optima=settings.optima)
     found: list[dict[str, np.ndarray]] = []
     logits = runs.start.copy()
     diverged = np.full(len(runs), -1)
@@ -153,15 +153,15 @@ def _train_together(
     return measured, transposed(logits), diverged
 
 
-def _source(runs: Runs, settings: Settings, *, coupled: bool) -> Enumerated | Drawn:
+def _source(runs: Runs, settings: TrainSettings, *, coupled: bool) -> EveryRollout | Drawn:
     if settings.batch_size is None:
-        return Enumerated(runs.environment, len(runs), settings.group_size)
+        return EveryRollout(runs.environment, len(runs), settings.group_size)
     seeds = [run.seed for run in runs.each]
     size, group, steps = settings.batch_size, settings.group_size, settings.steps
     return Drawn(runs.environment, seeds, size, group, steps, counted=not coupled)
 
 
-def _numbers(run: Run, settings: Settings) -> int:
+def _numbers(run: Run, settings: TrainSettings) -> int:
     """Approximate number of numbers in the largest field of one run."""
     environment = run.problem.environment
     rows = environment.count() * (settings.group_size or 1) if settings.batch_size is None else settings.batch_size

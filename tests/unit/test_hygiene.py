@@ -16,7 +16,7 @@ from scipy.optimize import brentq
 from kltest import grade
 from kltest.checks import CHECKS
 from kltest.checks.hygiene import kl507_non_deterministic as repeat
-from kltest.checks.hygiene.kl504_dead_zone import Scan
+from kltest.checks.hygiene.kl504_dead_zone import Levels
 from kltest.checks.hygiene.kl508_low_precision import NARROW, mild_batch
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
@@ -24,7 +24,7 @@ from kltest.estimators import registry
 from kltest.identify.findings import Observed
 from kltest.loss.calling import bind
 from kltest.moments import NonDeterministicError, exact
-from kltest.moments.differentiate import Experiment
+from kltest.moments.differentiate import LossExperiment
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
@@ -144,7 +144,7 @@ def test_gaps_are_not_tried_without_a_mask():
 
 
 def zones(loss, what="gradient", **call):
-    return Scan(Experiment(bind(loss)), what, 3).zones()
+    return Levels(LossExperiment(bind(loss)), what, 3).zones()
 
 
 def test_the_dead_zone_of_the_clamped_k3_is_where_its_bounds_are_met():
@@ -218,7 +218,7 @@ def test_a_gradient_that_stands_still_is_a_plateau_and_its_bound_is_told():
         live = [part.where(mask != 0, 0.0).sum(-1) for part in (logp, ref_logp)]
         return torch.nn.functional.huber_loss(*live, delta=6.5)
 
-    below, above = Scan(Experiment(bind(huber)), "gradient", 3).plateaus()
+    below, above = Levels(LossExperiment(bind(huber)), "gradient", 3).plateaus()
     assert (below.high, above.low) == pytest.approx((-6.5, 6.5), abs=1e-9)
     report = grade(huber, select="KL504")
     message = report.failed[0].message
@@ -231,7 +231,7 @@ def test_what_stands_still_as_declared_is_no_plateau():
     def absolute(logp, ref_logp, mask):
         return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).abs() / 2
 
-    assert len(Scan(Experiment(bind(absolute)), "gradient", 3).plateaus()) == 2
+    assert len(Levels(LossExperiment(bind(absolute)), "gradient", 3).plateaus()) == 2
     assert result("KL504", absolute, expect="total_variation").status == "pass"
     assert result("KL504", absolute).status == "pass", "another gradient everywhere, which KL105 says"
 
@@ -503,7 +503,7 @@ def test_what_changes_in_the_twelfth_call_only_is_found(batch, monkeypatch):
 
     monkeypatch.setattr(repeat, "usual_batch", lambda findings: batch)
     loss = bind(adapted)
-    measure = SimpleNamespace(experiment=lambda: Experiment(loss))
+    measure = SimpleNamespace(experiment=lambda: LossExperiment(loss))
     findings = SimpleNamespace(measure=measure, observed=Observed(), loss=loss)
     assert "in call 12" in repeat.examine.__wrapped__(findings).message
 

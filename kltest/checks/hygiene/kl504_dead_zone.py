@@ -21,7 +21,7 @@ from kltest.checks.hygiene.log_ratios import LENGTH, batch_of, companions
 from kltest.checks.stress import wrong
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
-from kltest.moments.differentiate import Experiment
+from kltest.moments.differentiate import LossExperiment
 from kltest.moments.tolerances import TOLERANCES
 
 # |u| from a thousandth to a thousand, each a quarter larger than the one before: zones that are open to one side are
@@ -51,7 +51,7 @@ def examine(findings: Findings) -> Found | None:
     what: Quantity = "gradient" if findings.placement == "loss" else "value"
     # Log-ratios that rounding of the log-probs loses are KL508's.
     finest = TOLERANCES[findings.observed.dtype].log_ratio
-    scan = Scan(findings.measure.experiment(), what, companions(findings), finest)
+    scan = Levels(findings.measure.experiment(), what, companions(findings), finest)
     happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
     if zones := scan.zones():
         return scan.found(zones, happens)
@@ -86,10 +86,10 @@ class Zone(NamedTuple):
         return f"{signed(self.low, 3)} < u < {signed(self.high, 3)}"
 
 
-class Scan:
+class Levels:
     """Levels (gradient size or value) of one rollout of one token whose log-ratio goes through the grid."""
 
-    def __init__(self, experiment: Experiment, what: Quantity, companions: int, finest: float = 0.0) -> None:
+    def __init__(self, experiment: LossExperiment, what: Quantity, companions: int, finest: float = 0.0) -> None:
         self.experiment, self.what, self.companions = experiment, what, companions
         steps = STEPS[finest <= STEPS]
         self.grid = np.concatenate([-steps[::-1], [0.0], steps])

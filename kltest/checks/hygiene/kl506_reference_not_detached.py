@@ -28,7 +28,7 @@ from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
 from kltest.loss.outcome import Outcome
 from kltest.loss.resolve import Variant
-from kltest.moments.differentiate import Experiment
+from kltest.moments.differentiate import LossExperiment
 from kltest.rollout import LEAVES, Rollout
 
 SIDES = {"ref_": "the reference", "old_": "the sampler"}
@@ -60,14 +60,14 @@ def examine(findings: Findings) -> Found | None:
     return None
 
 
-def _moved(experiment: Experiment, prefix: str, rollout: Rollout) -> Outcome:
+def _moved(experiment: LossExperiment, prefix: str, rollout: Rollout) -> Outcome:
     """Call a loss whose policy also gets, with its sign turned, the gradient that a constant would receive."""
     outcome = experiment.loss(rollout)
     extra = [(rollout.peek(name) * -part).sum() for name, part in _received(experiment, rollout, prefix).items()]
     return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
 
 
-def _received(experiment: Experiment, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
+def _received(experiment: LossExperiment, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
     """Gradient at the live tokens of a constant that is made trainable, under the policy's name for it."""
     live = rollout.peek("mask") != 0
     found = received(experiment, rollout, [prefix + name for name in LEAVES])

@@ -16,7 +16,7 @@ from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings
-from kltest.moments.differentiate import CallResult, Experiment
+from kltest.moments.differentiate import CallResult, LossExperiment
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
@@ -130,7 +130,7 @@ def _off_in_float32(findings: Findings) -> float:
     return off
 
 
-def _jumps(experiment: Experiment, batch: Rollout, name: str) -> Tensor:
+def _jumps(experiment: LossExperiment, batch: Rollout, name: str) -> Tensor:
     """(B, T) bool, True if the gradient in float64 jumps within the rounding of the log-probs.
 
     No arithmetic of so few digits can tell on which side of a jump a number lies, as the sign of π − ref in total

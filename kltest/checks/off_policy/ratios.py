@@ -21,7 +21,7 @@ from kltest.identify.instances import instances
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
 from kltest.loss.resolve import Variant
-from kltest.moments.differentiate import Experiment, at_leaves
+from kltest.moments.differentiate import LossExperiment, at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
@@ -126,7 +126,7 @@ def fixed_by_reattaching(findings: Findings, environment: str) -> bool:
 
 
 def _towards_sampler(loss: Loss, rollout: Rollout) -> Tensor:
-    found = received(Experiment(loss), rollout, ["old_logp"]).get("old_logp")
+    found = received(LossExperiment(loss), rollout, ["old_logp"]).get("old_logp")
     return torch.zeros_like(rollout.peek("old_logp")) if found is None else found
 
 

@@ -19,7 +19,7 @@ FORMS = "a registered name (k3-loss), package.module:function, or path/to/file.p
 
 
 @dataclass(frozen=True)
-class Named:
+class LossName:
     """A registered estimator, or the dotted `names` of a function in a module or a file that exists."""
 
     estimator: Estimator | None = None
@@ -28,7 +28,7 @@ class Named:
     names: str = ""
 
 
-def named(text: str) -> Named:
+def named(text: str) -> LossName:
     """Return what a text names, `FILE.py::Class::method` as pytest writes it too; nothing is imported.
 
     Raises:
@@ -36,7 +36,7 @@ def named(text: str) -> Named:
     """
     text = text.strip()
     if file := re.fullmatch(r"(?P<path>.+\.py)(?:::?(?P<names>[^/\\]*))?", text):
-        return Named(path=_existing(Path(file["path"])), names=(file["names"] or "").replace("::", "."))
+        return LossName(path=_existing(Path(file["path"])), names=(file["names"] or "").replace("::", "."))
     if "/" in text or "\\" in text or (re.match(r"[A-Za-z]:", text) and not re.fullmatch(r"[A-Za-z]:[\w.]+", text)):
         raise UsageError(f"{text!r} looks like a path; a loss in a file is path/to/file.py:function, a .py file")
     if ":" in text:
@@ -47,11 +47,11 @@ def named(text: str) -> Named:
             top = module.partition(".")[0]
             if top not in sys.modules and importlib.util.find_spec(top) is None:
                 raise UsageError(no_such_module(module, top))
-        return Named(module=module, names=names)
+        return LossName(module=module, names=names)
     if "." in text and is_dotted(text):
         module, _, name = text.rpartition(".")
         raise UsageError(f"{text!r}: a function is named behind a colon, {module}:{name}")
-    return Named(find(text))
+    return LossName(find(text))
 
 
 def is_dotted(text: str) -> bool:
