@@ -33,9 +33,7 @@ def drawn(environment) -> Instance:
 def loss(name: str, *, declared: bool = True) -> Loss:
     """A registered estimator; not `declared`, it is measured as anybody's function would be."""
     found = resolve(name, Call())
-    if not declared:
-        found.spec = None
-    return found
+    return found if declared else found.changed(spec=None)
 
 
 def built(instance: Instance, taken: Loss) -> Rollout:
