@@ -145,7 +145,14 @@ def entropy_bonus_besides(logp, logits, ref_logp, advantage, mask, beta):
 
 LOCAL = {"expect": "local_reverse_kl"}
 
+
+def length_cost(scores, logp, ref_logp, mask, beta):
+    """The score less a hundredth a token, and the penalty."""
+    return scores - 0.01 * mask.sum(-1) - beta * torch.where(mask != 0, logp - ref_logp, 0.0).sum(-1)
+
+
 CASES = [
+    right(length_cost),
     right(half_square_of_the_sum),
     right(half_square_of_the_sum, {"environment": "bandit,sequence,ragged,mdp", "sampler": "current"}),
     right(added_up_over_the_batch),

@@ -384,31 +384,6 @@ def test_the_message_of_masking_has_the_probability_of_a_tie_and_what_is_lost():
     assert f"{np.linalg.norm(lost) / np.linalg.norm(whole):.3g}" in message
 
 
-@pytest.mark.parametrize(
-    ("loss", "codes"),
-    [
-        # Taking care of groups of one, masking only them, both.
-        (lambda logp, ref_logp, mask, rewards, group: _masked(logp, ref_logp, mask, rewards, group, 2), {"KL401"}),
-        (lambda logp, ref_logp, mask, group: _masked(logp, ref_logp, mask, group, group, 1), {"KL404"}),
-        (tied_groups_masked, {"KL401", "KL404"}),
-        # A baseline leaves nothing of a group of one, and rightly so.
-        (leave_one_out, set()),
-        (group_mean, {"KL402"}),
-    ],
-)
-def test_masks_of_ties_of_single_rollouts_and_baselines_are_told_apart(loss, codes):
-    assert refuting(grade(loss, environment="bandit")) == codes
-
-
-def _masked(logp, ref_logp, mask, rewards, group, least):
-    same = group[:, None] == group
-    count = same.sum(-1)
-    if least == 1:
-        return torch.where(count > 1, k2(logp, ref_logp, mask), 0.0)
-    differs = ((rewards[:, None] != rewards) & same).any(-1)
-    return torch.where(differs | (count < least), k2(logp, ref_logp, mask), 0.0)
-
-
 def test_a_metric_that_reads_zero_in_evaluation_is_found_by_itself():
     def loss(logp, ref_logp, mask, rewards, group):
         kl = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
@@ -440,19 +415,6 @@ def test_a_coefficient_is_followed_at_any_value(scale, wrong, beta):
     assert refuting(report) == ({"KL510"} if wrong else set())
 
 
-def test_an_ignored_coefficient_is_no_blocked_gradient_and_a_blocked_one_is():
-    def ignored(logp, ref_logp, mask, beta):
-        return k2(logp, ref_logp, mask)
-
-    def blocked(logp, ref_logp, mask, reward, beta):
-        with torch.no_grad():
-            penalty = k2(logp, ref_logp, mask)
-        return beta * penalty - reward * score(logp, mask)
-
-    assert refuting(grade(ignored, environment="bandit")) == {"KL510"}
-    assert refuting(grade(blocked, environment="bandit")) == {"KL509"}
-
-
 def test_a_wrong_gradient_with_a_wrong_coefficient_is_both():
     def loss(logp, ref_logp, mask, beta):
         delta = torch.where(mask.bool(), ref_logp - logp, 0.0).clamp(-20, 20)
@@ -466,13 +428,6 @@ def test_without_a_coefficient_there_is_nothing_to_ignore():
     for code in ("KL403", "KL510"):
         assert status[code].status == "skip"
         assert "no coefficient" in status[code].message
-
-
-def test_a_token_mean_depends_on_the_split_even_where_lengths_are_fixed():
-    def token_mean(logp, ref_logp, mask):
-        return torch.where(mask.bool(), logp - ref_logp, 0.0).square().sum() / 2 / mask.sum()
-
-    assert failed(grade(token_mean, environment="sequence", select="KL206"), "KL206")
 
 
 def test_the_change_by_a_split_is_that_of_the_parts():
