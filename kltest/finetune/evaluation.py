@@ -1,22 +1,22 @@
 """Measurements of a policy on fresh rollouts (rewards, KL(π‖ref), gradient of the KL term), and of a training batch."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 from scipy.stats import norm as normal
-from scipy.stats import t
 from torch import Tensor
 
 from kltest.errors import UsageError
 from kltest.finetune.models import Models
-from kltest.finetune.objective import Objective, advantages, clipped, importance_ratios
+from kltest.finetune.objective import Fields, Objective, advantages, clipped, importance_ratios
 from kltest.finetune.rollouts import draw, longest
 from kltest.finetune.settings import AUTO, NONE, Settings
 from kltest.finetune.tasks import Task
-from kltest.finetune.update import UpdateInfo, accumulate
+from kltest.finetune.update import accumulate
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import over_time, score, score_in_parts
@@ -183,8 +183,8 @@ def _mean(values: np.ndarray) -> Interval:
 
 def _student(values: np.ndarray) -> Interval:
     mean, error = values.mean(), values.std(ddof=1) / math.sqrt(len(values))
-    reach = t.ppf((1 + LEVEL) / 2, len(values) - 1) * error
-    return Interval(mean, mean - reach, mean + reach)
+    either = reach(1 - LEVEL, len(values)) * error
+    return Interval(mean, mean - either, mean + either)
 
 
 def _wilson(values: np.ndarray) -> Interval:
@@ -194,34 +194,36 @@ def _wilson(values: np.ndarray) -> Interval:
     """
     n, mean, z = len(values), values.mean(), normal.ppf((1 + LEVEL) / 2)
     middle = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
-    reach = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
+    either = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))
     # If all fail or all succeed, an end is 0 or 1 up to rounding.
-    low, high = min(middle - reach, mean) if mean else 0.0, max(middle + reach, mean) if mean < 1 else 1.0
+    low, high = min(middle - either, mean) if mean else 0.0, max(middle + either, mean) if mean < 1 else 1.0
     return Interval(mean, low, high)
 
 
-def of_batch(batch: Rollouts, info: UpdateInfo, end: tuple[int, ...]) -> Record:
-    """Return metrics of a batch at its first update, names as in METRICS; `end` are the ids of end tokens."""
-    fields = info.fields
+def of_batch(batch: Rollouts, fields: Fields, logged: Sequence[float | None], end: tuple[int, ...]) -> Record:
+    """Return metrics of a batch at its first update, names as in METRICS.
+
+    Args:
+        batch: The rollouts, before that update.
+        fields: What its gradient depended on.
+        logged: The KL that the term logged in each minibatch, None where it logged nothing.
+        end: Ids of end tokens.
+    """
     reward, live = fields.reward, fields.mask  # (B,), (B, T)
-    before = info.logp if batch.old_logp is None else batch.old_logp
-    gap = (before - batch.sampled_logp).abs().where(batch.mask, 0.0).max()
-    _, group = fields.group.unique(return_inverse=True)
-    largest = torch.full_like(reward[: int(group.max()) + 1], -torch.inf).scatter_reduce(0, group, reward, "amax")
-    smallest = torch.full_like(largest, torch.inf).scatter_reduce(0, group, reward, "amin")
+    groups = reward.reshape(len(fields.group.unique()), -1)
     record = {
         "reward": float(reward.mean()),
         "length": float(live.sum() / len(live)),
         "ended": float(batch.ended(end).float().mean()),
-        "tied_groups": float((largest == smallest).to(reward).mean()),
-        "sampler_gap": float(gap),
+        "tied_groups": float((groups == groups[:, :1]).all(dim=1).to(reward).mean()),
+        "sampler_gap": float((fields.old_logp - batch.sampled_logp).abs().where(live, 0.0).max()),
     }
-    return record if info.logged is None else {**record, "kl_logged": info.logged}
+    known = [one for one in logged if one is not None]
+    return {**record, "kl_logged": sum(known) / len(known)} if known else record
 
 
-def of_ratios(info: UpdateInfo, settings: Settings) -> Record:
+def of_ratios(fields: Fields, settings: Settings) -> Record:
     """Return metrics of the importance ratios in the last inner epoch; `settings` are resolved."""
-    fields = info.fields
     record = {"ratio_largest": float(importance_ratios(fields, "token").max())}
     if settings.clip > 0:
         ratio = importance_ratios(fields, settings.ratio)

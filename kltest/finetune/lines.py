@@ -1,11 +1,11 @@
-"""Problems that somebody wrote down: in a file of JSON lines."""
+"""Problems in a file of JSON lines."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -36,35 +36,30 @@ class Lines:
         self.characters = "".join(sorted(set("".join(one.prompt + one.completion for one in everything))))
 
     @classmethod
-    def of(cls, name: str, rows: Iterable[tuple[str, Any]], keys: str = "") -> Self:
-        """Return the problems of rows; UsageError that says where the first wrong one stands."""
-        names = dict(pair.split("=", 1) for pair in keys.split(",") if "=" in pair)
-        if len(names) != len([pair for pair in keys.split(",") if pair]) or not names.keys() <= set(KEYS):
-            raise UsageError(f"keys: write prompt=NAME,answer=NAME,… with names of {', '.join(KEYS)}, not {keys!r}")
-        problems: dict[Split, list[Problem]] = {split: [] for split in SPLITS}
-        for where, row in rows:
-            split, problem = _problem_of(row, where, names)
-            problems[split].append(problem)
-        if not problems["train"]:
-            raise UsageError(f"{name}: there is no problem in it to train on")
-        return cls(name, problems)
-
-    @classmethod
     def read(cls, path: str, keys: str = "") -> Self:
         """Return the problems of a file; UsageError with the number of the first wrong line."""
         if not path:
             raise UsageError("task jsonl: name a file, jsonl:PATH")
+        names = dict(pair.split("=", 1) for pair in keys.split(",") if "=" in pair)
+        if len(names) != len([pair for pair in keys.split(",") if pair]) or not names.keys() <= set(KEYS):
+            raise UsageError(f"keys: write prompt=NAME,answer=NAME,… with names of {', '.join(KEYS)}, not {keys!r}")
         try:
             content = Path(path).read_bytes()
         except OSError as error:
             raise UsageError(f"task jsonl: {path} cannot be read: {error.strerror}") from None
-        numbered = ((f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1))
-        rows = ((where, _parsed(line, where)) for where, line in numbered if line.strip())
-        return cls.of(f"jsonl:{blake2b(content, digest_size=8).hexdigest()}", rows, keys)
+        problems: dict[Split, list[Problem]] = {split: [] for split in SPLITS}
+        for number, line in enumerate(content.split(b"\n"), start=1):
+            if line.strip():
+                split, problem = _problem_of(line, f"{path}, line {number}", names)
+                problems[split].append(problem)
+        name = f"jsonl:{blake2b(content, digest_size=8).hexdigest()}"
+        if not problems["train"]:
+            raise UsageError(f"{name}: there is no problem in it to train on")
+        return cls(name, problems)
 
     def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
         """Draw problems of a split with replacement; UsageError if the file has none."""
-        there: Sequence[Problem] = self._problems[split]
+        there = self._problems[split]
         if not there:
             raise UsageError(f'the task\'s file has no problem whose split is {split}: give some "split": "{split}"')
         return [there[int(index)] for index in generator.integers(len(there), size=count)]
@@ -77,14 +72,11 @@ class Lines:
         return float(_plain(marked[-1] if marked else lines[-1]) == _plain(wanted))
 
 
-def _parsed(line: bytes, where: str) -> Any:
+def _problem_of(line: bytes, where: str, names: Mapping[str, str]) -> tuple[Split, Problem]:
     try:
-        return json.loads(line)
+        value = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{where} is not valid JSON: {error}") from None
-
-
-def _problem_of(value: Any, where: str, names: Mapping[str, str]) -> tuple[Split, Problem]:
     if not isinstance(value, dict):
         raise UsageError(f'{where}: write an object with "prompt" and "answer", not {type(value).__name__}')
     if names:  # the others are of no interest

@@ -22,13 +22,13 @@ from kltest.errors import UsageError, did_you_mean
 from kltest.finetune.checkpoints import Record, RunFolder
 from kltest.finetune.evaluation import compare_gradients, evaluate, of_batch, of_ratios
 from kltest.finetune.models import Models, device_of, load
-from kltest.finetune.objective import Objective
+from kltest.finetune.objective import Fields, Objective
 from kltest.finetune.plot import plot
 from kltest.finetune.rollouts import check_prompts, draw, longest
 from kltest.finetune.settings import NONE, Settings
 from kltest.finetune.stopping import interruptible, located
 from kltest.finetune.tasks import Task, task_named
-from kltest.finetune.update import NotFiniteError, UpdateInfo, accumulate
+from kltest.finetune.update import NotFiniteError, accumulate
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.models import is_tiny, parameters_asked, save
 from kltest.language_models.scoring import score_in_parts
@@ -168,18 +168,19 @@ class Training:
             if measured and epoch == settings.inner_epochs - 1:
                 with self._timed("measuring"):
                     record |= compare_gradients(self.models, self.task, settings, self.step, sampler)
-            infos = []
+            found = []
             for rows in batch.split(len(batch) // settings.minibatches):
                 self.optimiser.zero_grad(set_to_none=True)
                 most = longest(settings, self.task)
-                infos.append(accumulate(self.objective, self.models, batch.rows(rows), longest=most))
+                found.append(accumulate(self.objective, self.models, batch.rows(rows), longest=most))
                 norms.append(self._optimise(self.step * settings.updates + len(norms)))
-            info = UpdateInfo.joined(infos)
+            logps, logged = zip(*found, strict=True)
+            fields = Fields.of(batch, torch.cat(logps))
             if epoch == 0:
-                record |= {**of_batch(batch, info, policy.end), "gradient_norm": norms[0]}
-                batch = self.batch = replace(batch, old_logp=info.logp if batch.old_logp is None else batch.old_logp)
+                record |= {**of_batch(batch, fields, logged, policy.end), "gradient_norm": norms[0]}
+                batch = self.batch = replace(batch, old_logp=fields.old_logp)
         if settings.updates > 1:
-            record |= {"gradient_norm_last": norms[-1], **of_ratios(info, self.objective.settings)}
+            record |= {"gradient_norm_last": norms[-1], **of_ratios(fields, settings)}
         return record
 
     def _optimise(self, update: int) -> float:

@@ -1,9 +1,7 @@
 """One gradient, accumulated in the parameters' `.grad`: score, differentiate at the log-probs, go backward."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,29 +17,6 @@ class NotFiniteError(KltestError):
     """A gradient or log-prob is NaN or infinite."""
 
 
-@dataclass(frozen=True)
-class UpdateInfo:
-    """Inputs of an update.
-
-    Attributes:
-        fields: The batch.
-        logp: (B, T) log-probs of the policy.
-        logged: The KL that the term logs, in nats a rollout; None if it logs nothing.
-    """
-
-    fields: Fields
-    logp: Tensor
-    logged: float | None
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """Return the inputs of updates with as many rollouts each as one."""
-        names = vars(parts[0].fields)
-        fields = Fields(**{name: torch.cat([vars(part.fields)[name] for part in parts]) for name in names})
-        known = [part.logged for part in parts if part.logged is not None]
-        return cls(fields, torch.cat([part.logp for part in parts]), sum(known) / len(known) if known else None)
-
-
 def accumulate(
     objective: Objective,
     models: Models,
@@ -49,11 +24,14 @@ def accumulate(
     *,
     longest: int,
     row_weights: Tensor | None = None,
-) -> UpdateInfo:
+) -> tuple[Tensor, float | None]:
     """Add the gradient of a batch to `.grad`.
 
     Rollouts are rewarded, and have the reference's log-probs if the objective needs them, and the sampler's unless that
     is the policy itself. `row_weights` (B,) stand instead of the objective's, as probabilities of enumerated rollouts.
+
+    Returns:
+        (B, T) log-probs of the policy; and the KL that the term logs, in nats a rollout, None if it logs nothing.
 
     Raises:
         NotFiniteError: A log-prob of the policy is not finite.
@@ -97,7 +75,7 @@ def accumulate(
             surrogate = surrogate + along
             logged.append((kl.logged, len(part)))
         surrogate.backward()
-    return UpdateInfo(fields, logp, _mean([*logged, (found.logged, len(logp))]))
+    return logp, _mean([*logged, (found.logged, len(logp))])
 
 
 def _check_finite(logp: Tensor, mask: Tensor) -> None:
