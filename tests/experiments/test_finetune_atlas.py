@@ -82,31 +82,10 @@ def kl(target, weights, instance):
 def test_the_truth_at_the_weights_is_the_gradient_of_the_enumerated_objective(place):
     target, weights, instance, named, pulled = place
     own = {name: one.detach().requires_grad_() for name, one in weights.items()}
-    parts = torch.autograd.grad(kl(target, own, instance), list(own.values()), allow_unused=True)
-    again = torch.cat(
-        [torch.zeros(one.numel()) if p is None else p.ravel() for one, p in zip(own.values(), parts, strict=True)]
-    )
+    again = flat(torch.autograd.grad(kl(target, own, instance), list(own.values()), materialize_grads=True))
     mine = pulled.basis @ torch.from_numpy(pulled.pull_back(named["reverse_kl"])[:-1])
     # Two orders of summation in float64.
     assert float((mine - again).norm()) < 1e-11 * float(again.norm())
-
-
-def test_the_truth_at_the_weights_is_a_slope(place):
-    target, weights, instance, named, pulled = place
-    whole = pulled.basis @ torch.from_numpy(pulled.pull_back(named["reverse_kl"])[:-1])
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(3):
-        direction = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
-        direction /= direction.norm()
-        values = []
-        for h in (1e-4, -1e-4):
-            sizes = [one.numel() for one in weights.values()]
-            steps = (h * direction).split(sizes)
-            moved = {n: w + s.reshape(w.shape) for (n, w), s in zip(weights.items(), steps, strict=True)}
-            with torch.no_grad():
-                values.append(float(kl(target, moved, instance)))
-        # Central differences err by h²/6 of a third derivative, and by rounding over h: both below 1e-7 here.
-        assert (values[0] - values[1]) / 2e-4 == pytest.approx(float(whole @ direction), abs=1e-6 * float(whole.norm()))
 
 
 def test_coordinates_keep_lengths_and_angles(place):
@@ -114,15 +93,9 @@ def test_coordinates_keep_lengths_and_angles(place):
     rng = np.random.default_rng(0)
     others = [rng.standard_normal(instance.policy.shape), 2 * named["forward_kl"] - named["entropy"]]
     for other in others:
-        parts = torch.autograd.grad(
-            (pulled.logits * torch.from_numpy(other)).sum(), pulled.leaves, retain_graph=True, allow_unused=True
-        )
-        whole = np.concatenate(
-            [
-                np.zeros(leaf.numel()) if p is None else p.numpy().ravel()
-                for leaf, p in zip(pulled.leaves, parts, strict=True)
-            ]
-        )
+        objective = (pulled.logits * torch.from_numpy(other)).sum()
+        parts = torch.autograd.grad(objective, pulled.leaves, retain_graph=True, materialize_grads=True)
+        whole = flat(parts).numpy()
         mine = pulled.pull_back(other)
         assert np.linalg.norm(mine) == pytest.approx(np.linalg.norm(whole), rel=1e-12)
         for name in ("reverse_kl", "local_chi_square"):
@@ -139,7 +112,7 @@ def test_three_networks_are_mild_and_differ(place):
         assert 0.05 < np.abs(ratio).max() < bound
 
 
-def test_a_coefficient_off_by_a_millionth_is_noticed(monkeypatch):
+def test_a_coefficient_off_by_a_millionth_is_noticed():
     (row, _) = rows(("k2-loss",))
     assert row.agrees
     assert not replace(row, identified={"local_reverse_kl": 1 + 1e-6}).agrees
@@ -177,31 +150,9 @@ def test_the_command_keeps_a_table_and_its_exit_code_tells(tmp_path, monkeypatch
     ],
 )
 def test_questions_that_cannot_be_met_are_refused(options, words):
-    import re
-
     answer = CliRunner().invoke(app, ["finetune", "--exact", *options])
     assert answer.exit_code == 2
-    assert re.search(words, answer.output)
-
-
-GRADED = [name for name, one in registry().items() if not one.spec.couples]
-# On every push; above, one for each way to follow gradients is identified at the weights as well, and all weekly.
-OFTEN = ("k1-loss", "k1-reward", "k1-reward-to-go-prefix-ratio", "k2-loss", "k3-loss", "full-loss")
-assert set(OFTEN) < set(GRADED)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.scheduled]) for name in GRADED]
-)
-def test_the_environment_transformer_grades_every_estimator_as_sequences_do(name):
-    found = grade(name, environment=("transformer", "sequence"), sampler="both", select=["KL101"])
-    rows = {(row.environment, row.sampler): row for row in found.gradients}
-    for sampler in ("current", "stale"):
-        weights, logits = rows["transformer", sampler], rows["sequence", sampler]
-        assert (weights.identified is None) == (logits.identified is None)
-        if logits.identified is not None:
-            assert weights.identified == pytest.approx(logits.identified, abs=1e-8)
-        assert weights.agrees == logits.agrees
+    assert words in answer.output
 
 
 def test_the_environment_transformer_asks_at_the_weights_and_not_at_the_logits():

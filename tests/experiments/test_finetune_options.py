@@ -137,9 +137,3 @@ def test_adapters_are_all_that_is_trained(tmp_path):
     assert run(settings, tmp_path, quiet=True) == records
     with pytest.raises(UsageError, match="lora: the model comes with adapters"):
         run(replace(settings, model=str(tmp_path / "model")), quiet=True)
-
-
-def test_without_the_library_of_adapters(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(UsageError, match="pip install peft"):
-        run(replace(SMALL, lora=2), quiet=True)

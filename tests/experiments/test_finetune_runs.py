@@ -60,6 +60,10 @@ def finished(tmp_path_factory, models_folder):
     return folder
 
 
+def of_file(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def of(records, name):
     """The steps at which a metric was measured, and its values."""
     there = [record for record in records if name in record]
@@ -71,7 +75,7 @@ def command(*arguments):
 
 
 def test_what_is_written_down(finished):
-    records = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    records = of_file(finished)
     assert [record["step"] for record in records] == list(range(7))
     assert set().union(*records) <= METRICS.keys()
     assert [record["step"] for record in records if "kl" in record] == [0, 3, 6]
@@ -83,7 +87,7 @@ def test_what_is_written_down(finished):
     assert all(record["sampler_gap"] < 1e-4 for record in records[:-1])  # float32, log-probs of order 1 to 10
 
 
-def test_the_trained_model_is_as_others_read_it(finished):
+def test_the_trained_model_is_as_others_read_it_and_can_be_trained_on(finished):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
@@ -92,10 +96,6 @@ def test_the_trained_model_is_as_others_read_it(finished):
     state = torch.load(finished / "checkpoint.pt", weights_only=True)["model"]
     assert model(ids).logits.shape == (1, 4, len(tokenizer))
     assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
-
-
-def test_a_saved_model_is_trained_on(finished):
-    """By its folder, as any other causal model; its first policy is the one that was saved."""
     settings = replace(SMALL, model=str(finished / "model"), steps=1, gradient_every=0)
     history = run(settings, quiet=True)
     assert of(history, "kl")[1][0] == pytest.approx(0.0, abs=1e-6)
@@ -159,9 +159,8 @@ def test_ctrl_c_keeps_everything(finished, tmp_path, monkeypatch):
         answer = CliRunner().invoke(app, ["finetune", *ARGUMENTS, "--output", str(folder)])
     assert answer.exit_code == 130, answer.output
     assert "the same command goes on" in answer.output
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    assert state["step"] == len(lines) == 1
+    assert state["step"] == len(of_file(folder)) == 1
     assert run(SMALL, folder, quiet=True)[-1]["step"] == 6
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
@@ -188,35 +187,35 @@ def test_a_run_of_an_earlier_version_goes_on(finished, tmp_path):
         run(SMALL, folder, quiet=True)
 
 
-def of_file(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+TERMS = """
+def rooted(logp, ref_logp):
+    # Its derivative has no value where the policy is the reference.
+    return ((logp - ref_logp) ** 2).sqrt()
 
 
-def test_a_policy_that_is_not_finite_any_more_stops_the_run(tmp_path):
-    with pytest.raises(
-        KltestError, match=r"step \d, update: .*log-prob.* (nan|-inf).*learning_rate.*failed.pt"
-    ) as caught:
-        run(replace(SMALL, learning_rate=1e30, max_norm=0.0, eval_every=0, gradient_every=0), tmp_path, quiet=True)
+def broken(logp, ref_logp):
+    return (logp - ref_logp) / 0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"learning_rate": 1e30, "max_norm": 0.0, "eval_every": 0}, r"log-prob.* (nan|-inf).*learning_rate"),
+        ({"kl": "rooted"}, "the gradient's norm is nan"),
+        ({"kl": "broken"}, "broken returned nan"),
+    ],
+    ids=["policy", "gradient", "term"],
+)
+def test_what_is_not_finite_stops_the_run_and_says_where(tmp_path, changes, words):
+    (tmp_path / "term.py").write_text(TERMS)
+    term = {"kl": f"{tmp_path}/term.py:{changes['kl']}"} if "kl" in changes else {}
+    with pytest.raises(KltestError, match=rf"step \d, update: .*{words}.*failed.pt") as caught:
+        run(replace(SMALL, gradient_every=0, **{**changes, **term}), tmp_path, quiet=True)
     state = torch.load(tmp_path / "failed.pt", weights_only=True)
     assert f"step {state['step']}," in str(caught.value)
     assert state["batch"]["tokens"].shape[0] == 8
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == state["step"]
-
-
-def test_a_gradient_that_is_not_finite_stops_the_run(tmp_path):
-    """The derivative of the root has no value where the policy is the reference."""
-    term = tmp_path / "term.py"
-    term.write_text("def rooted(logp, ref_logp):\n    return ((logp - ref_logp) ** 2).sqrt()\n")
-    with pytest.raises(KltestError, match=r"step 0, update: the gradient's norm is nan"):
-        run(replace(SMALL, kl=f"{term}:rooted"), quiet=True)
-
-
-def test_a_term_that_is_not_finite_stops_the_run_and_says_where(tmp_path):
-    term = tmp_path / "term.py"
-    term.write_text("def broken(logp, ref_logp):\n    return (logp - ref_logp) / 0.0\n")
-    with pytest.raises(KltestError, match=r"step 0, update: .*broken returned nan"):
-        run(replace(SMALL, kl=f"{term}:broken"), tmp_path / "run", quiet=True)
-    assert (tmp_path / "run" / "failed.pt").exists()
+    assert len(of_file(tmp_path)) == state["step"]
 
 
 @pytest.mark.parametrize(
@@ -282,12 +281,11 @@ def test_a_gold_score_is_measured_and_not_trained_on(tmp_path, finished):
         assert record["gold_held_out_low"] < record["gold_held_out"] < record["gold_held_out_high"]
     assert of(found, "gold_held_out")[0] == [0, 3, 6]
     without = [{name: value for name, value in record.items() if name not in gold} for record in found]
-    before = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
-    assert without == before
+    assert without == of_file(finished)
 
 
-def test_micro_batches_give_the_same_run(finished):
-    """The first update's gradient, to float32."""
+def test_micro_batches_give_the_same_run():
+    """The first update's gradient, rewards included, to float32."""
     whole, cut = (run(replace(SMALL, steps=1, micro_batch=size, max_norm=0.0), quiet=True) for size in (0, 3))
     assert of(cut, "gradient_norm")[1] == pytest.approx(of(whole, "gradient_norm")[1], rel=1e-4)
 
@@ -312,10 +310,14 @@ def test_several_processes_are_refused_with_what_to_do(monkeypatch):
         run(SMALL, quiet=True)
 
 
-def test_without_transformers(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UsageError, match=r"pip install -e '\.\[finetune\]'"):
-        run(SMALL, quiet=True)
+@pytest.mark.parametrize(
+    ("library", "changes", "words"),
+    [("transformers", {}, r"pip install -e '\.\[finetune\]'"), ("peft", {"lora": 2}, "pip install peft")],
+)
+def test_a_library_that_is_not_installed_is_named_with_its_command(monkeypatch, library, changes, words):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(UsageError, match=words):
+        run(replace(SMALL, **changes), quiet=True)
 
 
 def test_advantages():

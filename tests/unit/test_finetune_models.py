@@ -85,22 +85,6 @@ def test_padding_on_the_left_says_nothing():
         assert single.tokens[0].tolist() == together.tokens[row, :length].tolist()
 
 
-SHAPES = {
-    "llama": {},
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
-    "mistral": {"num_key_value_heads": 1, "sliding_window": 4},
-    "mamba": {},
-}
-
-
-def of_kind(kind, **options):
-    torch.manual_seed(3)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    sizes = {**({} if kind == "gpt2" else sizes), **SHAPES[kind], "vocab_size": 12, "initializer_range": 0.3}
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes))
-    return LanguageModel(model.eval() if options else model.double().eval(), None, (1,), 0, **options)
-
-
 def test_tokens_come_as_often_as_their_probabilities_say():
     """A stratified sample: one uniform in each of n equal parts hits a token n·p times, but for its two borders."""
     here, n = language(), 3000
