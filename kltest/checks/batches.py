@@ -113,6 +113,12 @@ def gradient(measure: Measure, rollout: Rollout) -> np.ndarray:
     return as_array(measure.differentiate(rollout), rollout)
 
 
+def moves(measure: Measure, one: Rollout, other: Rollout) -> bool:
+    """Return True if the gradient of a batch is not that of another, by more than rounding."""
+    before, after = measure.differentiate(one), measure.differentiate(other)
+    return apart(as_array(after, other), as_array(before, one)) > TOLERANCES[before.dtype].groups
+
+
 def as_array(found: RowGradients, rollout: Rollout) -> np.ndarray:
     """(B, T, 1 + V) gradients at logp and logits in one array."""
     joint = np.zeros((*rollout.peek("mask").shape, 1 + rollout.peek("ref_logits").shape[-1]))

@@ -31,9 +31,9 @@ class Found:
     level: Level | None = None
 
 
-def shared(experiment: "Callable[[Findings], T]") -> "Callable[[Findings], T]":
-    """Decorate an experiment that is asked for several times: it is made once for each loss."""
-    return update_wrapper(lambda findings: findings.once(experiment), experiment)
+def shared(experiment: Callable[..., T]) -> Callable[..., T]:
+    """Decorate an experiment that several checks need: it is made once for each loss and the arguments after it."""
+    return update_wrapper(lambda findings, *given: findings.once(experiment, *given), experiment)
 
 
 def signed(number: float, digits: int = 6) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kltest.checks.trainable import received
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.loss.calling import Loss, bind
@@ -64,8 +65,8 @@ def of_calls(losses: Losses, setting: str, rows: Sequence[Words], head: str = ""
     """The values that the losses return for a rollout, or for several, or their gradients.
 
     A row has a `name` and the tokens' probabilities `p` and `ref`, or their logarithms `logp` and `ref_logp`, perhaps a
-    `mask`. It shows the gradient at the log-prob of the first rollout's token `gradient`, or the value if that is
-    missing, times its `share`.
+    `mask`. It shows the value, or the gradient at the first rollout's token `gradient`, times its `share`: at its
+    log-prob under the policy, or at the constant field `of`.
     """
     ready = [LossExperiment(bind(function, name=name)) for name, function in losses.items()]
     cells: list[Cells] = []
@@ -75,16 +76,20 @@ def of_calls(losses: Losses, setting: str, rows: Sequence[Words], head: str = ""
             for p, log in (("p", "logp"), ("ref", "ref_logp"))
         )
         mask = one_row(row["mask"]) if "mask" in row else torch.ones_like(logp)
-        results = [
-            experiment.call(Rollout({"logp": logp, "ref_logp": ref_logp, "old_logp": logp, "mask": mask}))
-            for experiment in ready
-        ]
-        if "gradient" in row:
-            parts = [result.gradients.get("logp", torch.zeros_like(logp))[0, row["gradient"]] for result in results]
-        else:
-            parts = [result.outcome.objective.detach() for result in results]
-        cells.append((row["name"], *(row.get("share", 1.0) * float(part) for part in parts)))
+        rollout = Rollout({"logp": logp, "ref_logp": ref_logp, "old_logp": logp, "mask": mask})
+        cells.append((row["name"], *(row.get("share", 1.0) * _shown(one, rollout, row) for one in ready)))
     return Demonstration(setting, (head, *losses), cells)
+
+
+def _shown(experiment: LossExperiment, rollout: Rollout, row: Words) -> float:
+    if "of" in row:
+        found = received(experiment, rollout, [row["of"]])
+    elif "gradient" in row:
+        found = experiment.call(rollout).gradients
+    else:
+        return float(experiment.call(rollout).outcome.objective.detach())
+    at = found.get(row.get("of", "logp"))
+    return 0.0 if at is None else float(at[0, row["gradient"]])
 
 
 def one_row(numbers: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:

@@ -1,10 +1,14 @@
 """Gradients that constants of a rollout, as the reference's log-probs, would receive if they could be trained."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
+from kltest.loss.calling import Loss
+from kltest.loss.outcome import Outcome
+from kltest.loss.resolve import Variant
 from kltest.moments.differentiate import LossExperiment, backward
 from kltest.rollout import Rollout
 
@@ -20,3 +24,14 @@ def received(experiment: LossExperiment, rollout: Rollout, names: Sequence[str])
         return {}
     found = backward(experiment.loss, objective, list(constants.values()))
     return {name: part for name, part in zip(constants, found, strict=True) if part is not None}
+
+
+def with_gradient(loss: Loss, added: Callable[[Rollout], Mapping[str, Tensor]]) -> Variant:
+    """Return a loss whose policy gets a further gradient at its leaves."""
+
+    def call(rollout: Rollout) -> Outcome:
+        outcome = loss(rollout)
+        extra = [(rollout.peek(name) * part).sum() for name, part in added(rollout).items()]
+        return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
+
+    return Variant(loss, call)

@@ -13,21 +13,13 @@ A detached ratio written `(logp.detach() - old_logp).exp()` in a loss whose grad
 reference that the loss computes from the policy, as a moving average, shows as a wrong gradient (1xx), not here.
 """
 
-from dataclasses import replace
-from functools import partial
-from math import log
-
-import torch
 from torch import Tensor
 
 from kltest.checks.batches import usual_batch
 from kltest.checks.check import Found
-from kltest.checks.demonstrations import Demonstration, Losses, one_row
-from kltest.checks.trainable import received
+from kltest.checks.trainable import received, with_gradient
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
-from kltest.loss.outcome import Outcome
-from kltest.loss.resolve import Variant
 from kltest.moments.differentiate import LossExperiment
 from kltest.rollout import LEAVES, Rollout
 
@@ -60,13 +52,6 @@ def examine(findings: Findings) -> Found | None:
     return None
 
 
-def _moved(experiment: LossExperiment, prefix: str, rollout: Rollout) -> Outcome:
-    """Call a loss whose policy also gets, with its sign turned, the gradient that a constant would receive."""
-    outcome = experiment.loss(rollout)
-    extra = [(rollout.peek(name) * -part).sum() for name, part in _received(experiment, rollout, prefix).items()]
-    return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
-
-
 def _received(experiment: LossExperiment, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
     """Gradient at the live tokens of a constant that is made trainable, under the policy's name for it."""
     live = rollout.peek("mask") != 0
@@ -91,8 +76,13 @@ def _wrong_rows(findings: Findings) -> list[Row]:
 
 
 def _right_once_moved(findings: Findings, row: Row, prefix: str) -> bool:
+    """Return True if the policy's gradient is the declared one with what the constant would receive, sign turned."""
     experiment, instance = findings.measure.experiment(), instances(row.environment, findings.seed)[0]
-    return findings.measure.meets(Variant(experiment.loss, partial(_moved, experiment, prefix)), instance, row.sampler)
+
+    def turned(rollout: Rollout) -> dict[str, Tensor]:
+        return {name: -part for name, part in _received(experiment, rollout, prefix).items()}
+
+    return findings.measure.meets(with_gradient(experiment.loss, turned), instance, row.sampler)
 
 
 def wrong_side(logp, ref_logp, mask):
@@ -103,17 +93,3 @@ def wrong_side(logp, ref_logp, mask):
 def right_side(logp, ref_logp, mask):
     log_ratio = (logp - ref_logp.detach()).where(mask != 0, 0.0).sum(-1)
     return log_ratio.square() / 2
-
-
-def demonstrate(losses: Losses) -> Demonstration:
-    found = []
-    for loss in losses.values():
-        leaves = [one_row((log(p),)).requires_grad_() for p in (0.8, 0.5)]
-        objective = loss(*leaves, one_row((1.0,)))
-        found.append([float(part) for part in torch.autograd.grad(objective, leaves, materialize_grads=True)])
-    policy, reference = zip(*found, strict=True)
-    return Demonstration(
-        "one token, π = 0.8, ref = 0.5, both of networks that can be trained",
-        ("", *losses),
-        (("gradient at logp", *policy), ("gradient at ref_logp", *reference)),
-    )

@@ -4,24 +4,25 @@ Each changes one thing in one environment and compares gradients. It is made onc
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kltest.checks.trainable import received
+from kltest.checks.batches import apart, gradient, limit, moves, norm
+from kltest.checks.check import shared
+from kltest.checks.trainable import received, with_gradient
 from kltest.environments.policies import table
-from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
 from kltest.loss.resolve import Variant
-from kltest.moments.differentiate import LossExperiment, at_leaves
+from kltest.moments.differentiate import LossExperiment
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
@@ -30,25 +31,9 @@ from kltest.rollout import LEAVES, Rollout
 NEAR = 0.01
 # Change of log-probs, in nats: far below the tightest clip in use (3e-4), far above rounding.
 CLOSE = 1e-6
-Answer = Callable[[Findings, str], bool]
 
 
-def _answer(if_it_fails: bool) -> Callable[[Answer], Answer]:
-    """Make an experiment once an environment; if the loss fails in it, return this answer."""
-
-    def decorate(experiment: Answer) -> Answer:
-        def answer(findings: Findings, environment: str) -> bool:
-            try:
-                return findings.once(experiment, environment)
-            except KltestError:
-                return if_it_fails
-
-        return answer
-
-    return decorate
-
-
-@_answer(if_it_fails=True)
+@shared
 def sampler_has_influence(findings: Findings, environment: str) -> bool:
     """Return True if the loss's gradient changes with the sampler's log-probs.
 
@@ -60,12 +45,12 @@ def sampler_has_influence(findings: Findings, environment: str) -> bool:
         base = {name: rollout.peek(start + name).detach() for name in LEAVES}
         noise = {name: torch.randn(part.shape, generator=generator).double() for name, part in base.items()}
         moved = {f"old_{name}": part + distance * noise[name] for name, part in base.items()}
-        if not _same(findings.loss, rollout, rollout.replace(**moved)):
+        if moves(findings.measure, rollout, rollout.replace(**moved)):
             return True
     return False
 
 
-@_answer(if_it_fails=False)
+@shared
 def only_through_the_sum(findings: Findings, environment: str) -> bool:
     """Return True if the sampler enters as one weight a sequence that depends on the sum of its log-probs alone."""
     rollout = _rollout(findings, environment)
@@ -73,16 +58,23 @@ def only_through_the_sum(findings: Findings, environment: str) -> bool:
     shift = torch.zeros_like(old)
     shift[:, 0], shift[:, 1] = 0.3, -0.3
     same_sum = old + torch.where(mask[:, 1:2] != 0, shift, 0.0)
-    if not _same(findings.loss, rollout, rollout.replace(old_logp=same_sum)):
+    if moves(findings.measure, rollout, rollout.replace(old_logp=same_sum)):
         return False
     moved = old.clone()
     moved[:, 0] += 0.3
-    factors = _factors(findings.loss, rollout, rollout.replace(old_logp=moved))
+    before, after = (gradient(findings.measure, one) for one in (rollout, rollout.replace(old_logp=moved)))
+    lengths, factors = mask.sum(dim=1).numpy(), []
+    for length in np.unique(lengths):
+        base, found = before[lengths == length], after[lengths == length]
+        factor = float((base * found).sum() / max(norm(base) ** 2, 1e-300))
+        if not 0 < factor < 1 - 1e-6 or apart(found, factor * base) > limit(findings):
+            return False
+        factors.append(factor)
     # A weight of exactly 1/μ is the importance weight itself, and no mistake.
-    return bool(factors) and any(abs(factor - math.exp(-0.3)) > 1e-4 for factor in factors)
+    return any(abs(factor - math.exp(-0.3)) > 1e-4 for factor in factors)
 
 
-@_answer(if_it_fails=False)
+@shared
 def right_without_clip(findings: Findings, environment: str) -> bool:
     """Return True if the gradient is the declared one when no clip acts: nearly on-policy, or with clips lifted."""
     loss, instance = findings.loss, instances(environment, findings.seed)[0]
@@ -96,7 +88,7 @@ def right_without_clip(findings: Findings, environment: str) -> bool:
     return meets(Variant(loss, lifted), instance) or meets(loss, replace(instance, sampler=near))
 
 
-@_answer(if_it_fails=False)
+@shared
 def fixed_by_reattaching(findings: Findings, environment: str) -> bool:
     """Return True if the gradient is the declared one once it flows through the sampler's ratio wherever it stopped.
 
@@ -107,21 +99,15 @@ def fixed_by_reattaching(findings: Findings, environment: str) -> bool:
     """
     loss, instance = findings.loss, instances(environment, findings.seed)[0]
 
-    def missing(rollout: Rollout, *, one_sided: bool) -> Tensor:
+    def missing(one_sided: bool, rollout: Rollout) -> dict[str, Tensor]:
         flowing = 0.0 if one_sided else _towards_sampler(loss, rollout)
         with _LiftStops():
-            return flowing - _towards_sampler(loss, rollout)
-
-    def reattached(rollout: Rollout, *, one_sided: bool) -> Outcome:
-        outcome = loss(rollout)
-        extra = (rollout.logp * missing(rollout, one_sided=one_sided)).sum()
-        return replace(outcome, objective=outcome.objective + extra, rows=None, returned="scalar")
+            return {"logp": flowing - _towards_sampler(loss, rollout)}
 
     rollout, least = _rollout(findings, environment), TOLERANCES["float32"].influence
     return any(
-        missing(rollout, one_sided=one).abs().max() > least
-        and findings.measure.meets(Variant(loss, partial(reattached, one_sided=one)), instance)
-        for one in (False, True)
+        extra(rollout)["logp"].abs().max() > least and findings.measure.meets(with_gradient(loss, extra), instance)
+        for extra in (partial(missing, False), partial(missing, True))
     )
 
 
@@ -130,35 +116,8 @@ def _towards_sampler(loss: Loss, rollout: Rollout) -> Tensor:
     return torch.zeros_like(rollout.peek("old_logp")) if found is None else found
 
 
-def _factors(loss: Loss, one: Rollout, other: Rollout) -> list[float]:
-    """Return the factor by which gradients shrink, for each length; none if one length has several."""
-    before, after, limit = _gradients(loss, one, other)
-    lengths = one.peek("mask").sum(dim=1)
-    factors = []
-    for length in lengths.unique():
-        base, moved = (torch.cat([part[lengths == length].flatten() for part in parts]) for parts in (before, after))
-        factor = float((base @ moved) / (base @ base).clamp(min=1e-300))
-        if not 0 < factor < 1 - 1e-6 or not _close(factor * base, moved, limit):
-            return []
-        factors.append(factor)
-    return factors
-
-
 def _rollout(findings: Findings, environment: str) -> Rollout:
     return Rollout.of(instances(environment, findings.seed)[0], sampler="stale", padding=findings.seed)
-
-
-def _same(loss: Loss, one: Rollout, other: Rollout) -> bool:
-    before, after, limit = _gradients(loss, one, other)
-    return all(_close(a, b, limit) for a, b in zip(before, after, strict=True))
-
-
-def _gradients(loss: Loss, one: Rollout, other: Rollout) -> tuple[list[Tensor], list[Tensor], float]:
-    """Gradients of two batches at their leaves, and how far apart they are if they are the same."""
-    one = one.replace()
-    first, second = loss(one), loss(other)
-    limit = TOLERANCES[first.dtype].influence
-    return at_leaves(loss, first.objective, one), at_leaves(loss, second.objective, other), limit
 
 
 class _LiftLimits(TorchFunctionMode):
@@ -166,27 +125,16 @@ class _LiftLimits(TorchFunctionMode):
 
     CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
     CHOICES = frozenset({"minimum", "maximum", "min", "max"})
-    MAKERS = frozenset({"tensor", "scalar_tensor", "as_tensor", "ones", "zeros", "full"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name.removesuffix("_") in self.CLAMPS:
             return args[0] if args else (kwargs or {})["input"]
         if name in self.CHOICES and len(args) == 2 and isinstance(args[1], Tensor):
-            constant = [self._is_constant(item) for item in args]
+            constant = [item.dim() == 0 for item in args]
             if any(constant) and not all(constant):
                 return args[constant.index(False)]
-        made = func(*args, **(kwargs or {}))
-        if name.removeprefix("new_").removesuffix("_like") in self.MAKERS:
-            self._made.append(made)
-        return made
-
-    def _is_constant(self, tensor: Tensor) -> bool:
-        return tensor.dim() == 0 or any(tensor is made for made in self._made)
+        return func(*args, **(kwargs or {}))
 
 
 class _LiftStops(TorchFunctionMode):
@@ -200,7 +148,3 @@ class _LiftStops(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             args = (True,)
         return func(*args, **(kwargs or {}))
-
-
-def _close(one: Tensor, other: Tensor, limit: float) -> bool:
-    return bool((one - other).abs().max() <= limit * max(float(one.abs().max()), 1e-300))
