@@ -261,7 +261,7 @@ FAR = [
     (weighted(token_ratio_below_seven), "KL306", {}, "KL306 error", "±2 of one token"),
     (weighted(truncated_at_a_thousand), "KL306", {}, "KL306 error", "±7 summed over a rollout"),
     (weighted(unlikely_rows_dropped), "KL306", {}, "KL306 error", "±3.5 of one token"),
-    (weighted(never_below_a_tenth), "KL306", {}, "KL306 error", "±2.3 of one token"),
+    (weighted(never_below_a_tenth), "KL306", {}, "KL306 error", "±2.5 of one token"),
     (weighted(at_most_a_million), "KL306", {}, "KL306 warning", "±14 of one token"),
     (weighted(whole_ratio), "KL306", {}, "", ""),
     (weighted(clamped_at_twenty), "KL306", {}, "", ""),
