@@ -13,7 +13,7 @@ How far apart depends on the question. A clamp is exact and visible at any dista
 where a probability is a millionth may be the small constant that guards a logarithm, and is no other gradient.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kltest.checks.check import Found, signed
+from kltest.checks.batches import norm
+from kltest.checks.check import Found, shared, signed
 from kltest.environments import END, Environment, Instance, Paths, bandit, sequence
 from kltest.environments.policies import table
 from kltest.errors import KltestError
@@ -160,24 +161,18 @@ def bias(findings: Findings, row: Row, instance: Instance) -> float:
     return relative_bias(found, target(findings.expect, instance, row.sampler), size(instance))
 
 
-def right_row(findings: Findings, sampler: str) -> Row | None:
+def _row_of(findings: Findings, sampler: str) -> list[Row]:
     """Return the row to go further from, of batches if rows are coupled, else of several tokens if there is one.
 
     None if a row of this sampler is not exact, or is not right.
     """
-    rows = [row for row in findings.rows if row.sampler == sampler]
-    if not rows or not _right(rows):
-        return None
-    return max(rows, key=lambda row: (row.batch, row.length is not None, row.length or 0))
+    rows = _right([row for row in findings.rows if row.sampler == sampler])
+    return sorted(rows, key=lambda row: (-row.batch, row.length is None, -(row.length or 0)))[:1]
 
 
-def _right(rows: Iterable[Row]) -> bool:
-    return all(row.agrees is True and row.method == "exact" for row in rows)
-
-
-def _row_of(findings: Findings, sampler: str) -> list[Row]:
-    row = right_row(findings, sampler)
-    return [row] if row else []
+def _right(rows: list[Row]) -> list[Row]:
+    """Return rows if all of them are exact and right, else none."""
+    return rows if all(row.agrees is True and row.method == "exact" for row in rows) else []
 
 
 def tokens_of(row: Row) -> int:
@@ -195,11 +190,9 @@ def prompts(many: int, tokens: int, generator: np.random.Generator) -> Environme
 
 
 def _bandit_rows(findings: Findings) -> list[Row]:
-    try:
-        rows = findings.measure.rows("bandit", "current")
-    except KltestError:
-        return []
-    return rows if _right(rows) else []
+    with suppress(KltestError):
+        return _right(findings.measure.rows("bandit", "current"))
+    return []
 
 
 def _moved(findings: Findings, row: Row, settings: Sequence[Any]) -> Instance:
@@ -320,13 +313,9 @@ def _words_of_far_sampler(off: Off) -> str:
 
 def _long_rows(findings: Findings) -> list[Row]:
     """Of each sampler the row of rollouts of several tokens in the largest batches, if all of its rows are right."""
-    found = []
-    for sampler in findings.samplers:
-        rows = [row for row in findings.rows if row.sampler == sampler]
-        several = [row for row in rows if row.length != 1]
-        if several and _right(rows):
-            found.append(max(several, key=lambda row: row.batch))
-    return found
+    of_samplers = (_right([row for row in findings.rows if row.sampler == sampler]) for sampler in findings.samplers)
+    several = [[row for row in rows if row.length != 1] for rows in of_samplers]
+    return [max(rows, key=lambda row: row.batch) for rows in several if rows]
 
 
 def _rollouts(environment: Environment, choices: tuple[int, ...]) -> Paths:
@@ -376,38 +365,37 @@ def long_instance(batch: int, seed: int) -> Instance:
     return with_ties(OfSome(environment, *tables, some=_rollouts(environment, choices)), seed)
 
 
+def _words_of_long(off: Off) -> str:
+    return f"In rollouts of {LENGTH} tokens, {off.row.sampler} sampler, the expected gradient is off by {off.bias:.2g}"
+
+
 def late(findings: Findings, code: str) -> Found | None:
     """Return the finding in long rollouts if it belongs to a check; calls that fail make it inconclusive."""
-    for row in _long_rows(findings):
-        found = findings.once(_in_long_rollouts, row.sampler)
-        if found:
-            return Found(found[1]) if found[0] == code else None
-    return None
+    found = _in_long_rollouts(findings)
+    return Found(found[1]) if found and found[0] == code else None
 
 
-def _in_long_rollouts(findings: Findings, sampler: str) -> tuple[str, str] | None:
-    """Return the check that a difference in long rollouts belongs to, and its words."""
-    row = next(one for one in _long_rows(findings) if one.sampler == sampler)
-    (off,) = compared(findings, row, STRESS["long rollouts"], [LENGTH])
+@shared
+def _in_long_rollouts(findings: Findings) -> tuple[str, str] | None:
+    """Return the check that the first difference in long rollouts belongs to, and its words."""
     tolerance = max(Tolerances.guard, TOLERANCES[findings.observed.dtype].gradient)
-    if off.bias <= tolerance:
+    stress = STRESS["long rollouts"]
+    tried = (off for row in stress.rows(findings) for off in compared(findings, row, stress, stress.settings(row)))
+    off = next((off for off in tried if off.bias > tolerance), None)
+    if off is None:
         return None
-    found, wanted = off.found, off.wanted
-    where = STRESS["long rollouts"].words(off)
-    factor = float((found * wanted).sum() / ((wanted**2).sum() or 1.0))
-    if np.linalg.norm(found) <= SMALL * np.linalg.norm(wanted):
-        return "KL105", f"{where}, and right in short ones: nothing is left of it."
-    if np.linalg.norm(found - factor * wanted) <= 10 * tolerance * np.linalg.norm(found):
-        return "KL203", f"{where}: it is {factor:.4g} times the declared one, which it is in short rollouts."
-    choices = choices_of(row.batch)
-    contexts, difference = off.instance.paths.contexts, found - wanted
-    least = SMALL * np.linalg.norm(difference)
-    places = [t for t in choices if np.linalg.norm(difference[np.unique(contexts[:, t])]) > least]
-    listed = [", ".join(map(str, some)) for some in (places, choices)]
-    differs = f"it differs at tokens {listed[0]} of {listed[1]}, counted from 0"
+    where = f"{stress.words(off)} and right in short ones"
+    factor = float((off.found * off.wanted).sum() / ((off.wanted**2).sum() or 1.0))
+    if norm(off.found) <= SMALL * norm(off.wanted):
+        return "KL105", f"{where}: nothing is left of it."
+    if norm(off.found - factor * off.wanted) <= 10 * tolerance * norm(off.found):
+        return "KL203", f"{where}: it is {factor:.4g} times the declared one."
+    choices, contexts, difference = choices_of(off.row.batch), off.instance.paths.contexts, off.found - off.wanted
+    places = [t for t in choices if norm(difference[np.unique(contexts[:, t])]) > SMALL * norm(difference)]
+    differs = f"{where}: it differs at tokens {', '.join(map(str, places))} of {', '.join(map(str, choices))} from 0 on"
     if "reverse_kl" in findings.expect and choices[-1] not in places:
-        return "KL205", f"{where}: {differs}, so that log-ratios of much later tokens are not credited in full."
-    return "KL105", f"{where}, and right in short ones: {differs}."
+        return "KL205", f"{differs}, so that log-ratios of much later tokens are not credited in full."
+    return "KL105", f"{differs}."
 
 
 STRESS = {
@@ -459,10 +447,7 @@ STRESS = {
         lambda row: [LENGTH],
         lambda findings, row, settings: long_instance(row.batch, findings.seed),
         "gradient",
-        lambda off: (
-            f"In rollouts of {LENGTH} tokens ({off.row.sampler} sampler) the expected gradient is off by "
-            f"{off.bias:.2g} of it"
-        ),
+        _words_of_long,
         ("KL105", "KL203", "KL205"),
     ),
 }
