@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kltest.checks.batches import GroupFixture, gradient, group_fixture, limit, norm
+from kltest.checks.batches import GroupFixture, apart, gradient, group_fixture, limit, norm
 from kltest.checks.check import Found
 from kltest.checks.sequences.larger_batches import noisier
 from kltest.errors import KltestError, TargetError
@@ -24,12 +24,8 @@ from kltest.rollout import Rollout
 VARYING = "ragged"
 GROUPS, ROWS = 4, 8
 ALIKE = 4
-# Batches over which noise is averaged.
-DRAWN = 32
 # Sizes of the batches that are enumerated: the smallest that differ and have more than one row.
 SIZES = (2, 3)
-
-Cut = list[np.ndarray]
 
 
 def examine(findings: Findings) -> Found | None:
@@ -44,9 +40,8 @@ def examine(findings: Findings) -> Found | None:
         expected = _in_expectation(findings)
         longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
         rewarded = not grouped and findings.observed.uses & ROW_FIELDS
-        coupled = rewarded and _moved(findings, _batch(fixture, longest, ALIKE), 1).moved > limit(findings)
-        # A group is one call, and its baseline is made of all of it; a baseline takes noise away.
-        if coupled and (expected or _calmer(findings, fixture)):
+        # A group is one call, and its baseline is made of all of it.
+        if rewarded and _moved(findings, _batch(fixture, longest, ALIKE), 1).moved > limit(findings):
             raise TargetError("it couples rollouts of equal length, through their rewards")
     except KltestError as error:
         if grouped:
@@ -87,19 +82,6 @@ def _in_expectation(findings: Findings) -> bool:
     return min(kept, as_sum) > max(Tolerances.guard, limit(findings)) * norm(large)
 
 
-def _calmer(findings: Findings, fixture: GroupFixture) -> bool:
-    """Return True if the gradients of whole batches have a smaller mean square than those of their accumulated rows."""
-    generator = np.random.default_rng(findings.seed)
-    chances = fixture.instance.rollout_weights(fixture.sampler)
-    whole = parts = 0.0
-    for _ in range(DRAWN):
-        batch = _batch(fixture, generator.choice(len(chances), size=ALIKE, p=chances / chances.sum()), ALIKE)
-        halves = [gradient(findings.measure, batch.take(rows)) / 2 for rows in np.split(np.arange(ALIKE), 2)]
-        whole += norm(gradient(findings.measure, batch)) ** 2
-        parts += norm(np.concatenate(halves)) ** 2
-    return whole < parts
-
-
 def _of_all_lengths(lengths: np.ndarray, count: int) -> np.ndarray:
     """Rollouts, the shortest in the first quarter and then both kinds, so that parts differ in mean and largest length.
 
@@ -119,24 +101,14 @@ def _batch(fixture: GroupFixture, rows: np.ndarray, group: int) -> Rollout:
 
 def _moved(findings: Findings, rollout: Rollout, unit: int) -> Split:
     """The cut that moves the gradient most, parts accumulated as a mean over rollouts or, if closer, as a sum."""
-    whole, rows = gradient(findings.measure, rollout), np.arange(len(rollout)).reshape(-1, unit)
-    size = norm(whole)
-    if size == 0:
+    whole, units = gradient(findings.measure, rollout), np.arange(len(rollout)).reshape(-1, unit)
+    halves, added = np.arange(len(units)).reshape(2, -1), np.zeros_like(whole)
+    if not whole.any():
         return Split(0.0)
-    as_means: list[Split] = []
-    as_sums: list[Split] = []
-    for cut in _cuts(len(rows)):
-        parts = [rows[part].reshape(-1) for part in cut]
-        added, share = np.zeros_like(whole), np.zeros((len(rollout), 1, 1))
-        for part in parts:
-            added[part] = gradient(findings.measure, rollout.take(part))
-            share[part] = len(part) / len(rollout)
-        for found, one in ((as_means, share * added), (as_sums, added)):
-            found.append(Split(norm(one - whole) / size, norm(one) / size, tuple(map(len, parts))))
-    return min(max(as_means), max(as_sums))
-
-
-def _cuts(units: int) -> list[Cut]:
-    """Two halves, another two halves, and quarters."""
-    order = np.arange(units)
-    return [np.split(order, 2), [order[::2], order[1::2]], *([np.split(order, 4)] if units >= 4 else [])]
+    splits = []
+    for cut in (halves, halves.reshape(-1, 2).T, *([halves.reshape(4, -1)] if len(units) >= 4 else [])):
+        for part in cut:
+            added[units[part].ravel()] = gradient(findings.measure, rollout.take(units[part].ravel()))
+        sizes = tuple(len(part) * unit for part in cut)
+        splits.append([Split(apart(one, whole), norm(one) / norm(whole), sizes) for one in (added / len(cut), added)])
+    return min(map(max, zip(*splits, strict=True)))

@@ -5,14 +5,13 @@ rows of a pair is compared with the declared gradient instead, in expectation ov
 compared with what each gives alone, if two groups in one call are kept apart.
 """
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
-from kltest.checks.batches import GroupFixture, limit, norm
+from kltest.checks.batches import GroupFixture, apart, as_array, limit, norm
 from kltest.checks.check import Found, shared
 from kltest.checks.stress import bias
 from kltest.environments import Instance, bandit, ragged
@@ -25,7 +24,6 @@ from kltest.rollout import Rollout
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32)
 VARYING = "ragged"
-SHUFFLES = 3
 
 
 @shared
@@ -84,31 +82,21 @@ def _coupled(findings: Findings, row: Row, many: int) -> Found:
 
 
 def _weight_of_positions(findings: Findings, sampler: str, many: int) -> float | None:
-    """Total weight of all rows, 1 if rows are only dropped or weighted; None if weights depend on what is in a row."""
+    """Total weight of a row over all places of a batch, 1 if it is right; None if rows have different ones."""
     caller = _caller(findings, sampler)
     caller.look([0, 1, 2])
-    generator = np.random.default_rng(findings.seed)
-    known = None
-    drawn = [generator.integers(len(caller.base), size=many) for _ in range(SHUFFLES)]
-    # A row that is dropped for its length, or for what is in it, is not always in the same place.
+    # From the shortest to the longest, so that a row that is dropped for its length is not one like the others.
     by_length = np.argsort(caller.base.peek("mask").sum(dim=1).numpy(), kind="stable")
-    upwards = np.sort(np.resize([0, len(by_length) - 1], many))
-    for rows in (order.tolist() for order in (*drawn, by_length[upwards], by_length[upwards[::-1]])):
-        called = caller.call(rows)
-        pairs = [(_flat(called.row(place)), _flat(caller.single(row).row(0))) for place, row in enumerate(rows)]
-        if any(len(one) != len(own) or not own.any() for one, own in pairs):
-            return None
-        weights = np.array([one @ own / (own @ own) for one, own in pairs])
-        rest = max(norm(one - w * own) / norm(own) for w, (one, own) in zip(weights, pairs, strict=True))
-        if rest > limit(findings) or (known is not None and norm(weights - known) > limit(findings)):
-            return None
-        known = weights
-    assert known is not None
-    return float(known.sum() if "mean" in caller.shares else known.mean())
-
-
-def _flat(parts: Iterable[np.ndarray]) -> np.ndarray:
-    return np.concatenate([np.zeros(0), *(part.ravel() for part in parts)])
+    rows = by_length[np.linspace(0, len(by_length) - 1, many).round().astype(int)]
+    own = np.concatenate([as_array(caller.single(row), caller.base.take([row])) for row in rows.tolist()])
+    total = np.zeros_like(own)
+    for shift in range(many):
+        shifted = np.roll(rows, shift)
+        total += np.roll(as_array(caller.call(shifted), caller.base.take(shifted)), -shift, axis=0)
+    weight = float((total * own).sum() / (norm(own) ** 2 or 1.0))
+    if apart(total, weight * own) > limit(findings):
+        return None
+    return weight if "mean" in caller.shares else weight / many
 
 
 def _bias(findings: Findings, row: Row, many: int, environment_name: str = "bandit") -> float:
@@ -158,9 +146,5 @@ def groups_apart(findings: Findings, group: int, count: int) -> bool:
     rewards = [[float(place <= number % group) for place in range(group)] for number in range(count)]
     groups = np.arange(count).repeat(group).tolist()
     whole = fixture.kl_part(fixture.rollout(rows.ravel(), np.ravel(rewards).tolist(), groups))
-    parts = whole.reshape(count, group, *whole.shape[1:])
     alone = [fixture.kl_part(fixture.rollout(one, paid)) for one, paid in zip(rows, rewards, strict=True)]
-    least = limit(findings) * (max(map(norm, alone)) or 1.0)
-    return any(
-        all(norm(share * part - own) <= least for part, own in zip(parts, alone, strict=True)) for share in (count, 1)
-    )
+    return any(apart(share * whole, np.concatenate(alone)) <= limit(findings) for share in (count, 1))
