@@ -56,8 +56,7 @@ class Check:
       write it;
     - optionally `demonstrate(losses)`: exact numbers of the pitfall, the numbers of `example` among them. Without it
       they are made from `demonstration` (see kltest.checks.demonstrations);
-    - `explains(row, findings)`: True, or a few words on how, if this pitfall accounts for the disagreement of that row,
-      and optionally `tells(row, findings)`: those words, if it takes calls of the loss to find them;
+    - `explains(row, findings)`: True, or a few words on how, if this pitfall accounts for the disagreement of that row;
     - optionally `remark(findings)`: a sentence that follows the rows, or "";
     - or `examine(findings)`: an experiment of its own and its result, None if nothing is wrong. A KltestError makes
       the check inconclusive;
@@ -132,7 +131,7 @@ class Check:
 
     def tells(self, row: "Row", findings: "Findings") -> str:
         """Return how the pitfall shows in a row that it explains, empty if the identified gradient says it all."""
-        words = self._call("tells" if self._defined("tells") else "explains", row, findings)
+        words = self._call("explains", row, findings)
         return words if isinstance(words, str) else ""
 
     def remark(self, findings: "Findings") -> str:

@@ -76,9 +76,9 @@ def credited(factor):
     ("factor", "words"),
     [
         (lambda t, s: 0.8 ** (s - t), "0.8^k"),
-        (lambda t, s: 0.8**s, "token s, counted from 0, is credited with 0.8^s"),
-        (lambda t, s: 0.8**t, "score of token t, counted from 0, is weighted with 0.8^t"),
-        (lambda t, s: s - t <= 1, "only the log-ratios up to 1 tokens later"),
+        (lambda t, s: 0.8**s, "is credited with 0.8^t·0.8^k"),
+        (lambda t, s: 0.8**t, "is credited with 0.8^t"),
+        (lambda t, s: s - t <= 1, "credited with 1, 1, 0"),
         (lambda t, s: 1.0 if s == t else 0.3, "every later log-ratio is credited with 0.3"),
         (lambda t, s: 1 / (1 + s - t), "1, 0.5, 0.3333"),
     ],
@@ -104,7 +104,7 @@ def test_a_discount_shows_behind_prefix_ratios_too():
 
     report = kltest.grade(loss)
     assert [check.code for check in report.failed if not check.code.startswith("KL8")] == ["KL205"]
-    assert "sequence (stale): the log-ratio of k tokens later is credited with 0.9^k" in report.failed[0].message
+    assert "sequence (stale): the log-ratio k tokens after token t, counted from 0, is credited with 0.9^k" in report.failed[0].message
 
 
 def test_reading_nothing_where_there_is_nothing_to_read():

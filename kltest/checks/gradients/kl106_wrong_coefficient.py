@@ -1,12 +1,7 @@
 """KL106: the gradient is the declared one times a positive factor."""
 
-from math import isclose
-
-from kltest.checks.batches import share_by_size
 from kltest.checks.check import Found
 from kltest.identify.findings import Findings, Row, local_form, proportion, when_current
-from kltest.moments.tolerances import Tolerances
-from kltest.truth import render
 
 
 def explains(row: Row, findings: Findings) -> bool:
@@ -26,18 +21,6 @@ def examine(findings: Findings) -> Found | None:
         "with more columns of padding.",
         level="warning",
     )
-
-
-def tells(row: Row, findings: Findings) -> str:
-    """Dependence of the factor on the batch size, if there is any; reported once, in the first environment."""
-    first = row.environment == findings.environments[0]
-    if row.identified is None or row.batch == 1 or row.method == "sampled" or not first:
-        return ""
-    shares = share_by_size(row, findings)
-    if not shares or isclose(shares[2], shares[3], rel_tol=Tolerances.factor):
-        return ""
-    sizes = " and ".join(f"{share:.4g} of it in batches of {size}" for size, share in shares.items())
-    return f"{render(row.identified)}; in a bandit {sizes}: it is no constant but depends on the batch size"
 
 
 def without_the_half(logp, ref_logp, mask):

@@ -2,45 +2,21 @@
 
 import numpy as np
 
-from kltest.checks.batches import GroupFixture, group_fixture, limit, norm, sees_rewards
+from kltest.checks.batches import group_fixture, limit, norm, sees_rewards
 from kltest.checks.check import Found, shared
-from kltest.environments.policies import softmax_gradient
 from kltest.identify.findings import Findings, Row
 from kltest.moments.batches import groups_of
 
-# The most groups that are called, one by one, for a message.
-FEW = 60
 
-
-def explains(row: Row, findings: Findings) -> bool:
-    return row.batch > 1 and _masks_tied_groups(findings)
-
-
-def tells(row: Row, findings: Findings) -> str:
-    """The probability that a group ties, and ‖E[1{tied}·KL part]‖ / ‖E[KL part]‖ on the first instance of the row.
-
-    The KL part of every group is taken with rewards that do not tie.
-    """
+def explains(row: Row, findings: Findings) -> str:
+    if row.batch == 1 or not _masks_tied_groups(findings):
+        return ""
     case = findings.measure.case(row)
     instance = case.instances[0]
-    paths, rewards = instance.paths, instance.environment.returns(instance.paths)
-    groups, chances = map(np.array, zip(*groups_of(instance, case.sampler, row.batch), strict=True))
-    tied = np.ptp(rewards[groups], axis=1) == 0
-    ties = f"a group of {row.batch} ties with probability {chances[tied].sum():.3g}, and with it E[1{{tied}}·KL term]"
-    if len(groups) > FEW:
-        return f"{ties} is lost"
-    fixture = GroupFixture(findings.measure, instance, row.batch, findings.seed, case.sampler)
-    parts = np.stack([fixture.kl_part(fixture.rollout(rows, fixture.untied)) for rows in groups])
-
-    def expected(chosen: np.ndarray) -> np.ndarray:
-        table, weighted = np.zeros(instance.policy.shape), chances[chosen, None, None, None] * parts[chosen]
-        rows = groups[chosen]
-        np.add.at(table, (paths.contexts[rows], paths.tokens[rows]), weighted[..., 0])
-        np.add.at(table, paths.contexts[rows], weighted[..., 1:])
-        return softmax_gradient(table, instance.policy)
-
-    lost = norm(expected(tied)) / norm(expected(tied | True))
-    return f"{ties} is lost, {lost:.3g} of the KL term's gradient"
+    rewards = instance.environment.returns(instance.paths)
+    groups = groups_of(instance, case.sampler, row.batch)
+    ties = sum(chance for rows, chance in groups if np.ptp(rewards[np.array(rows)]) == 0)
+    return f"a group of {row.batch} ties with probability {ties:.3g}, and with it E[1{{tied}}·KL term] is lost"
 
 
 def examine(findings: Findings) -> Found | None:

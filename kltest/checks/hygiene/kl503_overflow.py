@@ -3,9 +3,6 @@
 Large ones are extreme input; 0, where the policy is the reference, is the first step of training.
 """
 
-import numpy as np
-import torch
-
 from kltest.checks.check import Found, signed
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.checks.hygiene.log_ratios import batch_of, companions
@@ -18,23 +15,20 @@ moot = not_comparable
 
 def examine(findings: Findings) -> Found | None:
     experiment = findings.measure.experiment()
-    words, at_the_start = [], False
+    bad: dict[float, str] = {}
     for u in LOG_RATIOS:
         result = experiment.call(batch_of([u], companions(findings), length=1))
-        total, parts = float(result.value.sum()), [part[result.live].flatten() for part in result.gradients.values()]
-        flat = torch.cat([torch.zeros(1), *parts])
-        bad = [] if np.isfinite(total) else [f"the value is {total}"]
-        bad += [f"the gradient is {number}" for number in flat[~torch.isfinite(flat)][:1].tolist()]
-        if bad:
-            at_the_start |= u == 0
-            where = (
-                "u = 0, where the policy is the reference, as when training begins," if u == 0 else f"u = {signed(u)}"
-            )
-            words.append(f"at {where} {' and '.join(bad)}")
-    if not words:
+        parts = {"value": result.value.sum().reshape(1), **result.at(result.live)}
+        wrong = [(name, number) for name, part in parts.items() for number in part[~part.isfinite()].tolist()]
+        if wrong:
+            name, number = wrong[0]
+            bad[u] = f"the {name} is {number}" if name == "value" else f"the gradient at {name} is {number}"
+    if not bad:
         return None
+    words = "; ".join(f"at u = {signed(u)} {what}" for u, what in bad.items())
+    start = " At u = 0 the policy is the reference, as when training begins." if 0.0 in bad else ""
     precision = f" (in {result.outcome.dtype})" if result.outcome.dtype != "float64" else ""
-    return Found(f"With u = logp − ref_logp: {'; '.join(words)}{precision}.", level="error" if at_the_start else None)
+    return Found(f"With u = logp − ref_logp: {words}{precision}.{start}", level="error" if start else None)
 
 
 def k3_with_ratio(logp, ref_logp, old_logp):

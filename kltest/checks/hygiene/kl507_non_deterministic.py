@@ -21,7 +21,6 @@ from kltest.moments.tolerances import TOLERANCES
 CALLS = 16
 STEP = count()
 Same = Callable[[Tensor, Tensor], bool]
-Differ = Callable[[CallResult, CallResult, Same], str]
 
 
 def not_comparable(findings: Findings) -> str | None:
@@ -46,14 +45,14 @@ def examine(findings: Findings) -> Found | None:
         return Found(f"{observed.nondeterministic}{same}.{sampled}", level="warning")
     with preserved():
         draws = calls.draws()
-        if not (words := _changes(findings, difference)):
+        if not (words := _changes(findings)):
             return None
         with calls.holding(draws):
-            observed.draws = draws.moved and not _changes(findings, difference)
+            observed.draws = draws.moved and not _changes(findings)
         if not observed.draws:
             observed.unrepeatable, kept = True, calls.state.changed()
             return Found(words + (f" It keeps state in {' and '.join(kept[:3])}." if kept else ""))
-        random = bool(_changes(findings, gradient_difference))
+        random = bool(_changes(findings, of_value=False))
     calls.held = (*calls.held, draws)
     words += " It draws random numbers"
     if random:
@@ -61,7 +60,7 @@ def examine(findings: Findings) -> Found | None:
     return Found(f"{words}, which change no gradient.", level="warning")
 
 
-def _changes(findings: Findings, differ: Differ) -> str:
+def _changes(findings: Findings, *, of_value: bool = True) -> str:
     """Describe the first call of one batch that differs from the first one, empty if none does."""
     experiment, batch = findings.measure.experiment(), usual_batch(findings)
     first = experiment.call(batch.replace())
@@ -71,40 +70,25 @@ def _changes(findings: Findings, differ: Differ) -> str:
         return bool((one - other).abs().max() <= allowed * one.abs().max())
 
     for call in range(2, CALLS + 1):
-        if words := differ(first, experiment.call(batch.replace()), same):
+        if words := difference(first, experiment.call(batch.replace()), same, of_value=of_value):
             return f"The same batch of {len(batch)} rollouts is called again, and in call {call} {words}."
     return ""
 
 
-def difference(before: CallResult, after: CallResult, same: Same) -> str:
-    """Describe how the value or the gradient at a live token differs in a second call; empty if both are the same."""
-    one, other = before.value, after.value
-    if one.shape != other.shape:
-        return f"it returns shape {tuple(other.shape)} where it returned {tuple(one.shape)}"
-    if same(one, other):
-        return gradient_difference(before, after, same)
-    if one.dim() == 0:
-        return f"the value is {other.item():.6g} where it was {one.item():.6g}"
-    row = int(_apart(one, other).reshape(len(one), -1).any(dim=1).nonzero()[0])
-    return f"the value of rollout {row} is {float(other[row].sum()):.6g} where it was {float(one[row].sum()):.6g}"
-
-
-def gradient_difference(before: CallResult, after: CallResult, same: Same) -> str:
-    """Describe how the gradient at a live token differs in a second call; empty if it is the same."""
+def difference(before: CallResult, after: CallResult, same: Same, *, of_value: bool = True) -> str:
+    """Describe how the value, or a gradient at live tokens, differs in a second call; empty if all is the same."""
     earlier, later = before.at(before.live), after.at(before.live)
+    pairs = {"the value": (before.value, after.value)} if of_value else {}
     for name, some in {**earlier, **later}.items():
-        one, other = (gradients.get(name, torch.zeros_like(some)) for gradients in (earlier, later))
+        zeros = torch.zeros_like(some)
+        pairs[f"the gradient at a live token ({name})"] = earlier.get(name, zeros), later.get(name, zeros)
+    for what, (one, other) in pairs.items():
+        if one.shape != other.shape:
+            return f"{what} has shape {tuple(other.shape)} where it had {tuple(one.shape)}"
         if not same(one, other):
-            place = int(_apart(one, other).flatten().nonzero()[0])
-            numbers = [float(part.flatten()[place]) for part in (other, one)]
-            return f"the gradient at a live token ({name}) is {numbers[0]:.6g} where it was {numbers[1]:.6g}"
+            numbers = (float(part.flatten()[(other - one).abs().argmax()]) for part in (other, one))
+            return f"{what} is {{:.6g}} where it was {{:.6g}}".format(*numbers)
     return ""
-
-
-def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """True at entries that are not finite, and at those that differ most."""
-    gap = (other - one).abs()
-    return ~torch.isfinite(gap) | (gap == gap.max()) & (gap > 0)
 
 
 def every_other_step(logp, ref_logp, mask, step=STEP):

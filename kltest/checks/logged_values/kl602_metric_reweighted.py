@@ -4,7 +4,8 @@ Anything that moves the metric, and is neither the policy nor the reference, is 
 """
 
 from dataclasses import replace
-from math import isclose
+from itertools import chain
+from statistics import mode
 
 import numpy as np
 import torch
@@ -16,7 +17,6 @@ from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
-from kltest.identify.values import TOLERANCE
 from kltest.rollout import Rollout
 
 moot = no_kl
@@ -50,31 +50,17 @@ def _factors(findings: Findings) -> list[str]:
 
 
 def _by_constant(findings: Findings) -> list[str]:
-    known = {row.environment: found.factors for row, found in logged(findings) if found.row.matches is None}
-    known = {environment: factors for environment, factors in known.items() if factors}
+    """Describe the constant: at one length the three KLs are multiples of each other, so the most frequent one."""
+    known = {
+        row.environment: [f"{signed(factor)} · {SYMBOLS[name]}" for name, factor in found.factors.items()]
+        for row, found in logged(findings)
+        if found.row.matches is None and found.factors
+    }
     if not known:
         return []
-
-    def fitting(pair: tuple[str, float]) -> list[str]:
-        name, factor = pair
-        return [
-            environment
-            for environment, factors in known.items()
-            if name in factors and isclose(factors[name], factor, rel_tol=10 * TOLERANCE)
-        ]
-
-    # At one length the three KLs are multiples of each other: take the factor that fits most environments.
-    candidates = [pair for factors in known.values() for pair in factors.items()]
-    name, factor = best = max(candidates, key=lambda pair: len(fitting(pair)))
-    places = ", ".join(fitting(best))
-    if isclose(factor, -1.0, rel_tol=10 * TOLERANCE):
-        words = f"−1: it is minus the KL, −{SYMBOLS[name]}, in {places}"
-    else:
-        words = f"a constant: it is {signed(factor)} · {SYMBOLS[name]} in {places}"
-    for environment in (environment for environment in known if environment not in fitting(best)):
-        other, times = next(iter(known[environment].items()))
-        words += f", and {signed(times)} · {SYMBOLS[other]} in {environment}"
-    return [words]
+    common = mode(chain(*known.values()))
+    terms = (f"{common if common in each else each[0]} in {environment}" for environment, each in known.items())
+    return [f"a constant: it is {', '.join(terms)}"]
 
 
 def _by_sampler(findings: Findings, instance: Instance, base: Rollout) -> list[str]:

@@ -82,31 +82,19 @@ def read(factors: Factors) -> str | None:
     if not any(abs(factor) > SAME * size for factor in later.values()):
         return None
     first = factors[0, 0]
-    scale = "" if _same(first, 1.0) else f", all times {first:.4g}"
     if abs(first) > SAME * size:
-        distance = factors[0, 1] / first
-        for position in (1.0, factors[1, 1] / first):
-            if all(_same(c, first * position**t * distance ** (s - t), size) for (t, s), c in factors.items()):
-                return None if _same(position, 1.0) and _same(distance, 1.0) else _powers(position, distance) + scale
+        position, distance = factors[1, 1] / first, factors[0, 1] / first
+        if all(_same(c, first * position**t * distance ** (s - t), size) for (t, s), c in factors.items()):
+            powers = [f"{base:.4g}^{at}" for base, at in ((position, "t"), (distance, "k")) if not _same(base, 1.0)]
+            scale = "" if _same(first, 1.0) else f", all times {first:.4g}"
+            words = f"the log-ratio k tokens after token t, counted from 0, is credited with {'·'.join(powers)}{scale}"
+            return words if powers else None
     by_distance = [factors[0, lag] for lag in range(1 + max(s for _, s in factors))]
     if not all(_same(c, by_distance[s - t], size) for (t, s), c in factors.items()):
         return None
-    credited = [lag for lag, factor in enumerate(by_distance) if abs(factor) > SAME * size]
-    if credited == list(range(len(credited))) and all(_same(by_distance[lag], first, size) for lag in credited):
-        return f"only the log-ratios up to {credited[-1]} tokens later are credited{scale}"
     if all(_same(factor, by_distance[1], size) for factor in by_distance[1:]):
         return None
-    return "by distance, log-ratios are credited with " + ", ".join(f"{round(factor, 6):.4g}" for factor in by_distance)
-
-
-def _powers(position: float, distance: float) -> str:
-    if position == 1.0:
-        return f"the log-ratio of k tokens later is credited with {distance:.4g}^k"
-    if _same(position, distance):
-        return f"the log-ratio of token s, counted from 0, is credited with {distance:.4g}^s"
-    if _same(distance, 1.0):
-        return f"the score of token t, counted from 0, is weighted with {position:.4g}^t"
-    return f"the log-ratio k tokens after token t is credited with {position:.4g}^t·{distance:.4g}^k"
+    return "by distance, log-ratios are credited with " + ", ".join(f"{round(factor, 6) + 0.0:.4g}" for factor in by_distance)
 
 
 def _same(one: float, other: float, size: float = 1.0) -> bool:
