@@ -8,7 +8,6 @@ import torch
 
 import kltest
 from kltest.checks import CHECKS
-from kltest.checks.approximations import kl702_temperature_mismatch as temperature
 
 LOCAL = {"expect": "local_reverse_kl"}
 
@@ -232,14 +231,6 @@ def test_a_temperature_is_found_with_its_side(loss, side, temperature):
 def test_a_temperature_far_from_one_is_found(temperature):
     found = failing(policy_tempered, arguments={"t": temperature}, environment="bandit", sampler="current")
     assert f"the policy's log-probs are divided by a temperature of {temperature}" in found["KL702"]
-
-
-def test_a_second_valley_is_looked_into_and_not_the_slope_of_the_first():
-    """A parabola around each of two points of the grid, the first one deeper."""
-    deep, shallow = temperature.GRID[5], temperature.GRID[18]
-    assert temperature._valleys(lambda x: min((x - deep) ** 2, (x - shallow) ** 2 + 0.1)) == [deep, shallow]
-    assert temperature._valleys(lambda x: x) == [temperature.GRID[0]]
-    assert temperature._valleys(lambda x: -x) == [temperature.GRID[-1]]
 
 
 # The numbers of the examples, by the formulas of a single context.

@@ -104,7 +104,10 @@ def test_a_discount_shows_behind_prefix_ratios_too():
 
     report = kltest.grade(loss)
     assert [check.code for check in report.failed if not check.code.startswith("KL8")] == ["KL205"]
-    assert "sequence (stale): the log-ratio k tokens after token t, counted from 0, is credited with 0.9^k" in report.failed[0].message
+    assert (
+        "sequence (stale): the log-ratio k tokens after token t, counted from 0, is credited with 0.9^k"
+        in report.failed[0].message
+    )
 
 
 def test_reading_nothing_where_there_is_nothing_to_read():

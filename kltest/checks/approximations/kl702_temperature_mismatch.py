@@ -5,15 +5,14 @@ gradient when its input comes multiplied by τ. The policy's, the reference's, t
 tried, each with a one-dimensional search over τ, in bandits, in which a wrong temperature always shows.
 """
 
-from collections.abc import Callable
-from functools import lru_cache
+from contextlib import suppress
+from functools import partial
 from operator import itemgetter
 
 import numpy as np
 import torch
 
 from kltest.checks.check import shared
-from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
 from kltest.identify.findings import Combination, Findings, Row
@@ -24,7 +23,7 @@ from kltest.rollout import Rollout
 from kltest.truth import gradient, render
 
 # Logarithms of temperatures from 1/6 to 6; no minimum that matters is narrower than a step of the grid.
-GRID = np.linspace(-1.8, 1.8, 25)
+GRID = np.linspace(-1.8, 1.8, 49)
 # A smaller logarithm is no temperature.
 NONE = 1e-3
 # At this distance from a temperature, in its logarithm, more than a hundred times the limits below is left.
@@ -50,24 +49,23 @@ def explains(row: Row, findings: Findings) -> str | None:
 def _tempered(findings: Findings) -> str | None:
     if findings.observed.coupled or findings.observed.blocked:
         return None
-    try:
+    with suppress(KltestError):  # a loss that cannot be called so proves nothing
         return _Bandits(findings).tempered()
-    except KltestError:  # a loss that cannot be called so proves nothing
-        return None
+    return None
 
 
 class _Bandits:
     """The loss on all rollouts of all instances of a bandit, in one batch."""
 
     def __init__(self, findings: Findings) -> None:
-        self.loss = findings.loss
-        self.drawn = instances("bandit", findings.seed)
-        self.mean = findings.observed.reduction != "sum"
-        self.base = _together(self.drawn, findings.seed)
-        self.weights = [np.exp(instance.policy[0]) for instance in self.drawn]
-        rollout = self.base.replace()
-        self.loss(rollout)
-        self.read = frozenset(rollout.accessed)
+        self.loss, self.drawn = findings.loss, instances("bandit", findings.seed)
+        self.factor = float(sum(len(instance.paths) for instance in self.drawn))
+        self.factor = 1.0 if findings.observed.reduction == "sum" else self.factor
+        parts = [Rollout.of(instance, padding=findings.seed) for instance in self.drawn]
+        fields = {name: torch.cat([part.peek(name).detach() for part in parts]) for name in parts[0]}
+        fields["group"] = torch.arange(len(parts)).repeat_interleave(len(parts[0]))
+        self.base = Rollout(fields)
+        self.named = {name: np.concatenate([gradient(name, one)[0] for one in self.drawn]) for name in NAMES}
         single = findings.measure.alone("bandit", "current")
         self.with_entropy = single is not None and "entropy" in (single.identified or {})
         self.limit = TOLERANCES[findings.observed.dtype].search
@@ -76,9 +74,11 @@ class _Bandits:
         """Describe the temperature, and the named gradient behind it, of the first side that has one."""
         if self._left((), 0.0) < self.limit:
             return None
+        rollout = self.base.replace()
+        self.loss(rollout)
         sides: dict[tuple[str, ...], str] = {}
         for side, fields in SIDES.items():
-            read = tuple(field for field in fields if field in self.read)
+            read = tuple(field for field in fields if field in rollout.accessed)
             sides.setdefault(read, side)
             sides.setdefault(tuple(field for field in read if "logits" in field), side)
         for fields, side in sides.items():
@@ -95,18 +95,12 @@ class _Bandits:
         """Search for the logarithm of a temperature at which the gradient is named once it is undone."""
         from scipy.optimize import minimize_scalar  # slow to import, and most losses never come here
 
-        def left(log_temperature: float) -> float:
-            return self._left(fields, log_temperature)
-
-        step = GRID[1] - GRID[0]
-        for start in _valleys(left):
-            around = (start - step, start + step)
-            found = minimize_scalar(left, bounds=around, method="bounded", options={"xatol": 1e-11})
-            # Beyond a kink any factor may fit: a little away, more has to be left.
-            isolated = min(left(found.x - APART), left(found.x + APART)) > self.limit
-            if found.fun < self.limit and abs(found.x) > NONE and isolated:
-                return float(found.x)
-        return None
+        left, step = partial(self._left, fields), GRID[1] - GRID[0]
+        start = min(GRID.tolist(), key=left)
+        found = minimize_scalar(left, bounds=(start - step, start + step), method="bounded", options={"xatol": 1e-11})
+        # Beyond a kink any factor may fit: a little away, more has to be left.
+        isolated = min(left(found.x - APART), left(found.x + APART)) > self.limit
+        return float(found.x) if found.fun < self.limit and abs(found.x) > NONE and isolated else None
 
     def _normalised(self, fields: tuple[str, ...]) -> bool:
         """Return True if a constant added to log-probs changes nothing: log π/τ − log ref would be an entropy bonus."""
@@ -124,51 +118,24 @@ class _Bandits:
 
         The fields are multiplied by the temperature before the loss is called.
         """
-        found = self._gradients(dict.fromkeys(fields, float(np.exp(log_temperature))))
-        size = float(np.linalg.norm(found))
-        candidates: list[tuple[float, Combination]] = [(1.0, {"zero": 1.0})]
-        for name, column in _named(self.drawn).items() if size else ():
-            coefficient = float(found @ column / (column @ column))
-            candidates.append((float(np.linalg.norm(found - coefficient * column)) / size, {name: coefficient}))
-        return min(candidates, key=itemgetter(0))
-
-    def _gradients(self, factors: dict[str, float]) -> np.ndarray:
-        """Expected gradients of all instances, one after the other, with fields multiplied by factors."""
-        changed = {field: factor * self.base.peek(field).detach() for field, factor in factors.items()}
-        called = differentiate(
-            self.loss, self.base.replace(**changed), None, float(len(self.base)) if self.mean else 1.0
-        )
+        temperature = float(np.exp(log_temperature))
+        changed = {field: temperature * self.base.peek(field).detach() for field in fields}
+        called = differentiate(self.loss, self.base.replace(**changed), None, self.factor)
         found = []
-        for number, weights in enumerate(self.weights):
-            rows_of = slice(number * len(weights), (number + 1) * len(weights))
-            table_of = np.zeros(len(weights))
+        for instance, rows in zip(self.drawn, np.split(np.arange(len(self.base)), len(self.drawn)), strict=True):
+            weights, table = np.exp(instance.policy[0]), np.zeros(len(rows))
             if called.logp is not None:
-                table_of += factors.get("logp", 1.0) * weights * called.logp[rows_of, 0]
+                table += (temperature if "logp" in fields else 1.0) * weights * called.logp[rows, 0]
             if called.logits is not None:
-                table_of += factors.get("logits", 1.0) * weights @ called.logits[rows_of, 0]
-            found.append(softmax_gradient(table_of[None], self.drawn[number].policy)[0])
-        return np.concatenate(found)
-
-
-def _together(drawn: tuple[Instance, ...], padding: int) -> Rollout:
-    """All rollouts of all instances as one batch."""
-    parts = [Rollout.of(instance, padding=padding) for instance in drawn]
-    fields = {name: torch.cat([part.peek(name).detach() for part in parts]) for name in parts[0]}
-    fields["group"] = torch.arange(len(parts)).repeat_interleave(len(parts[0]))
-    return Rollout(fields)
-
-
-@lru_cache(maxsize=16)
-def _named(drawn: tuple[Instance, ...]) -> dict[str, np.ndarray]:
-    return {name: np.concatenate([gradient(name, instance)[0] for instance in drawn]) for name in NAMES}
-
-
-def _valleys(left: Callable[[float], float], most: int = 2) -> list[float]:
-    """Lowest points of the grid among those that are not above their neighbours."""
-    seen = np.array([left(float(point)) for point in GRID])
-    beside = np.pad(seen, 1, constant_values=np.inf)
-    lower = np.flatnonzero((seen <= beside[:-2]) & (seen <= beside[2:]))
-    return GRID[sorted(lower, key=seen.__getitem__)[:most]].tolist()
+                table += (temperature if "logits" in fields else 1.0) * weights @ called.logits[rows, 0]
+            found.append(softmax_gradient(table[None], instance.policy)[0])
+        whole = np.concatenate(found)
+        size = float(np.linalg.norm(whole))
+        candidates: list[tuple[float, Combination]] = [(1.0, {"zero": 1.0})]
+        for name, column in self.named.items() if size else ():
+            coefficient = float(whole @ column / (column @ column))
+            candidates.append((float(np.linalg.norm(whole - coefficient * column)) / size, {name: coefficient}))
+        return min(candidates, key=itemgetter(0))
 
 
 def at_a_temperature(logits, ref_logits):

@@ -10,50 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.checks.batches import with_advantage
+from kltest.checks.batches import usual_batch
 from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
+from kltest.checks.hygiene.padding import LOG_PROBS
 from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings
 from kltest.moments.differentiate import CallResult, LossExperiment
 from kltest.moments.tolerances import TOLERANCES
-from kltest.rollout import LEAVES, Rollout
+from kltest.rollout import Rollout
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # Significant bits; neighbouring numbers near 10 are 2⁴ of the last bit apart.
 DIGITS = {"bfloat16": 8, "float16": 11}
-ROWS, LENGTH, VOCABULARY = 12, 5, 6
-SEED = 0
 # Relative errors of an expected gradient in float32: of a careful loss well below the first; above the second it is no
 # question of digits any more.
 SEEN, MUCH = 1e-3, 1e-2
-# Paths through the neighbourhood of a batch and steps on each; on a smooth stretch a step is about a 24th of the path.
-PATHS, STEPS, JUMP = 4, 24, 0.25
-
-
-def mild_batch(kind: torch.dtype, seed: int) -> Rollout:
-    """Rollouts with log-ratios below 1.5 and log-probs down to −7, every number representable in `kind`."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).double()
-
-    base = 1.5 * noise(ROWS, LENGTH, VOCABULARY)
-    tables = {
-        "": base,
-        "ref_": base + 0.4 * noise(*base.shape).clamp(-1.5, 1.5),
-        "old_": base + 0.1 * noise(*base.shape).clamp(-1.5, 1.5),
-    }
-    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
-    mask = (torch.arange(LENGTH) < 1 + torch.arange(ROWS)[:, None] % LENGTH).double()
-    rows = torch.arange(ROWS)
-    fields = {"mask": mask, "tokens": tokens, "group": rows // (ROWS // 3), "reward": (rows % 2).double()}
-    for prefix, logits in tables.items():
-        fields[f"{prefix}logits"] = logits.log_softmax(-1).to(kind).double()
-        fields[f"{prefix}logp"] = fields[f"{prefix}logits"].gather(-1, tokens[..., None])[..., 0]
-    return with_advantage(Rollout(fields))
-
+# Ways in which log-probs are moved by their rounding; a change of a token's gradient by more than this share is a jump.
+MOVES, JUMP = 8, 0.25
 
 moot = not_comparable
 
@@ -70,28 +45,16 @@ def examine(findings: Findings) -> Found | None:
             f"Given float64, it computes in {dtype}, whose numbers have {DIGITS[dtype]} significant bits: log-probs "
             f"near −10 are rounded to multiples of {2.0 ** (4 - DIGITS[dtype]):g}, and so are log-ratios."
         )
-    # A coefficient is set to one: the KL part is a difference over β, and a small β would magnify rounding.
-    measure = findings.measure
-    beta = 1.0 if measure.loss.takes_beta else None
     wrong, not_called = [], []
     for name, kind in NARROW.items():
-        batch = mild_batch(kind, SEED)
-        exact = measure.experiment(beta=beta).call(batch)
-        if not any(part.any() for part in exact.gradients.values()):
-            continue
         try:
-            found = measure.experiment(kind, beta=beta).call(batch.replace())
+            off = _off_in_one_batch(findings, kind, name)
         except KltestError as error:
             not_called.append(f"with {name} it raises: {str(error).splitlines()[-1].strip()}")
             continue
-        off = _relative_error(exact, found, exact.live)
-        allowed = TOLERANCES[name].narrow
-        assert allowed is not None
-        if math.isfinite(off) and off > allowed:
-            off = _relative_error(exact, found, exact.live & ~_jumps(measure.experiment(beta=beta), batch, name))
         if not math.isfinite(off):
             wrong.append(f"with {name} its gradient is not finite")
-        elif off > allowed:
+        elif off > (TOLERANCES[name].narrow or 0.0):
             wrong.append(f"with {name} its gradient is off by {off:.2g} of it")
     if wrong:
         return Found(
@@ -123,40 +86,47 @@ def _off_in_float32(findings: Findings) -> float:
             off = max(off, relative_bias(found, wanted, size(instance)))
     if all(row.batch > 1 for row in findings.rows):  # expectations over batches take long: one batch tells as much
         with suppress(KltestError):
-            batch, beta = mild_batch(torch.float32, SEED), 1.0 if findings.loss.takes_beta else None
-            exact = findings.measure.experiment(beta=beta).call(batch)
-            found_there = findings.measure.experiment(torch.float32, beta=beta).call(batch.replace())
-            off = max(off, _relative_error(exact, found_there, exact.live))
+            off = max(off, _off_in_one_batch(findings, torch.float32))
     return off
 
 
-def _jumps(experiment: LossExperiment, batch: Rollout, name: str) -> Tensor:
-    """(B, T) bool, True if the gradient in float64 jumps within the rounding of the log-probs.
+def _off_in_one_batch(findings: Findings, kind: torch.dtype, narrow: str = "") -> float:
+    """Distance of the gradient of one batch from that in float64 on the same numbers, relative to it.
 
-    No arithmetic of so few digits can tell on which side of a jump a number lies, as the sign of π − ref in total
-    variation, so such tokens do not count. On a path through the neighbourhood a smooth gradient changes by about the
-    same in every step, and one that jumps in a single step.
+    If it is more than is allowed in a `narrow` dtype, tokens do not count whose gradient jumps within the rounding: as
+    the sign of π − ref in total variation, on whose side of a jump a number lies nobody can tell with so few digits.
     """
-    generator = torch.Generator().manual_seed(SEED)
-    moved = torch.zeros_like(batch.peek("mask"), dtype=torch.bool)
-    names = [side + field for side in ("", "ref_", "old_") for field in LEAVES]
-    logs = {field: batch.peek(field).detach() for field in names}
-    for _ in range(PATHS):
-        path = {
+    batch = usual_batch(findings)
+    batch = batch.replace(**{name: batch.peek(name).detach().to(kind).double() for name in LOG_PROBS})
+    # A coefficient is set to one: the KL part is a difference over β, and a small β would magnify rounding.
+    beta = 1.0 if findings.loss.takes_beta else None
+    in_float64 = findings.measure.experiment(beta=beta)
+    exact = in_float64.call(batch)
+    if not any(part.any() for part in exact.gradients.values()):
+        return 0.0
+    found = findings.measure.experiment(kind, beta=beta).call(batch.replace())
+    off = _relative_error(exact, found, exact.live)
+    if narrow and math.isfinite(off) and off > (TOLERANCES[narrow].narrow or 0.0):
+        off = _relative_error(exact, found, exact.live & ~_jumps(in_float64, batch, exact, narrow))
+    return off
+
+
+def _jumps(experiment: LossExperiment, batch: Rollout, exact: CallResult, name: str) -> Tensor:
+    """(B, T) bool, True if the gradient in float64 jumps when log-probs move by their rounding."""
+    generator = torch.Generator().manual_seed(0)
+    jumped = torch.zeros_like(exact.live)
+    for _ in range(MOVES):
+        moved = {}
+        for field in LOG_PROBS:
+            log = batch.peek(field).detach()
+            signs = 2.0 * torch.randint(2, log.shape, generator=generator) - 1
             # For a likely token it is the probability that is rounded, to 2⁻ᵇ of it.
-            field: (2.0 * torch.randint(2, log.shape, generator=generator) - 1) * log.abs().clamp(min=1.0)
-            for field, log in logs.items()
-        }
-        seen = []
-        for share in torch.linspace(-1.0, 1.0, STEPS + 1).tolist():
-            by = share * 2.0 ** -DIGITS[name]
-            fields = {field: (log + by * path[field]).clamp(max=0.0) for field, log in logs.items()}
-            gradients = experiment.call(batch.replace(**fields)).gradients
-            seen.append(torch.cat([part.reshape(*moved.shape, -1) for part in gradients.values()], dim=-1))
-        steps = torch.stack(seen).diff(dim=0).norm(dim=-1)
-        largest, together = steps.amax(dim=0), steps.sum(dim=0)
-        moved |= (largest > JUMP * together) & (largest > JUMP * seen[0].norm(dim=-1))
-    return moved
+            moved[field] = (log + signs * log.abs().clamp(min=1.0) * 2.0 ** -DIGITS[name]).clamp(max=0.0)
+        for leaf, part in experiment.call(batch.replace(**moved)).gradients.items():
+            before = exact.gradients.get(leaf, torch.zeros_like(part)).reshape(*jumped.shape, -1)
+            change = part.reshape(*jumped.shape, -1) - before
+            jumped |= change.norm(dim=-1) > JUMP * before.norm(dim=-1)
+    return jumped
 
 
 def _relative_error(exact: CallResult, found: CallResult, positions: Tensor) -> float:

@@ -94,7 +94,9 @@ def read(factors: Factors) -> str | None:
         return None
     if all(_same(factor, by_distance[1], size) for factor in by_distance[1:]):
         return None
-    return "by distance, log-ratios are credited with " + ", ".join(f"{round(factor, 6) + 0.0:.4g}" for factor in by_distance)
+    return "by distance, log-ratios are credited with " + ", ".join(
+        f"{round(factor, 6) + 0.0:.4g}" for factor in by_distance
+    )
 
 
 def _same(one: float, other: float, size: float = 1.0) -> bool:
