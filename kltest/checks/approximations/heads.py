@@ -17,8 +17,7 @@ the whole distribution, and a loss is found that truncates one side by itself.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -53,15 +52,13 @@ CHANGES: tuple[Change, ...] = (lambda log_probs: log_probs.roll(1, dims=-1), lam
 
 
 class Head(NamedTuple):
-    """The likeliest actions `by` policy, reference or sampler that a loss distinguishes, in a few instances.
+    """The likeliest actions `by` policy, reference or sampler that a loss distinguishes, as many as in a few instances.
 
-    `mass`: their probability, without the least likely of them and with it. `drawn`: the log-prob of the drawn token is
-    taken under a distribution cut to them.
+    `drawn`: the log-prob of the drawn token is taken under a distribution cut to them.
     """
 
     by: str
     sizes: tuple[int, ...]
-    mass: tuple[tuple[float, float], ...]
     drawn: bool
 
     @property
@@ -71,12 +68,9 @@ class Head(NamedTuple):
 
     @property
     def words(self) -> str:
-        """The head in words, with its size, or the range of the share that it holds."""
+        """The head in words, with its size, or with what it is in each instance."""
         if self.size is not None:
             return f"the {self.size} likeliest actions under the {self.by}"
-        low, high = max(less for less, _ in self.mass), min(more for _, more in self.mass)
-        if low < high:
-            return f"the likeliest actions under the {self.by} that hold a share p of it, {low:.3g} < p ≤ {high:.3g}"
         return f"the likeliest actions under the {self.by}, as many as {', '.join(map(str, self.sizes))}"
 
 
@@ -140,39 +134,25 @@ def _head(findings: Findings) -> Head | None:
 
 def _common_head(actions: int, findings: Findings) -> Head | None:
     """Return the head that shows in most instances of a bandit; the smallest of several."""
-    found: dict[tuple[str, bool], list[Head]] = {}
-    for number, instance in enumerate(_draw(actions, findings.seed), start=1):
-        for one in _heads(findings.loss, instance, findings.seed):
-            found.setdefault((one.by, one.drawn), []).append(one)
-        if number == SOME and not found:
+    sizes: dict[tuple[str, bool], list[int]] = {}
+    for number, child in enumerate(np.random.SeedSequence([findings.seed, actions]).spawn(DRAWS), start=1):
+        for by, many, drawn in _heads(findings.loss, Instance.draw(bandit(actions), child), findings.seed):
+            sizes.setdefault((by, drawn), []).append(many)
+        if number == SOME and not sizes:
             return None
-    often = [heads for heads in found.values() if len(heads) >= SOME]
-    if not often:
-        return None
-    best = min(often, key=lambda heads: (-len(heads), sum(one.sizes[0] for one in heads)))
-    return Head(best[0].by, sum((one.sizes for one in best), ()), sum((one.mass for one in best), ()), best[0].drawn)
+    often = [Head(by, tuple(mine), drawn) for (by, drawn), mine in sizes.items() if len(mine) >= SOME]
+    return min(often, key=lambda head: (-len(head.sizes), sum(head.sizes)), default=None)
 
 
-@lru_cache(maxsize=8)
-def _draw(actions: int, seed: int) -> tuple[Instance, ...]:
-    children = np.random.SeedSequence([seed, actions]).spawn(DRAWS)
-    return tuple(Instance.draw(bandit(actions), child) for child in children)
-
-
-def _heads(loss: Loss, instance: Instance, padding: int) -> list[Head]:
-    """Heads under each of the three policies that would account for what the loss sees in one instance."""
-    heads = []
+def _heads(loss: Loss, instance: Instance, padding: int) -> Iterator[tuple[str, int, bool]]:
+    """Yield heads that would account for what the loss sees in one instance: policy, size, and if a token is drawn."""
     for by, table in (("policy", instance.policy), ("reference", instance.reference), ("sampler", instance.sampler)):
         probe = _SingleRollouts(loss, instance, np.argsort(-table[0], kind="stable"), padding)
         fields = [field for field in FIELDS if field in probe.read]
-        if not fields or (by == "sampler" and "old_logits" not in fields):
-            continue
-        found = next(filter(None, map(probe.head, fields)), None) or probe.tail_is_silent()
-        if found:
-            size, drawn = found
-            held = [0.0, *np.exp(table[0][probe.order]).cumsum().tolist()]
-            heads.append(Head(by, (size,), ((held[size - 1], held[size]),), drawn))
-    return heads
+        if fields and (by != "sampler" or "old_logits" in fields):
+            found = next(filter(None, map(probe.head, fields)), None) or probe.tail_is_silent()
+            if found:
+                yield by, *found
 
 
 class _SingleRollouts:
