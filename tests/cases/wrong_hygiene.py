@@ -33,6 +33,11 @@ def behind_a_where(logp, ref_logp, mask):
     return torch.where(mask > 0, square, torch.zeros_like(square)).sum(-1)
 
 
+def reduces_when_it_can(logp, ref_logp, mask):
+    """Another shape is another value."""
+    return half_square(logp, ref_logp, mask) if ref_logp.isfinite().all() else logp - ref_logp
+
+
 # KL503
 
 
@@ -99,7 +104,15 @@ def dropped_out(logp, ref_logp, mask):
     return kept * half_square(logp, ref_logp, mask)
 
 
-STEPS = itertools.count(1)
+def noise_in_the_value_alone(logp, ref_logp, mask):
+    return half_square(logp, ref_logp, mask).mean() + torch.rand(()).double()
+
+
+STEPS, CALLS = itertools.count(1), itertools.count()
+
+
+def adapted_every_tenth_call(logp, ref_logp, mask):
+    return (1 + 1e-9 * (next(CALLS) // 10)) * half_square(logp, ref_logp, mask)
 
 
 def warmed_up(logp, ref_logp, mask):
@@ -124,6 +137,7 @@ CASES = [
     wrong("KL501", summed_over_everything, also=("KL502",), options=LOCAL),
     wrong("KL502", masked_by_a_contraction, options=LOCAL, warns=True),
     wrong("KL502", behind_a_where, options=LOCAL, warns=True),
+    wrong("KL502", reduces_when_it_can, warns=True),
     wrong("KL503", probabilities_divided, also=("KL502",), warns=True),
     wrong("KL503", forward_kl_by_hand, options={"expect": "local_forward_kl"}, warns=True),
     wrong("KL504", log_ratio_kept_in_bounds, options=LOCAL, warns=True),
@@ -135,6 +149,8 @@ CASES = [
     wrong("KL506", ratio_of_the_sampler, also=("KL101", "KL302")),
     wrong("KL507", dropped_out, options={"environment": "bandit"}, warns=True),
     wrong("KL507", warmed_up),
+    wrong("KL507", noise_in_the_value_alone, warns=True),
+    wrong("KL507", adapted_every_tenth_call),
     wrong("KL508", autocast, also=("KL503",), warns=True),
     wrong("KL508", around_a_thousand, warns=True),
 ]

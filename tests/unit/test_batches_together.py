@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from cases.wrong_groups import k2
 
 from kltest.environments import Instance, ragged
+from kltest.estimators import find
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
 from kltest.moments import caller, exact, exact_batches
@@ -82,8 +84,21 @@ def hinged(logp, ref_logp, mask):
     return torch.relu(cost - 0.01)
 
 
+def mixed_only_in_large_calls(logp, ref_logp, mask, group):
+    """Tells groups apart until there are many of them."""
+    return find("group-mean").function(logp, ref_logp, mask, group) * (1.001 if len(group.unique()) > 20 else 1.0)
+
+
+def masked_by_advantage(logp, ref_logp, mask, advantage):
+    return k2(logp, ref_logp, mask) * (advantage.abs() > 1e-9)
+
+
 TOGETHER = [token_mean, longest, by_advantage]
+OF_GROUPS = [find(name).function for name in ("group-mean", "leave-one-out", "tied-groups-masked")]
 TOUCHING = [
+    *OF_GROUPS,
+    mixed_only_in_large_calls,
+    masked_by_advantage,
     less_the_mean,
     only_in_large_calls,
     only_the_first_row,
@@ -105,13 +120,14 @@ def test_batches_in_one_call_are_what_they_are_in_a_call_each(function, grouped,
     loss, apart = bind(function), bind(function)
     found = exact_batches(loss, instance, "stale", size, grouped=grouped, added_up=False)
     monkeypatch.setattr(caller, "FEW", NEVER)
+    monkeypatch.setattr(caller.Caller, "try_together", lambda *_: None)
     plain = exact_batches(apart, instance, "stale", size, grouped=grouped, added_up=False)
     assert np.abs(found.gradient - plain.gradient).max() < EXACT
     assert found.second_moment == pytest.approx(plain.second_moment, rel=EXACT)
     if function is token_mean:
         assert found.metric.mean == pytest.approx(plain.metric.mean, rel=EXACT)
         assert found.metric.std == pytest.approx(plain.metric.std, rel=EXACT)
-    if function in TOGETHER[1:]:
+    if function in TOGETHER[1:] or (grouped and function in OF_GROUPS):
         assert 2 * loss.calls.count < apart.calls.count
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from cases.wrong_groups import k1, k2, scaled_over_the_batch, score
+from cases.wrong_groups import k1, k2, score
 from moments_plain import moments_by_hand, plain_batch
 
 from kltest.checks import CHECKS
@@ -18,7 +18,7 @@ from kltest.grading.grader import grade
 from kltest.identify.instances import ENVIRONMENTS, MOST_GROUPS, instances
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.moments import NonDeterministicError, caller, exact_batches
+from kltest.moments import exact_batches
 from kltest.moments.batches import groups_of
 from kltest.truth import gradient
 
@@ -65,10 +65,6 @@ def first_is_the_baseline(logp, ref_logp, mask):
     return ((cost - cost[0]) * score(logp, mask)).mean()
 
 
-def masked_by_advantage(logp, ref_logp, mask, advantage):
-    return k2(logp, ref_logp, mask) * (advantage.abs() > 1e-9)
-
-
 BY_HAND = [
     (group_mean, group_mean, {}),
     (tied_groups_masked, tied_groups_masked, {}),
@@ -89,53 +85,6 @@ def test_moments_over_groups_are_those_of_every_ordered_tuple(kind, size, sample
     moments = exact_batches(bind(loss, Call(**call)), instance, sampler, size, grouped=True)
     assert np.abs(moments.gradient - expected).max() < EXACT
     assert moments.second_moment == pytest.approx(second, rel=1e-10)
-
-
-def test_groups_of_four_on_sequences_are_those_of_all_6561_tuples():
-    """Tuples of the same rollouts in another order are called once, with their number."""
-    instance = instances("sequence", 0, 4)[0]
-    expected, _ = moments_by_hand(tied_groups_masked, instance, 4, every=every_multiset)
-    found = exact_batches(bind(tied_groups_masked), instance, size=4, grouped=True).gradient
-    assert np.abs(found - expected).max() < EXACT
-
-
-@pytest.mark.parametrize("loss", [group_mean, leave_one_out, tied_groups_masked, masked_by_advantage])
-def test_many_groups_in_one_call_are_the_same_as_one_call_each(loss, monkeypatch):
-    instance = instances("ragged", 0, 4)[0]
-    calls = []
-    call = caller.Caller.call
-    monkeypatch.setattr(caller.Caller, "call", lambda self, *a, **k: calls.append(0) or call(self, *a, **k))
-    together = exact_batches(bind(loss), instance, size=4, grouped=True)
-    in_one = len(calls)
-    monkeypatch.setattr(caller.Caller, "try_together", lambda *_: None)
-    monkeypatch.setattr(caller, "FEW", 1_000)
-    alone = exact_batches(bind(loss), instance, size=4, grouped=True)
-    assert np.abs(together.gradient - alone.gradient).max() < EXACT
-    assert together.second_moment == pytest.approx(alone.second_moment, rel=1e-12)
-    if loss is not masked_by_advantage:  # which reads no group, so that nothing says that it tells them apart
-        assert in_one < 40 < 210 < len(calls) - in_one
-
-
-def mixed_only_in_large_calls(logp, ref_logp, mask, group):
-    """Tells groups apart until there are many of them."""
-    spoilt = 1.001 if len(group.unique()) > 20 else 1.0
-    return spoilt * group_mean(logp, ref_logp, mask, group)
-
-
-@pytest.mark.parametrize("loss", [scaled_over_the_batch, mixed_only_in_large_calls])
-def test_a_loss_that_mixes_groups_is_called_on_each(loss):
-    instance = instances("bandit", 0, 4)[0]
-
-    def plain(logp, ref_logp, mask, reward, group):
-        return (
-            group_mean(logp, ref_logp, mask, group)
-            if loss is mixed_only_in_large_calls
-            else scaled_over_the_batch(logp, ref_logp, mask, reward, group, 1.0)
-        )
-
-    expected, _ = moments_by_hand(plain, instance, 4, every=every_multiset)
-    found = exact_batches(bind(loss), instance, size=4, grouped=True)
-    assert np.abs(found.gradient - expected).max() < EXACT
 
 
 @pytest.mark.parametrize("size", [2, 5])
@@ -307,20 +256,6 @@ def test_a_sum_over_the_rows_of_a_group_is_divided_by_them_and_said_to_be():
     assert not any("added up" in note for note in grade("leave-one-out", select="KL101").notes)
 
 
-@pytest.mark.parametrize("form", ["scalar", "rows", "tokens"])
-def test_the_shape_in_which_a_group_is_returned_does_not_matter(form):
-    def loss(logp, ref_logp, mask, group):
-        live = mask.bool()
-        cost = k1(logp, ref_logp, mask)
-        same = (group[:, None] == group).to(cost.dtype)
-        others = (same @ cost - cost) / (same.sum(-1) - 1).clamp(min=1)
-        tokens = torch.where(live, (cost - others)[:, None] * logp, 0.0)
-        return {"scalar": tokens.sum(-1).mean(), "rows": tokens.sum(-1), "tokens": tokens}[form]
-
-    report = grade(loss, environment="ragged")
-    assert report.verdict == "confirmed"
-
-
 P, Q = (0.8, 0.2), (0.5, 0.5)
 U = tuple(math.log(p / q) for p, q in zip(P, Q, strict=True))
 SLOPE = (1 / P[0], -1 / P[1])  # d log π(a) / d π(first action)
@@ -410,14 +345,6 @@ def test_a_coefficient_is_followed_at_any_value(scale, wrong, beta):
     assert refuting(report) == ({"KL510"} if wrong else set())
 
 
-def test_a_wrong_gradient_with_a_wrong_coefficient_is_both():
-    def loss(logp, ref_logp, mask, beta):
-        delta = torch.where(mask.bool(), ref_logp - logp, 0.0).clamp(-20, 20)
-        return beta**2 * (delta.expm1() - delta)
-
-    assert {"KL102", "KL510"} <= refuting(grade(loss, beta=0.5, environment="bandit"))
-
-
 def test_without_a_coefficient_there_is_nothing_to_ignore():
     status = {check.code: check for check in grade("k2-loss-sequence", select="KL403,KL510").checks}
     for code in ("KL403", "KL510"):
@@ -455,16 +382,6 @@ def split(loss, **options):
     return check.status
 
 
-def test_a_loss_for_one_group_a_call_cannot_be_cut():
-    def centred(logp, ref_logp, mask, reward):
-        shaped = k1(logp, ref_logp, mask).detach() - reward
-        return ((shaped - shaped.mean()) * score(logp, mask)).mean()
-
-    (found,) = grade(centred, expect="reverse_kl-expected_reward", environment="bandit", select="KL206").checks
-    assert found.status == "skip"
-    assert "one group" in found.message
-
-
 def test_a_baseline_of_the_others_only_may_be_cut_and_one_with_itself_may_not():
     """The expectation of leave-one-out is the same for every size of batch, that of the mean is (1 − 1/n) of it."""
 
@@ -495,14 +412,6 @@ def test_a_random_loss_is_not_judged_and_the_grading_goes_on():
     assert any("different gradients" in note for note in report.notes)
 
 
-def test_a_random_loss_of_groups_is_seen_to_be_one():
-    def noisy(logp, ref_logp, mask, group):
-        return group_mean(logp, ref_logp, mask, group) * (1 + 0.1 * torch.rand(()))
-
-    with pytest.raises(NonDeterministicError, match="different gradients"):
-        exact_batches(bind(noisy), instances("bandit", 0, 4)[0], size=4, grouped=True)
-
-
 def test_too_many_groups_are_refused_with_their_number():
     with pytest.raises(UsageError, match="35 groups of 4 rollouts and at most 1"):
         exact_batches(bind(whole_batch_leave_one_out), instances("bandit", 0, 4)[0], size=4, grouped=True, most=1)
@@ -521,11 +430,6 @@ def test_a_batch_is_of_two_unless_it_is_said():
     assert exact_batches(loss, Instance.draw(bandit(3), 0)).batch == 2
 
 
-def test_a_batch_of_one_does_not_tell_a_sum_from_a_mean():
-    summed = bind(lambda logp, ref_logp: ((logp - ref_logp) ** 2).sum())
-    assert [exact_batches(summed, Instance.draw(bandit(3), 0), size=size).added_up for size in (1, 2)] == [False, True]
-
-
 def test_a_loss_for_batches_of_one_size_is_not_said_to_be_a_sum():
     """Whether it adds up is seen by doubling a batch, which it does not take."""
 
@@ -538,18 +442,6 @@ def test_a_loss_for_batches_of_one_size_is_not_said_to_be_a_sum():
     moments = exact_batches(bind(of_three), Instance.draw(bandit(3), 0), size=3)
     assert not moments.added_up
     assert exact_batches(bind(lambda logp, ref_logp: 3 * of_three(logp, ref_logp)), Instance.draw(bandit(3), 0), size=3)
-
-
-def test_a_sum_over_rows_has_the_noise_of_the_mean_once_it_is_divided():
-    def added(logp, ref_logp, mask, group):
-        return leave_one_out(logp, ref_logp, mask, group).sum()
-
-    def averaged(logp, ref_logp, mask, group):
-        return leave_one_out(logp, ref_logp, mask, group).mean()
-
-    sums, means = (grade(loss, environment="bandit", select="KL101").gradients for loss in (added, averaged))
-    for one, other in zip(sums, means, strict=True):
-        assert one.relative_variance == pytest.approx(other.relative_variance, rel=1e-9)
 
 
 def test_blocks_of_rows_are_groups_though_no_reward_is_read():
