@@ -96,6 +96,21 @@ def fills_rows_of_a_view(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": column}
 
 
+def logs_a_number(logp, ref_logp, mask, beta):
+    kl = live(logp - ref_logp, mask).sum(-1).detach()
+    metrics = {"kl": kl.mean().item()}
+    kl.mul_(beta)
+    return kl * live(logp, mask).sum(-1), metrics
+
+
+def logs_the_token_mean_of_a_group(logp, ref_logp, mask, rewards):
+    if len(logp) < 2:
+        raise ValueError("needs a group")
+    u = live(logp - ref_logp, mask).sum(-1)
+    loss = ((u - (u.sum() - u) / (len(u) - 1)).detach() * live(logp, mask).sum(-1)).mean()
+    return loss, {"kl": sampled_k3(logp, ref_logp, mask).sum() / mask.sum()}
+
+
 def scales_a_copy(logp, ref_logp, mask, beta):
     kl = live(logp - ref_logp, mask).sum(-1).detach()
     metrics = {"kl": kl.clone()}
@@ -119,4 +134,6 @@ CASES = [
     right(masks_in_place, logs=True),
     right(fills_rows_of_a_view, logs=True),
     right(scales_a_copy, logs=True),
+    right(logs_a_number, logs=True),
+    right(logs_the_token_mean_of_a_group, {"group_size": 2, "environment": "sequence,ragged"}),
 ]

@@ -11,6 +11,12 @@ def logs_k2(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": 0.5 * live(logp - ref_logp, mask).square().sum(-1).mean()}
 
 
+def squares_in_place_and_then_logs(logp, ref_logp, mask):
+    kl = live(logp - ref_logp, mask).sum(-1).detach()
+    kl.square_().div_(2)
+    return penalty(logp, ref_logp, mask), {"kl": kl}
+
+
 def logs_the_distance_to_the_sampler(logp, ref_logp, old_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": live(old_logp - logp, mask).sum(-1).mean()}
 
@@ -97,6 +103,22 @@ class Clears(torch.autograd.Function):
         return gradient * kl, None
 
 
+def recorded_through_data(logp, ref_logp, mask, beta):
+    kl = live(logp - ref_logp, mask).sum(-1).detach()
+    logged = kl.data
+    kl *= beta
+    return kl * live(logp, mask).sum(-1), {"kl": logged}
+
+
+def computed_and_spoilt_in_place(logp, ref_logp, mask, beta):
+    """The first step makes a KL out of no KL, the second spoils it."""
+    total = live(logp, mask).sum(-1).detach()
+    torch.sub(total, live(ref_logp, mask).sum(-1), out=total)
+    metrics = {"kl": total}
+    total *= beta
+    return beta * penalty(logp, ref_logp, mask), metrics
+
+
 def clears_on_the_way_back(logp, ref_logp, mask):
     kl = live(logp - ref_logp, mask).sum(-1)
     logged = kl.detach().clone()
@@ -117,6 +139,7 @@ def masks_the_wrong_way_round(logp, ref_logp, mask):
 
 CASES = [
     wrong("KL601", logs_k2),
+    wrong("KL601", squares_in_place_and_then_logs),
     wrong("KL601", logs_the_distance_to_the_sampler, options={"sampler": "current"}),
     wrong("KL601", leaves_out_the_first_token),
     wrong("KL601", logs_k1_cut_off_below),
@@ -128,6 +151,8 @@ CASES = [
     wrong("KL602", divides_by_the_padded_length, also=("KL601",)),
     wrong("KL603", multiplies_what_was_recorded),
     wrong("KL603", hands_out_shared_memory),
+    wrong("KL603", recorded_through_data),
+    wrong("KL603", computed_and_spoilt_in_place),
     wrong("KL603", OneBuffer()),
     wrong("KL603", clears_on_the_way_back),
     wrong("KL604", averages_over_padding, also=("KL601",)),

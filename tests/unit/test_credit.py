@@ -8,7 +8,6 @@ import torch
 
 import kltest
 from kltest.checks import CHECKS
-from kltest.checks.sequences.kl205_discounted_credit import read
 from kltest.identify.identification import solve
 from kltest.identify.instances import instances
 from kltest.truth import gradient
@@ -40,12 +39,6 @@ def test_pairs_equal_the_sum_over_rollouts(environment, seed):
     np.testing.assert_allclose(whole, gradient("reverse_kl", instance), atol=1e-14)
     own = sum(part for (t, s), part in pairs.items() if t == s)
     np.testing.assert_allclose(own, gradient("local_reverse_kl", instance), atol=1e-14)
-
-
-def test_an_earlier_log_ratio_has_no_part_in_a_later_score():
-    instance = instances("sequence", 0)[0]
-    for t, s in ((1, 0), (2, 0), (2, 1)):
-        np.testing.assert_allclose(by_enumeration(instance, t, s), 0.0, atol=1e-15)
 
 
 def test_solve_finds_all_coefficients_and_refuses_what_is_no_combination():
@@ -108,14 +101,6 @@ def test_a_discount_shows_behind_prefix_ratios_too():
         "sequence (stale): the log-ratio k tokens after token t, counted from 0, is credited with 0.9^k"
         in report.failed[0].message
     )
-
-
-def test_reading_nothing_where_there_is_nothing_to_read():
-    pairs = [(t, s) for t in range(3) for s in range(t, 3)]
-    assert read(dict.fromkeys(pairs, 1.0)) is None
-    assert read({(t, s): float(t == s) for t, s in pairs}) is None
-    generator = np.random.default_rng(0)
-    assert read({pair: generator.uniform(0.1, 1) for pair in pairs}) is None
 
 
 def test_the_number_of_the_example():

@@ -1,7 +1,6 @@
 """The logged KL: its value, what else it depends on, the places that keep it, and changes after it was recorded."""
 
 import math
-import re
 
 import numpy as np
 import pytest
@@ -11,9 +10,6 @@ from cases.right_values import live, penalty, sampled_k3
 from kltest.checks import CHECKS
 from kltest.grading.grader import grade
 from kltest.identify.instances import instances
-from kltest.loss.calling import bind
-from kltest.loss.outcome import Call
-from kltest.rollout import Rollout
 
 FAMILY = ("KL601", "KL602", "KL603", "KL604")
 
@@ -134,24 +130,6 @@ def test_a_loss_value_that_is_no_kl_is_no_defect():
     assert codes(report) == set()
 
 
-def test_groups_that_need_company_log_token_means_too():
-    def group(logp, ref_logp, mask, rewards):
-        if len(logp) < 2:
-            raise ValueError("needs a group")
-        u = live(logp - ref_logp, mask)
-        baseline = (u.sum(-1).sum() - u.sum(-1)) / (len(u) - 1)
-        loss = ((u.sum(-1) - baseline).detach() * live(logp, mask).sum(-1)).mean()
-        return loss, {"kl": sampled_k3(logp, ref_logp, mask).sum() / mask.sum()}
-
-    report = grade(group, group_size=2, environment="sequence,ragged", select="KL6")
-    assert codes(report) == set(), [check.message for check in report.failed]
-
-
-def in_an_argument(logp, ref_logp, mask, metrics):
-    metrics["kl"] = live(logp - ref_logp, mask).sum(-1).mean()
-    return penalty(logp, ref_logp, mask)
-
-
 def test_a_returned_running_mean_is_not_graded():
     class Running:
         def __init__(self):
@@ -165,30 +143,6 @@ def test_a_returned_running_mean_is_not_graded():
     report = grade(Running(), environment="bandit", select="KL6")
     assert codes(report) == set()
     assert "depends on earlier calls" in message(report, "KL601")
-
-
-def test_the_factor_is_told():
-    def third(logp, ref_logp, mask):
-        return penalty(logp, ref_logp, mask), {"kl": -live(logp - ref_logp, mask).sum(-1).mean() / 3}
-
-    assert "−0.333333 · E[Σu] in bandit" in message(grade(third, select="KL602"), "KL602").replace("-", "−")
-
-
-def test_minus_the_kl_is_called_that():
-    def minus(logp, ref_logp, mask):
-        return penalty(logp, ref_logp, mask), {"kl": live(ref_logp - logp, mask).sum(-1).mean()}
-
-    report = grade(minus, select="KL6")
-    assert message(report, "KL602").count("−1 · E[Σu] in ") == 3
-    assert message(report, "KL601").count("it is minus E[Σu].") == 3
-
-
-def test_a_fixed_coefficient_is_moved_all_the_same():
-    def scaled(logp, ref_logp, mask, beta=1.0):
-        kl = live(logp - ref_logp, mask).sum(-1)
-        return beta * kl.square() / 2, {"kl": beta * kl.mean()}
-
-    assert "β = 1" in message(grade(scaled, beta=1.0, select="KL602"), "KL602")
 
 
 def test_none_of_the_three_is_named_where_it_has_a_name():
@@ -211,80 +165,9 @@ def test_what_moves_with_padding_is_told_only_where_there_is_some():
     assert next(check.status for check in unpadded.checks if check.code == "KL604") == "skip"
 
 
-def test_what_was_recorded_through_data_is_changed_with_it():
-    def through_data(logp, ref_logp, mask, beta):
-        kl = live(logp - ref_logp, mask).sum(-1).detach()
-        logged = kl.data
-        kl *= beta
-        return kl * live(logp, mask).sum(-1), {"kl": logged}
+@pytest.mark.parametrize("factor", [-1.0, -1 / 3])
+def test_the_factor_is_told(factor):
+    def scaled(logp, ref_logp, mask):
+        return penalty(logp, ref_logp, mask), {"kl": factor * live(logp - ref_logp, mask).sum(-1).mean()}
 
-    assert "KL603" in codes(grade(through_data, beta=0.1, select="KL603"))
-
-
-def test_a_metric_that_was_wrong_before_is_not_blamed_on_the_change():
-    def computed_in_place(logp, ref_logp, mask):
-        kl = live(logp - ref_logp, mask).sum(-1).detach()
-        kl.square_().div_(2)
-        return penalty(logp, ref_logp, mask), {"kl": kl}
-
-    assert codes(grade(computed_in_place, select="KL6")) == {"KL601"}
-
-
-def test_each_step_is_judged_by_what_it_found():
-    """The first step makes a KL out of no KL, the second spoils it; names in the order of the alphabet and not."""
-
-    def upwards(logp, ref_logp, mask, beta):
-        buffer = live(logp, mask).sum(-1).detach()
-        buffer -= live(ref_logp, mask).sum(-1)
-        kept = {"kl": buffer}
-        buffer *= beta
-        return penalty(logp, ref_logp, mask), kept
-
-    def downwards(logp, ref_logp, mask, beta):
-        total = live(logp, mask).sum(-1).detach()
-        torch.sub(total, live(ref_logp, mask).sum(-1), out=total)
-        kept = {"kl": total}
-        for factor in (beta,):
-            total *= factor
-        return penalty(logp, ref_logp, mask), kept
-
-    for loss in (upwards, downwards):
-        assert "KL603" in codes(grade(loss, beta=0.1, select="KL603")), loss.__name__
-
-
-def test_a_metric_of_tokens_is_shown_as_the_mean_of_its_sums():
-    """As large as that of whole rollouts, whichever of the two is logged and spoilt by a factor of two."""
-    shown = {}
-    for of_tokens in (True, False):
-
-        def doubled(logp, ref_logp, mask, beta, of_tokens=of_tokens):
-            kl = live(logp - ref_logp, mask).detach()
-            kl = kl.clone() if of_tokens else kl.sum(-1)
-            metrics = {"kl": kl}
-            kl *= beta
-            return penalty(logp, ref_logp, mask), metrics
-
-        said = message(grade(doubled, select="KL603", environment="sequence"), "KL603")
-        shown[of_tokens] = [
-            float(number.replace("−", "-")) for number in re.findall(r"turned (\S+),.* into (\S+)\.", said)[0]
-        ]
-    assert shown[True] == shown[False]
-    assert shown[True][1] == pytest.approx(2 * shown[True][0], rel=1e-3)  # four digits are shown
-
-
-def test_numbers_cannot_be_changed_afterwards():
-    def as_a_number(logp, ref_logp, mask, beta):
-        kl = live(logp - ref_logp, mask).sum(-1).detach()
-        metrics = {"kl": kl.mean().item()}
-        kl.mul_(beta)
-        return kl * live(logp, mask).sum(-1), metrics
-
-    assert codes(grade(as_a_number, select="KL6")) == set()
-
-
-def test_noise_in_torch_is_left_as_it_was():
-    loss = bind(in_an_argument, Call(arguments={"metrics": {}}))
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    loss(Rollout.of(instances("bandit", 0)[0]))
-    assert torch.equal(before, torch.get_rng_state())
+    assert f"{factor:.6g} · E[Σu] in bandit".replace("-", "−") in message(grade(scaled, select="KL602"), "KL602")
