@@ -1,10 +1,15 @@
-"""Batches on which checks try a loss: the usual one, groups with chosen rewards, and batches of two and of three."""
+"""Batches on which checks try a loss, and gradients there.
 
-from collections.abc import Sequence
+Batches: the usual one, groups with chosen rewards, batches of two and of three, rollouts with chosen log-ratios.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kltest.checks.check import shared
 from kltest.environments import Instance
@@ -13,11 +18,19 @@ from kltest.identify.case import target
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
+from kltest.loss.calling import Loss
+from kltest.loss.outcome import Outcome
+from kltest.loss.resolve import Variant
 from kltest.moments.caller import centred
-from kltest.moments.differentiate import RowGradients
+from kltest.moments.differentiate import LossExperiment, RowGradients, backward
 from kltest.moments.tolerances import TOLERANCES
-from kltest.rollout import Rollout
+from kltest.rollout import LEAVES, Rollout
 
+# Fields that hold log-probs.
+LOG_PROBS = tuple(f"{whose}{what}" for whose in ("", "ref_", "old_") for what in LEAVES)
+# Tokens of rollouts with chosen log-ratios, the log-prob of the likelier of policy and reference, and log-ratios of the
+# mild rollouts beside them.
+LENGTH, LIKELY, MILD = 3, -0.5, (0.3, -0.4, 0.2, -0.1, 0.4, -0.2)
 # Rollouts of the usual batch; sizes of groups, tried in this order; sizes at which shares are compared.
 ROWS = 12
 SIZES = (4, 3, 2)
@@ -168,3 +181,74 @@ def share_by_size(row: Row, findings: Findings) -> dict[int, float]:
             return {}
         shares[size] = float((found * wanted).sum() / (wanted**2).sum())
     return shares
+
+
+def companions(findings: Findings) -> int:
+    """Number of mild rollouts that, with one more, make two groups of the size that the loss is graded with."""
+    size = findings.measure.sizes.each[0] if findings.measure.sizes.grouped else 2
+    return 2 * size - 1
+
+
+def batch_of(log_ratios: list[float], companions: int, *, length: int) -> Rollout:
+    """One rollout of `length` tokens for each log-ratio, which all its tokens have, then `companions` mild ones.
+
+    Every log-prob is at most 0, rows of logits are normalised, and the sampler is the policy, so that importance ratios
+    are 1 and only u = logp − ref_logp is extreme. The mild rollouts are there for losses that couple rollouts.
+    """
+    count = len(log_ratios)
+    u = torch.zeros(count + companions, LENGTH, dtype=torch.float64)
+    mask = torch.ones_like(u)
+    u[:count] = torch.tensor(log_ratios, dtype=torch.float64)[:, None]
+    u[:count, length:], mask[:count, length:] = 0.0, 0.0
+    mild = torch.tensor(MILD).double().repeat(companions * LENGTH)
+    u[count:] = mild[: companions * LENGTH].reshape(companions, LENGTH)
+    # With the likelier of the two at −1/2 the other one's log-prob is legal.
+    logp, ref_logp = LIKELY + u.clamp(max=0.0), LIKELY - u.clamp(min=0.0)
+    rows = torch.arange(len(u))
+    logits = _logits(logp, (0.5, 0.3, 0.2))
+    return with_advantage(
+        Rollout(
+            {
+                "logp": logp,
+                "ref_logp": ref_logp,
+                "old_logp": logp.clone(),
+                "mask": mask,
+                "tokens": torch.ones(u.shape, dtype=torch.int64),
+                "logits": logits,
+                "ref_logits": _logits(ref_logp, (0.2, 0.3, 0.5)),
+                "old_logits": logits.clone(),
+                "reward": (rows % 2).double(),
+                "group": rows // ((companions + 1) // 2),
+            }
+        )
+    )
+
+
+def _logits(logp: Tensor, others: tuple[float, ...]) -> Tensor:
+    """(B, T, V) normalised rows in which token 1 has this log-prob and the others share the rest."""
+    left = torch.log(-torch.expm1(logp))[..., None] + torch.tensor(others).double().log()
+    return torch.cat([left[..., :1], logp[..., None], left[..., 1:]], dim=-1)
+
+
+def received(experiment: LossExperiment, rollout: Rollout, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the gradient of one call at constant fields that are made trainable, for those that receive one."""
+    constants = {name: rollout.peek(name).detach().clone().requires_grad_() for name in names}
+    with warnings.catch_warnings():
+        # torch warns if a number is read from a tensor that requires grad; the caller's tensor does not.
+        warnings.simplefilter("ignore", UserWarning)
+        objective = experiment.loss(rollout.replace(**constants)).objective
+    if not objective.requires_grad:
+        return {}
+    found = backward(experiment.loss, objective, list(constants.values()))
+    return {name: part for name, part in zip(constants, found, strict=True) if part is not None}
+
+
+def with_gradient(loss: Loss, added: Callable[[Rollout], Mapping[str, Tensor]]) -> Variant:
+    """Return a loss whose policy gets a further gradient at its leaves."""
+
+    def call(rollout: Rollout) -> Outcome:
+        outcome = loss(rollout)
+        extra = [(rollout.peek(name) * part).sum() for name, part in added(rollout).items()]
+        return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
+
+    return Variant(loss, call)

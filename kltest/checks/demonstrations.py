@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.checks.trainable import received
+from kltest.checks.batches import received
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.loss.calling import Loss, bind

@@ -1,7 +1,8 @@
 """KL403: advantages are divided by a deviation to which the KL term itself contributes."""
 
 from kltest.checks.check import Found
-from kltest.checks.groups.coefficient import coefficient, no_coefficient
+from kltest.checks.hygiene.kl510_coefficient_ignored import coefficient
+from kltest.checks.hygiene.kl510_coefficient_ignored import moot as no_coefficient
 from kltest.identify.findings import Findings, Row
 
 

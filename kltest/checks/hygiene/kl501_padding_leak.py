@@ -1,18 +1,35 @@
-"""KL501: numbers at padded positions get into the loss."""
+"""KL501: numbers at padded positions get into the loss.
+
+The numbers at padded positions are exchanged, which may change nothing. A loss is responsible for its padding if it
+reduces over tokens or takes the mask. A function that returns one number a token and takes no mask leaves padding to
+its caller (kltest cuts it out). So does one that takes the mask for something else, as the sum in a sequence's ratio,
+and whose output still shows the padding: its gradient at padded positions is then that of the caller's cut and is
+ignored; its gradient at live positions counts. One that returns 0 at padded positions cuts padding out itself, and is
+to do so whatever stands there.
+"""
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from kltest.checks.batches import apart, as_array, limit, usual_batch
+from kltest.checks.batches import LOG_PROBS, apart, as_array, limit, no_padding, usual_batch
 from kltest.checks.check import Found, shared
-from kltest.checks.hygiene.padding import LOG_PROBS, exchange, not_exchangeable, numbers
+from kltest.checks.hygiene.kl507_non_deterministic import difference, not_comparable
 from kltest.identify.findings import Findings
-from kltest.moments.differentiate import differentiate
+from kltest.moments.differentiate import CallResult, differentiate
+from kltest.moments.tolerances import near
+from kltest.rollout import LEAVES, Rollout
 
 # The least log-prob that is written: those of sampled tokens in training are above it.
 LEAST = -50.0
+# By its name in a message: the number for the policy's log-probs and for the others', None for other legal entries.
+Fills = Mapping[str, tuple[float, float] | None]
 
-moot = not_exchangeable
+
+def moot(findings: Findings) -> str | None:
+    """Return why padding cannot be exchanged, or None."""
+    return no_padding(findings) or not_comparable(findings)
 
 
 @shared
@@ -21,15 +38,12 @@ def examine(findings: Findings) -> Found | None:
 
     Then put padding between live tokens.
     """
-    leak = exchange(
-        findings,
-        {
-            "other log-probs and token ids": _others,
-            "0 for the policy and −50 for the others": lambda name, dead: numbers(name, dead, 0.0, LEAST),
-            "−50 for the policy and 0 for the others": lambda name, dead: numbers(name, dead, LEAST, 0.0),
-        },
-    )
-    return leak or _between(findings)
+    fills: Fills = {
+        "other log-probs and token ids": None,
+        "0 for the policy and −50 for the others": (0.0, LEAST),
+        "−50 for the policy and 0 for the others": (LEAST, 0.0),
+    }
+    return exchange(findings, fills) or _between(findings)
 
 
 def _between(findings: Findings) -> Found | None:
@@ -64,6 +78,58 @@ def _others(name: str, dead: Tensor) -> Tensor:
     scale = 1 + 0.3 * LOG_PROBS.index(name)
     steps = scale * torch.arange(1, dead.numel() + 1, dtype=dead.dtype).reshape(dead.shape)
     return (dead + steps.sin()).log_softmax(-1) if dead.dim() > 1 else (dead - steps / 3).clamp(LEAST, 0.0)
+
+
+def exchange(findings: Findings, fills: Fills) -> Found | None:
+    """Fill the padding in several ways; report the first that changes the value or the gradient."""
+    experiment = findings.measure.experiment()
+    base = usual_batch(findings)
+    before = experiment.call(base)
+    takes_mask = "mask" in findings.loss.takes | base.accessed
+    if before.outcome.returned == "tokens" and not takes_mask:
+        return Found("it returns one number per token and takes no mask, so its caller cuts padding out", "skip")
+    for name, numbers in fills.items():
+        after = experiment.call(_filled(base, numbers))
+        if words := _moved(before, after):
+            return Found(f"With {name} at padded positions, {words}.")
+    return None
+
+
+def _moved(before: CallResult, after: CallResult) -> str:
+    """Describe what an exchange at padded positions changed; empty for nothing."""
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        return bool(torch.isfinite(other).all()) and near(other.numpy(), one.numpy(), before.outcome.dtype)
+
+    if words := difference(before, after, same):
+        return words
+    padding, now = _at_padding(before), _at_padding(after)
+    if not padding.any() and now.isnan().any():
+        return "what it returns there is NaN, and 0 for finite numbers, as if it were cut out"
+    if not torch.equal(padding, now):
+        return ""
+    for name, gradient in after.at(~before.live).items():
+        wrong = gradient[gradient != 0]
+        if len(wrong):
+            return f"the gradient at a padded position ({name}) is {float(wrong[0]):.6g} and not 0"
+    return ""
+
+
+def _at_padding(result: CallResult) -> Tensor:
+    """Return what stands at padded positions of the result; nothing unless it was one number a token."""
+    value = result.outcome.value
+    return torch.zeros(0) if value is None or result.outcome.returned != "tokens" else value[~result.live]
+
+
+def _filled(base: Rollout, numbers: tuple[float, float] | None) -> Rollout:
+    dead = base.peek("mask") == 0
+    fields = {name: base.peek(name).detach().clone() for name in (*LOG_PROBS, "tokens")}
+    for name, field in fields.items():
+        if numbers is None:
+            field[dead] = _others(name, field[dead])
+        elif name != "tokens":
+            field[dead] = numbers[0 if name in LEAVES else 1]
+    return base.replace(**fields)
 
 
 def unmasked(logp, ref_logp):

@@ -1,26 +1,27 @@
 """KL502: NaN or infinity at a padded position gets through."""
 
-from functools import partial
 from math import inf, nan
 
 from kltest.checks.check import Found
-from kltest.checks.hygiene.padding import Fill, exchange, not_exchangeable
-from kltest.checks.hygiene.padding import numbers as written
+from kltest.checks.hygiene import kl501_padding_leak
+from kltest.checks.hygiene.kl501_padding_leak import Fills, exchange
 from kltest.identify.findings import Findings
 
 HUGE = 1e4
+FILLS: Fills = {
+    "NaN": (nan, nan),
+    "+inf": (inf, inf),
+    "−inf": (-inf, -inf),
+    "10000 for the policy and −10000 for the others": (HUGE, -HUGE),
+    "−10000 for the policy and 10000 for the others": (-HUGE, HUGE),
+}
 
-moot = not_exchangeable
+moot = kl501_padding_leak.moot
 
 
 def examine(findings: Findings) -> Found | None:
     """Fill padding with NaN, infinities, and numbers that are no log-probs."""
-    special = {"NaN": nan, "+inf": inf, "−inf": -inf}
-    fills: dict[str, Fill] = {name: partial(written, policy=value, others=value) for name, value in special.items()}
-    for sign, other, size in (("", "−", HUGE), ("−", "", -HUGE)):
-        name = f"{sign}{HUGE:g} for the policy and {other}{HUGE:g} for the others"
-        fills[name] = partial(written, policy=size, others=-size)
-    return exchange(findings, fills)
+    return exchange(findings, FILLS)
 
 
 def multiplied(logp, ref_logp, mask):

@@ -3,9 +3,9 @@
 Large ones are extreme input; 0, where the policy is the reference, is the first step of training.
 """
 
+from kltest.checks.batches import batch_of, companions
 from kltest.checks.check import Found, signed
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
-from kltest.checks.hygiene.log_ratios import batch_of, companions
 from kltest.identify.findings import Findings
 
 LOG_RATIOS = (0.0, 5.0, -5.0, 30.0, -30.0, 100.0, -100.0, 1000.0, -1000.0)

@@ -15,9 +15,8 @@ reference that the loss computes from the policy, as a moving average, shows as 
 
 from torch import Tensor
 
-from kltest.checks.batches import usual_batch
+from kltest.checks.batches import received, usual_batch, with_gradient
 from kltest.checks.check import Found
-from kltest.checks.trainable import received, with_gradient
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
 from kltest.moments.differentiate import LossExperiment

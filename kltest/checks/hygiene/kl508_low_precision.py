@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.checks.batches import usual_batch
+from kltest.checks.batches import LOG_PROBS, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
-from kltest.checks.hygiene.padding import LOG_PROBS
 from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings

@@ -1,8 +1,82 @@
 """KL510: the KL part of the gradient is not proportional to the coefficient."""
 
-from kltest.checks.check import Found
-from kltest.checks.groups.coefficient import coefficient, no_coefficient
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from kltest.checks.batches import GroupFixture, as_array, group_fixture, norm
+from kltest.checks.check import Found, shared
 from kltest.identify.findings import Findings, Row, proportion
+from kltest.identify.measure import Measure
+from kltest.moments.tolerances import TOLERANCES
+from kltest.rollout import Rollout
+
+# Multiples of β. In low precision ℓ(β) − ℓ(0) over a small β is rounding.
+FACTORS = {"float64": (0.001, 0.1, 0.5, 1.0, 2.0)}
+FEW_FACTORS = (0.5, 1.0, 2.0)
+NOTHING = 1e-12
+# β over two orders of magnitude, above what is commonly added to a standard deviation.
+OVER = (0.02, 0.2, 2.0)
+# Relative difference: a constant in the denominator leaves a few per cent of a coefficient that cancels.
+ALIKE = 0.1
+
+Kind = Literal["proportional", "ignored", "cancels", "other"]
+
+
+class Coefficient(NamedTuple):
+    """Effect of β; `strength[β]` is the size of the KL part of the gradient over its size at the β of the grading."""
+
+    kind: Kind
+    strength: dict[float, float]
+
+
+def moot(findings: Findings) -> str | None:
+    """Return a reason to skip checks of the coefficient if the loss takes none, else None."""
+    return None if findings.loss.takes_beta else "the loss takes no coefficient"
+
+
+@shared
+def coefficient(findings: Findings) -> Coefficient:
+    """Classify how the KL part of the gradient depends on β, in one group of rollouts under a current sampler.
+
+    β cancels if it does not change the gradient of a group of equal rewards, and changes that of other groups.
+    """
+    measure = findings.measure
+    fixture, dtype = group_fixture(findings), findings.observed.dtype
+    untied = fixture.rollout(fixture.different, fixture.untied)
+    base = measure.loss.beta(untied)
+    parts, moves = {}, False
+    for factor in FACTORS.get(dtype, FEW_FACTORS):
+        parts[factor * base], value = _push(measure, untied, factor * base)
+        moves |= value != 0.0
+    own = parts[base]
+    strength = {beta: float((part * own).sum() / max(norm(own) ** 2, 1e-300)) for beta, part in parts.items()}
+    if max(map(norm, parts.values())) <= NOTHING:
+        # A gate may be closed in this group, and a penalty on the way from the sampler is zero at the sampler.
+        stale = replace(fixture, sampler="stale").rollout(fixture.different, fixture.untied)
+        elsewhere = any(findings.observed.reached) or norm(_push(measure, stale, base)[0]) > NOTHING
+        return Coefficient("proportional" if moves or elsewhere else "ignored", strength)
+    shares = [(part, beta / base * own) for beta, part in parts.items()]
+    allowed = TOLERANCES[dtype].proportional
+    if all(norm(part - share) <= allowed * norm(share) for part, share in shares):
+        return Coefficient("proportional", strength)
+    tied = _same_for_all(measure, fixture, [1.0] * fixture.size)
+    cancels = tied and not _same_for_all(measure, fixture, fixture.untied)
+    return Coefficient("cancels" if cancels else "other", strength)
+
+
+def _same_for_all(measure: Measure, fixture: GroupFixture, rewards: list[float]) -> bool:
+    rollout = fixture.rollout(fixture.different, rewards)
+    pushes = [_push(measure, rollout, beta)[0] for beta in OVER]
+    size = max(map(norm, pushes))
+    return size > 0 and all(norm(push - pushes[-1]) <= ALIKE * size for push in pushes)
+
+
+def _push(measure: Measure, rollout: Rollout, beta: float) -> tuple[np.ndarray, float]:
+    """(B, T, 1 + V) contribution of β to the gradient, β times the KL part, and its contribution to the value."""
+    found = measure.differentiate(rollout, beta)
+    return beta * as_array(found, rollout), beta * float(found.outcome.objective.detach())
 
 
 def explains(row: Row, findings: Findings) -> bool | str:
@@ -20,9 +94,6 @@ def examine(findings: Findings) -> Found | None:
         return Found("The loss takes a coefficient, and neither its value nor its gradient changes with it.")
     words = ", ".join(f"{strength:.4g} at β = {beta:g}" for beta, strength in found.strength.items())
     return Found(f"What β adds to the gradient, as a multiple of what it adds at the β of this grading: {words}.")
-
-
-moot = no_coefficient
 
 
 def squared_coefficient(logp, ref_logp, mask, kl_coef):

@@ -45,12 +45,11 @@ def _after_the_call(findings: Findings, rollout: Rollout, beta: float | None) ->
         return ""
     recorded = _content(result.logged)
     leaf_gradients(loss, result.loss.sum(), first)
-    if not np.array_equal(recorded, now := _content(result.logged), equal_nan=True):
-        return f"The backward pass changed it from {number(recorded)} to {number(now)}."
     loss.returned(rollout.take(list(reversed(range(len(rollout))))[:-1]), beta)
-    if np.array_equal(recorded, now := _content(result.logged), equal_nan=True):
+    now = _content(result.logged)
+    if np.array_equal(recorded, now, equal_nan=True):
         return ""
-    return f"A later call of the loss changed what the first one had logged, from {number(recorded)} to {number(now)}."
+    return f"The backward pass, or a later call of the loss, changed it from {number(recorded)} to {number(now)}."
 
 
 def _within_the_call(findings: Findings, instance: Instance, rollout: Rollout, beta: float | None) -> str:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kltest.checks.batches import apart, gradient, limit, moves, norm
+from kltest.checks.batches import apart, gradient, limit, moves, norm, received, with_gradient
 from kltest.checks.check import shared
-from kltest.checks.trainable import received, with_gradient
 from kltest.environments.policies import table
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances

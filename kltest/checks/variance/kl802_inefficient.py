@@ -12,7 +12,6 @@ Rao–Blackwell is not always the less noisy one, so the best of all counts.
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -53,24 +52,17 @@ def examine(findings: Findings) -> Found | None:
     compared = [found for row in findings.rows if row.agrees and (found := _compare(row, findings)) is not None]
     if not compared:
         return Found("the best estimator known is exact in one call in the environments that were graded", "skip")
-    worse = [one for one in compared if one.many]
-    words = f"It takes, in {'; '.join(one.words for one in worse or compared)}."
+    worse = [one for one in compared if one[0]]
+    words = f"It takes, in {'; '.join(words for _, _, words in worse or compared)}."
     return Found(words) if worse else Found(words, "pass")
 
 
-class Comparison(NamedTuple):
-    """Rollouts of a loss that are worth one of the least noisy estimator of its target, in one environment.
+def _compare(row: Row, findings: Findings) -> tuple[bool, float, str] | None:
+    """Return if a row takes too many rollouts, how many for one of the least noisy estimator of its target, and words.
 
-    `many`: more than it should take, for that estimator or for a cheaper one.
+    They are too many for that estimator or for a cheaper one, on the worst instance. None if the best estimator is
+    exact on all instances.
     """
-
-    many: bool
-    rollouts: float
-    words: str
-
-
-def _compare(row: Row, findings: Findings) -> Comparison | None:
-    """Compare a row on its worst instance; None if the best estimator is exact on all of them."""
     found = []
     for instance, own in zip(findings.measure.case(row).instances, row.variances, strict=False):
         unit = size(instance) ** 2
@@ -83,7 +75,7 @@ def _compare(row: Row, findings: Findings) -> Comparison | None:
                 f"{row.where}: {rollouts:.3g} rollouts for one of {WORDS[best]} (variance {own / unit:.3g} against "
                 f"{known[best] / unit:.3g}, in units of ‖∇KL(π‖ref)‖²)"
             )
-            found.append(Comparison(many, rollouts, words))
+            found.append((many, rollouts, words))
     return max(found, default=None)
 
 
