@@ -96,7 +96,7 @@ class Stress:
         settings: What is tried for a row, from near to far.
         instance: Makes the instance of some settings: with a prompt for each, or of one if they are `apart`.
         tolerance: The field of Tolerances up to which a bias is none.
-        words: What is said of the first setting that is off.
+        where: Names a setting, for the beginning of a sentence.
         codes: The checks that may report it.
     """
 
@@ -104,9 +104,14 @@ class Stress:
     settings: Callable[[Row], Sequence[Any]]
     instance: Callable[[Findings, Row, Sequence[Any]], Instance]
     tolerance: str
-    words: Callable[[Off], str]
+    where: Callable[[Off], str]
     codes: tuple[str, ...]
     apart: bool = False
+
+    def words(self, off: Off) -> str:
+        """Return a sentence without its full stop."""
+        off_by = f"{self.where(off)} the expected gradient is off by {off.bias:.2g} of the declared one"
+        return f"{off_by}; it is right in the graded environments"
 
 
 # The comparison
@@ -118,7 +123,7 @@ def wrong(findings: Findings, name: str) -> str:
     Calls that fail are reported by other checks.
     """
     found = findings.once(_first_off, name)
-    return STRESS[name].words(found) if found else ""
+    return f"{STRESS[name].words(found)}." if found else ""
 
 
 def _first_off(findings: Findings, name: str) -> Off | None:
@@ -207,13 +212,10 @@ def _moved(findings: Findings, row: Row, settings: Sequence[Any]) -> Instance:
     return replace(instance, policy=left, sampler=left)
 
 
-def _words_of_ratios(off: Off) -> str:
+def _log_ratios(off: Off) -> str:
     instance = off.instance
     ratios = ", ".join(signed(ratio, 3) for ratio in np.sort(instance.policy[0] - instance.reference[0]))
-    return (
-        f"In a bandit with the log-ratios {ratios} the expected gradient is off by {off.bias:.2g} of the declared one; "
-        "it is right in milder ones."
-    )
+    return f"In a bandit with the log-ratios {ratios}"
 
 
 # Tokens that are all but certain
@@ -232,15 +234,6 @@ def _sure_settings(row: Row) -> tuple[Setting, ...]:
     return SUREST if row.batch > 1 else (*ONE_SURE, *BOTH_SURE)
 
 
-def _words_of_sure(off: Off) -> str:
-    policy, reference = off.setting
-    return (
-        f"Where the likeliest token has probability {policy:g} under the policy and {reference:g} under the "
-        f"reference, the expected gradient is off by {off.bias:.2g} of the declared one; it is right in the graded "
-        "environments, where neither is sure."
-    )
-
-
 # A large vocabulary
 
 
@@ -252,13 +245,6 @@ def _many_actions(findings: Findings, row: Row, settings: Sequence[Any]) -> Inst
     above = np.where(np.isin(np.arange(MANY), LIKELY), CERTAIN, 0.0)
     tables = (table(logits + above) for logits in (instance.policy, instance.reference, instance.sampler))
     return OfSome(instance.environment, *tables, some=instance.paths.take(np.array(LIKELY)))
-
-
-def _words_of_many(off: Off) -> str:
-    return (
-        f"In a bandit with {MANY} actions, token ids 0 to {MANY - 1}, the expected gradient is off by {off.bias:.2g} "
-        "of the declared one; it is right with a few."
-    )
 
 
 # A sampler far from the policy
@@ -293,17 +279,13 @@ def examine_far_sampler(findings: Findings) -> Found | None:
             return Found(f"log-ratios up to {reach[-1][0]:g} could not be tried: {error}", "inconclusive", level)
         for off in found:
             if off.bias > allowed:
-                return Found(stress.words(off), level=level)
+                return Found(f"{stress.words(off)}.", level=level)
     return None
 
 
-def _words_of_far_sampler(off: Off) -> str:
-    first, second = off.setting
-    of = "summed over a rollout" if second else "of one token"
-    return (
-        f"From log-ratios of policy to sampler of about ±{first + second:g} {of} the expected gradient is not the "
-        f"declared one: it is off by {off.bias:.2g} of it. It is right with less, as in the graded environments."
-    )
+def _log_ratio_to_sampler(off: Off) -> str:
+    of = "summed over a rollout" if off.setting[1] else "of one token"
+    return f"From log-ratios of policy to sampler of about ±{sum(off.setting):g} {of}"
 
 
 # Rollouts of 64 tokens. All tokens but a few, near the start and far from it, are all but certain and equally likely
@@ -318,35 +300,6 @@ def _long_rows(findings: Findings) -> list[Row]:
     return [max(rows, key=lambda row: row.batch) for rows in several if rows]
 
 
-def _rollouts(environment: Environment, choices: tuple[int, ...]) -> Paths:
-    """Enumerate the rollouts of `environment_of` with certain tokens only between the choices."""
-    count = 2 ** len(choices)
-    tokens = np.zeros((count, LENGTH), dtype=np.int64)
-    tokens[:, choices] = np.arange(count)[:, None] >> np.arange(len(choices))[::-1] & 1
-    contexts = np.zeros_like(tokens)
-    for step in range(LENGTH - 1):
-        contexts[:, step + 1] = environment.successors[contexts[:, step], tokens[:, step], 0]
-    nothing = np.zeros(count, dtype=np.int64)
-    return Paths(contexts, tokens, np.ones(tokens.shape, dtype=bool), nothing, nothing.astype(float))
-
-
-def environment_of(choices: tuple[int, ...]) -> tuple[Environment, np.ndarray]:
-    """Return an environment whose contexts are a time step and the choices before it, and the step (C,) of each."""
-    steps, first = [], [0]
-    for step in range(LENGTH):
-        many = 2 ** sum(choice < step for choice in choices)
-        steps += [step] * many
-        first.append(first[-1] + many)
-    successors = np.full((len(steps), 2, 1), END, dtype=np.int64)
-    for step in range(LENGTH - 1):
-        history = np.arange(first[step + 1] - first[step])[:, None]
-        onward = 2 * history + np.arange(2) if step in choices else np.repeat(history, 2, axis=1)
-        successors[first[step] : first[step + 1], :, 0] = first[step + 1] + onward
-    start, certain = np.zeros(1, dtype=np.int64), np.ones(successors.shape)
-    made = Environment("long", LENGTH, start, np.ones(1), successors, certain, np.zeros((len(steps), 2)), tree=True)
-    return made, np.array(steps)
-
-
 def choices_of(batch: int) -> tuple[int, ...]:
     """Return the positions of the tokens that are not certain, for batches of this size."""
     return CHOICES.get(batch, CHOICES_OF_GROUPS)
@@ -354,19 +307,29 @@ def choices_of(batch: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def long_instance(batch: int, seed: int) -> Instance:
-    """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time."""
-    choices = choices_of(batch)
-    environment, steps = environment_of(choices)
-    generator = np.random.default_rng([seed, LENGTH])
+    """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time.
+
+    Contexts are a time step and the choices before it. Tokens between the choices are 0 in all rollouts.
+    """
+    choices, generator = choices_of(batch), np.random.default_rng([seed, LENGTH])
+    counts = [2 ** sum(choice < step for choice in choices) for step in range(LENGTH)]
+    first, steps = np.cumsum([0, *counts]), np.repeat(np.arange(LENGTH), counts)
+    successors = np.full((len(steps), 2, 1), END, dtype=np.int64)
+    many = 2 ** len(choices)
+    tokens, contexts = np.zeros((2, many, LENGTH), dtype=np.int64)
+    tokens[:, choices] = np.arange(many)[:, None] >> np.arange(len(choices))[::-1] & 1
+    for step in range(LENGTH - 1):
+        history = np.arange(counts[step])[:, None]
+        onward = 2 * history + np.arange(2) if step in choices else np.repeat(history, 2, axis=1)
+        successors[first[step] : first[step + 1], :, 0] = first[step + 1] + onward
+        contexts[:, step + 1] = successors[contexts[:, step], tokens[:, step], 0]
+    nothing, certain, reward = np.zeros(many, dtype=np.int64), np.ones(successors.shape), np.zeros((len(steps), 2))
+    environment = Environment("long", LENGTH, nothing[:1], np.ones(1), successors, certain, reward, tree=True)
+    rollouts = Paths(contexts, tokens, np.ones(tokens.shape, dtype=bool), nothing, nothing.astype(float))
     free = np.isin(steps, choices)[:, None]
     base = np.where(free, 0.6 * generator.standard_normal((len(steps), 2)), (CERTAIN, 0.0))
     reference, sampler = (base + free * width * generator.uniform(-1, 1, size=base.shape) for width in (0.4, 0.15))
-    tables = map(table, (base, reference, sampler))
-    return with_ties(OfSome(environment, *tables, some=_rollouts(environment, choices)), seed)
-
-
-def _words_of_long(off: Off) -> str:
-    return f"In rollouts of {LENGTH} tokens, {off.row.sampler} sampler, the expected gradient is off by {off.bias:.2g}"
+    return with_ties(OfSome(environment, *map(table, (base, reference, sampler)), some=rollouts), seed)
 
 
 def late(findings: Findings, code: str) -> Found | None:
@@ -384,7 +347,7 @@ def _in_long_rollouts(findings: Findings) -> tuple[str, str] | None:
     off = next((off for off in tried if off.bias > tolerance), None)
     if off is None:
         return None
-    where = f"{stress.words(off)} and right in short ones"
+    where = stress.words(off)
     factor = float((off.found * off.wanted).sum() / ((off.wanted**2).sum() or 1.0))
     if norm(off.found) <= SMALL * norm(off.wanted):
         return "KL105", f"{where}: nothing is left of it."
@@ -404,7 +367,7 @@ STRESS = {
         lambda row: [*zip(("reference", "policy"), FAR, strict=True)],
         _moved,
         "gradient",
-        _words_of_ratios,
+        _log_ratios,
         ("KL504",),
         apart=True,
     ),
@@ -414,7 +377,7 @@ STRESS = {
         lambda row: [*zip(("reference", "policy"), NEARER, strict=True)],
         _moved,
         "far",
-        _words_of_ratios,
+        _log_ratios,
         ("KL105",),
         apart=True,
     ),
@@ -423,7 +386,11 @@ STRESS = {
         _sure_settings,
         _sure,
         "far",
-        _words_of_sure,
+        lambda off: (
+            "Where the likeliest token has probability {:g} under the policy and {:g} under the reference".format(
+                *off.setting
+            )
+        ),
         ("KL105",),
     ),
     "many tokens": Stress(
@@ -431,7 +398,7 @@ STRESS = {
         lambda row: [MANY],
         _many_actions,
         "far",
-        _words_of_many,
+        lambda off: f"In a bandit with {MANY} actions, token ids 0 to {MANY - 1},",
         ("KL105",),
     ),
     "far sampler": Stress(
@@ -439,7 +406,7 @@ STRESS = {
         lambda row: [one for one in (*REACHED, *BEYOND) if tokens_of(row) > 1 or not one[1]],
         _far_sampler,
         "far_sampler",
-        _words_of_far_sampler,
+        _log_ratio_to_sampler,
         ("KL306",),
     ),
     "long rollouts": Stress(
@@ -447,7 +414,7 @@ STRESS = {
         lambda row: [LENGTH],
         lambda findings, row, settings: long_instance(row.batch, findings.seed),
         "gradient",
-        _words_of_long,
+        lambda off: f"In rollouts of {LENGTH} tokens, {off.row.sampler} sampler,",
         ("KL105", "KL203", "KL205"),
     ),
 }
