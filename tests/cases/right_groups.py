@@ -1,8 +1,8 @@
 """Correct losses that couple the rollouts of a group, read rewards, or take a coefficient."""
 
 import torch
+from cases.parts import k1, k2, score
 from cases.table import right
-from cases.wrong_groups import k1, k2, score
 
 
 def leave_one_out_by_the_batch(logp, ref_logp, mask, rewards, kl_coef=0.05):

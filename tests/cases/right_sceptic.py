@@ -3,25 +3,18 @@
 import numpy as np
 import torch
 import torch.nn.functional as F
+from cases.parts import live, total
 from cases.table import right
-
-
-def live(values, mask):
-    return values.where(mask != 0, 0.0)
-
-
-def log_ratios(logp, ref_logp, mask):
-    return live(logp - ref_logp, mask).sum(-1)
 
 
 def squared_sum_of_the_batch(logp, ref_logp, mask):
     """Cross terms of different rows vanish in expectation: a mean, though doubling a batch moves each row twice."""
-    return log_ratios(logp, ref_logp, mask).sum().square() / (2 * len(logp))
+    return total(logp - ref_logp, mask).sum().square() / (2 * len(logp))
 
 
 def differences_of_pairs(logp, ref_logp, mask, group):
     """Leave-one-out in groups of two, spelt as one product a pair; a group of another size has no baseline."""
-    cost, score = log_ratios(logp, ref_logp, mask).detach(), live(logp, mask).sum(-1)
+    cost, score = total(logp - ref_logp, mask).detach(), total(logp, mask)
     total = score.sum() * 0
     for each in group.unique():
         rows = (group == each).nonzero().flatten()
@@ -34,8 +27,8 @@ def differences_of_pairs(logp, ref_logp, mask, group):
 
 def another_divisor(logp, ref_logp, mask):
     """The others' sum over n and not n − 1: less of a baseline, and as unbiased."""
-    cost = log_ratios(logp, ref_logp, mask).detach()
-    return ((cost - (cost.sum() - cost) / len(cost)) * live(logp, mask).sum(-1)).mean()
+    cost = total(logp - ref_logp, mask).detach()
+    return ((cost - (cost.sum() - cost) / len(cost)) * total(logp, mask)).mean()
 
 
 def by_vmap(logp, ref_logp, mask):
@@ -60,14 +53,14 @@ def gradient_in_the_forward_pass(logp, ref_logp, mask):
     """As fused kernels do: torch.func takes the gradient, backward hands it over."""
 
     def inner(one):
-        return log_ratios(one, ref_logp, mask).square().mean() / 2
+        return total(one - ref_logp, mask).square().mean() / 2
 
     gradient, value = torch.func.grad_and_value(inner)(logp.detach())
     return _Given.apply(logp, gradient, value)
 
 
 def huber_with_a_bound_that_nothing_reaches(logp, ref_logp, mask):
-    return F.huber_loss(live(logp, mask).sum(-1), live(ref_logp, mask).sum(-1), delta=1e9)
+    return F.huber_loss(total(logp, mask), total(ref_logp, mask), delta=1e9)
 
 
 def total_variation_of_rows(logits, ref_logits, mask):
@@ -79,24 +72,24 @@ def total_variation_of_rows(logits, ref_logits, mask):
 
 def forward_by_sequence_weights(logp, ref_logp, mask):
     """The exponent is limited far away, against overflow only."""
-    weight = (-log_ratios(logp, ref_logp, mask)).detach().clamp(max=50).exp()
-    return -(weight * live(logp, mask).sum(-1)).mean()
+    weight = (-total(logp - ref_logp, mask)).detach().clamp(max=50).exp()
+    return -(weight * total(logp, mask)).mean()
 
 
 def defaults_that_nobody_uses(logp, ref_logp, mask=None, old_logp=None, reduction="mean"):
     alive = torch.ones_like(logp) if mask is None else mask
-    penalty = log_ratios(logp, ref_logp, alive).square() / 2
+    penalty = total(logp - ref_logp, alive).square() / 2
     return penalty.mean() if reduction == "mean" else penalty
 
 
 def numpy_scalars_one_by_one(logp, ref_logp, mask):
-    cost, score = log_ratios(logp, ref_logp, mask).detach().numpy(), live(logp, mask).sum(-1)
+    cost, score = total(logp - ref_logp, mask).detach().numpy(), total(logp, mask)
     return sum(cost[row] * score[row] for row in range(len(score))) / np.int64(len(score))
 
 
 def gradient_scaled_by_a_hook(logp, ref_logp, mask):
-    score = live(logp, mask).sum(-1)
-    cost = (score - live(ref_logp, mask).sum(-1)).detach()
+    score = total(logp, mask)
+    cost = (score - total(ref_logp, mask)).detach()
     score.register_hook(lambda gradient: gradient * cost)
     return score.sum() / len(score)
 
@@ -115,12 +108,12 @@ def prefixes_in_a_magic_box(logp, ref_logp, mask):
 
 def differentiable_ratio_times_the_cost(logp, old_logp, ref_logp, mask):
     """∇(ρu) = ρ(u + 1)∇log π, and the 1 is nothing on average."""
-    return (log_ratios(logp, old_logp, mask).exp() * log_ratios(logp, ref_logp, mask)).mean()
+    return (total(logp - old_logp, mask).exp() * total(logp - ref_logp, mask)).mean()
 
 
 def whole_objective_in_one_coefficient(logp, ref_logp, mask, reward):
-    score = live(logp, mask).sum(-1)
-    return ((score - live(ref_logp, mask).sum(-1) - reward).detach() * score).mean()
+    score = total(logp, mask)
+    return ((score - total(ref_logp, mask) - reward).detach() * score).mean()
 
 
 def distilled_by_cross_entropy(logits, ref_logits, mask):

@@ -1,15 +1,8 @@
 """Correct losses that log a true KL, in the ways of libraries."""
 
 import torch
+from cases.parts import live, penalty
 from cases.table import right
-
-
-def live(values, mask):
-    return torch.where(mask.bool(), values, torch.zeros_like(values))
-
-
-def penalty(logp, ref_logp, mask):
-    return live(logp - ref_logp, mask).sum(-1).pow(2).mean() / 2
 
 
 def sampled_k3(logp, ref_logp, mask):

@@ -1,21 +1,18 @@
 """Losses that use rollouts of another policy as the policy's own, or correct for it in the wrong way."""
 
 import torch
+from cases.parts import total
 from cases.table import wrong
 
 BOTH = {"sampler": "both"}
 LOCAL = {"expect": "local_reverse_kl"}
 
 
-def sequence_log_ratio(logp, other, mask):
-    return torch.where(mask.bool(), logp - other, 0.0).sum(-1)
-
-
 # KL301: no ratio.
 
 
 def k1_return_as_sampled(logp, ref_logp, mask):
-    cost = sequence_log_ratio(logp, ref_logp, mask).detach()
+    cost = total(logp - ref_logp, mask).detach()
     return cost * torch.where(mask.bool(), logp, 0.0).sum(-1)
 
 
@@ -25,23 +22,23 @@ def ppo_with_a_bare_penalty(logp, old_logp, advantage, ref_logp, mask, beta):
     ratio = torch.where(live, logp - old_logp, 0.0).exp()
     surrogate = torch.minimum(ratio * advantage[:, None], ratio.clamp(0.8, 1.2) * advantage[:, None])
     policy_loss = -torch.where(live, surrogate, 0.0).sum(-1)
-    return policy_loss + beta * 0.5 * sequence_log_ratio(logp, ref_logp, mask).pow(2)
+    return policy_loss + beta * 0.5 * total(logp - ref_logp, mask).pow(2)
 
 
 # KL302: the ratio's own derivative is cut although it is needed.
 
 
 def k3_with_a_stopped_sequence_ratio(logp, ref_logp, old_logp, mask):
-    log_ratio = sequence_log_ratio(logp, ref_logp, mask)
+    log_ratio = total(logp - ref_logp, mask)
     with torch.no_grad():
-        weight = sequence_log_ratio(logp, old_logp, mask).exp()
+        weight = total(logp - old_logp, mask).exp()
     return weight * (torch.expm1(-log_ratio) + log_ratio)
 
 
 def k1_value_with_a_stopped_ratio(logp, ref_logp, old_logp, mask):
     """ρ·k1: with the ratio differentiable this is the score-function estimate."""
-    weight = sequence_log_ratio(logp.detach(), old_logp.detach(), mask).exp()
-    return (weight * sequence_log_ratio(logp, ref_logp, mask)).mean()
+    weight = total(logp.detach() - old_logp.detach(), mask).exp()
+    return (weight * total(logp - ref_logp, mask)).mean()
 
 
 # KL303: the token's own ratio and no prefix.
@@ -82,8 +79,8 @@ def broadcast_by_expand(logp, ref_logp, old_logp, mask):
 
 
 def penalty_at_generation_time(logp, ref_logp, old_logp, mask):
-    weight = sequence_log_ratio(logp, old_logp, mask).exp()
-    return weight * sequence_log_ratio(old_logp, ref_logp, mask)
+    weight = total(logp - old_logp, mask).exp()
+    return weight * total(old_logp - ref_logp, mask)
 
 
 def shaped_rewards(logp, ref_logp, old_logp, mask):
@@ -98,8 +95,8 @@ def shaped_rewards(logp, ref_logp, old_logp, mask):
 
 
 def clipped_in_log_space(logp, ref_logp, old_logp, mask):
-    log_weight = torch.clamp(sequence_log_ratio(logp, old_logp, mask), -0.1, 0.1)
-    return log_weight.exp().detach() * 0.5 * sequence_log_ratio(logp, ref_logp, mask).pow(2)
+    log_weight = torch.clamp(total(logp - old_logp, mask), -0.1, 0.1)
+    return log_weight.exp().detach() * 0.5 * total(logp - ref_logp, mask).pow(2)
 
 
 CASES = [

@@ -1,19 +1,8 @@
 """Wrong losses written before the checks that find them, those that no other row is like."""
 
 import torch
+from cases.parts import k2, total
 from cases.table import wrong
-
-
-def zeroed(x, mask):
-    return torch.where(mask.bool(), x, torch.zeros_like(x))
-
-
-def total(x, mask):
-    return zeroed(x, mask).sum(-1)
-
-
-def penalty(logp, ref_logp, mask):
-    return 0.5 * total(logp - ref_logp, mask) ** 2
 
 
 def grpo_skip_zero_std(logp, ref_logp, mask, reward, beta):
@@ -36,12 +25,12 @@ def nan_reward(logp, ref_logp, mask):
 
 def overwritten(logp, ref_logp, mask, advantage, kl_coef=0.1):
     kl_coef = 0.04
-    return -(advantage * total(logp, mask)).mean() + kl_coef * penalty(logp, ref_logp, mask).mean()
+    return -(advantage * total(logp, mask)).mean() + kl_coef * k2(logp, ref_logp, mask).mean()
 
 
 def m_ratio(logp, ref_logp, old_logp, mask):
     r = total(logp - old_logp, mask).exp().detach()
-    return r * penalty(logp, ref_logp, mask), {"kl": total((logp - old_logp).exp() * (logp - ref_logp), mask).mean()}
+    return r * k2(logp, ref_logp, mask), {"kl": total((logp - old_logp).exp() * (logp - ref_logp), mask).mean()}
 
 
 CASES = [

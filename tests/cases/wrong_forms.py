@@ -3,14 +3,11 @@
 from typing import NamedTuple
 
 import torch
+from cases.parts import total
 from cases.table import wrong
 
 LOCAL = {"expect": "local_reverse_kl"}
 GROUPS = {"group_size": 4}
-
-
-def total(values, mask):
-    return torch.where(mask != 0, values, 0.0).sum(-1)
 
 
 def grouped(rewards, size):

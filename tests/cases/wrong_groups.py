@@ -1,20 +1,8 @@
 """Losses that get something wrong about groups, the coefficient, or how a batch is cut."""
 
 import torch
+from cases.parts import k1, k2, score
 from cases.table import wrong
-
-
-def k2(logp, ref_logp, mask):
-    return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1).square() / 2
-
-
-def score(logp, mask):
-    return torch.where(mask.bool(), logp, 0.0).sum(-1)
-
-
-def k1(logp, ref_logp, mask):
-    return torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1).detach()
-
 
 # --------------------------------------------------------------------------------------- KL401: tied groups masked
 

@@ -1,7 +1,8 @@
 """Losses whose gradient is right and whose logged KL is not."""
 
 import torch
-from cases.right_values import live, penalty, sampled_k3
+from cases.parts import live, penalty
+from cases.right_values import sampled_k3
 from cases.table import wrong
 
 # ------------------------------------------------------------------------------------------------ KL601: none of them

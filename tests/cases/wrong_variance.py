@@ -1,7 +1,7 @@
 """Losses that are right and noisy: they are confirmed, with a warning."""
 
 import torch
-from cases.right_values import live
+from cases.parts import live
 from cases.table import wrong
 
 # ------------------------------------------------------------------------------------- KL801: exponential weights

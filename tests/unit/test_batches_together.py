@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cases.wrong_groups import k2
+from cases.parts import k2
 
 from kltest.environments import Instance, ragged
 from kltest.estimators import find

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases.parts import k2, total
 
 import kltest
 from kltest.checks import CHECKS
@@ -9,14 +10,6 @@ from kltest.checks.stress import STRESS
 
 LOCAL, BANDIT = {"expect": "local_reverse_kl"}, {"environment": "bandit"}
 SHORT = {**LOCAL, "environment": "bandit,sequence"}
-
-
-def live_sum(values, mask):
-    return values.where(mask != 0, 0.0).sum(-1)
-
-
-def k2(logp, ref_logp, mask):
-    return live_sum(logp - ref_logp, mask).square() / 2
 
 
 def found(loss, code, **options):
@@ -61,20 +54,20 @@ def token_ratio_below_seven(log_ratio, mask):
 
 
 def truncated_at_a_thousand(log_ratio, mask):
-    return live_sum(log_ratio, mask).exp().clamp(max=1000.0)
+    return total(log_ratio, mask).exp().clamp(max=1000.0)
 
 
 def unlikely_rows_dropped(log_ratio, mask):
     worst = log_ratio.where(mask != 0, 0.0).amax(-1)
-    return live_sum(log_ratio, mask).exp() * (worst < 3.5)
+    return total(log_ratio, mask).exp() * (worst < 3.5)
 
 
 def never_below_a_tenth(log_ratio, mask):
-    return live_sum(log_ratio, mask).exp().clamp(min=0.1)
+    return total(log_ratio, mask).exp().clamp(min=0.1)
 
 
 def at_most_a_million(log_ratio, mask):
-    return live_sum(log_ratio, mask).exp().clamp(max=1e6)
+    return total(log_ratio, mask).exp().clamp(max=1e6)
 
 
 def prefix_ratio(logp, ref_logp, old_logp, mask):
@@ -83,15 +76,15 @@ def prefix_ratio(logp, ref_logp, old_logp, mask):
 
 
 def whole_ratio(log_ratio, mask):
-    return live_sum(log_ratio, mask).exp()
+    return total(log_ratio, mask).exp()
 
 
 def clamped_at_twenty(log_ratio, mask):
-    return live_sum(log_ratio.clamp(-20, 20), mask).clamp(-20, 20).exp()
+    return total(log_ratio.clamp(-20, 20), mask).clamp(-20, 20).exp()
 
 
 def in_float32(log_ratio, mask):
-    return live_sum(log_ratio.float(), mask).exp()
+    return total(log_ratio.float(), mask).exp()
 
 
 # Batches of many sizes.
@@ -103,9 +96,9 @@ def seventh_row_and_later_ignored(logp, ref_logp, mask):
 
 
 def own_mean_subtracted_from_sixteen_rows(logp, ref_logp, mask):
-    kl = live_sum(logp - ref_logp, mask).detach()
+    kl = total(logp - ref_logp, mask).detach()
     baseline = kl.mean() if len(kl) >= 16 else 0.0
-    return ((kl - baseline) * live_sum(logp, mask)).mean()
+    return ((kl - baseline) * total(logp, mask)).mean()
 
 
 def shortest_row_left_out(logp, ref_logp, mask):
@@ -120,9 +113,9 @@ def first_five_rows_only(logp, ref_logp, mask):
 
 
 def mean_of_the_others_subtracted(logp, ref_logp, mask):
-    kl = live_sum(logp - ref_logp, mask).detach()
+    kl = total(logp - ref_logp, mask).detach()
     others = (kl.sum() - kl) / (len(kl) - 1) if len(kl) > 3 else 0.0
-    return ((kl - others) * live_sum(logp, mask)).mean()
+    return ((kl - others) * total(logp, mask)).mean()
 
 
 def in_chunks(logp, ref_logp, mask):
@@ -138,7 +131,7 @@ def token_k2(logp, ref_logp):
 
 
 def first_thirty_tokens(logp, ref_logp, mask):
-    return live_sum(token_k2(logp, ref_logp)[:, :30], mask[:, :30])
+    return total(token_k2(logp, ref_logp)[:, :30], mask[:, :30])
 
 
 def credit(logp, ref_logp, mask, factor):
@@ -147,7 +140,7 @@ def credit(logp, ref_logp, mask, factor):
     steps = torch.arange(logp.shape[1])
     distance = steps[None, :] - steps[:, None]
     to_go = ratios @ torch.where(distance >= 0, factor(distance), 0.0).T.to(ratios)
-    return live_sum(to_go * logp, mask)
+    return total(to_go * logp, mask)
 
 
 def horizon_of_twenty_five(logp, ref_logp, mask):
@@ -214,16 +207,16 @@ def score_of_the_undecided(logp, ref_logp, mask):
 
 def leave_one_out(cost, logp, mask):
     others = (cost.sum() - cost) / max(len(cost) - 1, 1)
-    return ((cost - others).detach() * live_sum(logp, mask)).mean()
+    return ((cost - others).detach() * total(logp, mask)).mean()
 
 
 def unsure_in_a_batch(logp, ref_logp, mask):
-    return leave_one_out(live_sum((logp - ref_logp) * (ref_logp < -0.05), mask), logp, mask)
+    return leave_one_out(total((logp - ref_logp) * (ref_logp < -0.05), mask), logp, mask)
 
 
 def guarded(logits, ref_logits, mask):
     p, q = logits.exp(), ref_logits.exp()
-    return live_sum((p * ((p + 1e-8).log() - (q + 1e-8).log())).sum(-1), mask)
+    return total((p * ((p + 1e-8).log() - (q + 1e-8).log())).sum(-1), mask)
 
 
 def absolute(logp, ref_logp):
@@ -231,22 +224,22 @@ def absolute(logp, ref_logp):
 
 
 def narrow(logp, ref_logp, mask):
-    return live_sum((logp.float() - ref_logp.float()).square() / 2, mask)
+    return total((logp.float() - ref_logp.float()).square() / 2, mask)
 
 
 def without_special_tokens(logp, ref_logp, tokens, mask):
-    return live_sum(logp - ref_logp, mask * (tokens < 100)).square() / 2
+    return total(logp - ref_logp, mask * (tokens < 100)).square() / 2
 
 
 def in_whole_blocks(logits, ref_logits, mask, block=64):
     """The exact divergence, block by block of the vocabulary; what is left of it after whole blocks is forgotten."""
     terms = logits.exp() * (logits - ref_logits)
     vocabulary = terms.shape[-1]
-    return live_sum(terms[..., : vocabulary // block * block or vocabulary].sum(-1), mask)
+    return total(terms[..., : vocabulary // block * block or vocabulary].sum(-1), mask)
 
 
 def special_tokens_of_a_batch(logp, ref_logp, tokens, mask):
-    return leave_one_out(live_sum(logp - ref_logp, mask * (tokens < 100)), logp, mask)
+    return leave_one_out(total(logp - ref_logp, mask * (tokens < 100)), logp, mask)
 
 
 FAR = [

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from cases.wrong_groups import k1, k2, score
+from cases.parts import k1, k2, score
 from moments_plain import moments_by_hand, plain_batch
 
 from kltest.checks import CHECKS

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.wrong_hygiene import half_square
+from cases.parts import k2 as half_square
+from cases.parts import total
 from scipy.optimize import brentq
 
 from kltest import grade
@@ -120,12 +121,8 @@ def test_gaps_are_not_tried_without_a_mask():
     assert not grade(lambda logp, ref_logp: (logp - ref_logp) ** 2 / 2, expect="local_reverse_kl").reach.holes
 
 
-def total(logp, ref_logp, mask):
-    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
-
-
 def of_sums(function):
-    return lambda logp, ref_logp, mask: function(total(logp, ref_logp, mask))
+    return lambda logp, ref_logp, mask: function(total(logp - ref_logp, mask))
 
 
 def of_tokens(function):
@@ -139,12 +136,12 @@ def in_the_gap(u):
 
 def clipped_advantage(logp, ref_logp, mask, rewards, beta):
     score = logp.where(mask != 0, 0.0).sum(-1)
-    return -((rewards - beta * total(logp, ref_logp, mask)).detach().clamp(-9, 9) * score).mean()
+    return -((rewards - beta * total(logp - ref_logp, mask)).detach().clamp(-9, 9) * score).mean()
 
 
 def floored_credit(logp, ref_logp, mask):
     """In a bandit, actions that the reference prefers by far have no weight."""
-    return total(logp, ref_logp, mask).detach().clamp(min=-9.0) * logp.where(mask != 0, 0.0).sum(-1)
+    return total(logp - ref_logp, mask).detach().clamp(min=-9.0) * logp.where(mask != 0, 0.0).sum(-1)
 
 
 def huber(logp, ref_logp, mask):

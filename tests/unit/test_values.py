@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases.right_values import live, penalty, sampled_k3
+from cases.parts import live, penalty
+from cases.right_values import sampled_k3
 
 from kltest.checks import CHECKS
 from kltest.grading.grader import grade

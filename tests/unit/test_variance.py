@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cases.right_values import live
+from cases.parts import live
 
 from kltest.checks import CHECKS
 from kltest.checks.variance import kl802_inefficient as variance
