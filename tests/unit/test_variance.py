@@ -119,7 +119,7 @@ def test_on_policy_the_best_baseline_of_the_return_is_the_known_formula():
     score = variance._score(instance, "current")
     square = (score**2).sum(axis=(1, 2))
     baseline = (weights @ (square * u)) / (weights @ square)
-    by_formula = variance._variance((u - baseline)[:, None, None] * score, weights)
+    by_formula = variance._variance((u - baseline)[:, None, None] * score, weights, np.zeros(score.shape))
     each = variance.estimators("reverse_kl", instance, "current")["return"]
     assert variance._variance(each, weights, score) == pytest.approx(by_formula)
 
@@ -136,7 +136,8 @@ def test_the_best_of_all_counts_since_rao_blackwell_may_be_the_noisier_one():
     plain = variance.estimators("reverse_kl", instance, "current")
     for name, registered in (("rao-blackwell", "rao-blackwell"), ("to-go", "k1-reward-to-go"), ("return", "k1-reward")):
         own = exact(resolve(registered, Call()), instance).variance
-        assert variance._variance(plain[name], instance.rollout_weights("current")) == pytest.approx(own, rel=1e-10)
+        each, weights = plain[name], instance.rollout_weights("current")
+        assert variance._variance(each, weights, np.zeros(each.shape)) == pytest.approx(own, rel=1e-10)
     doubled = variance.variances({"reverse_kl": 2.0}, instance, "current")
     assert doubled == pytest.approx({name: 4 * number for name, number in known.items()})
 
@@ -210,6 +211,6 @@ def test_the_ratio_of_a_graded_row_is_the_worst_over_its_instances():
         own, best = (exact(resolve(name, Call()), instance).variance for name in ("k1-reward", "rao-blackwell"))
         weights, score = instance.rollout_weights("current"), variance._score(instance, "current")
         each = variance.estimators("reverse_kl", instance, "current")["rao-blackwell"]
-        assert variance._variance(each, weights) == pytest.approx(best, rel=1e-10)
+        assert variance._variance(each, weights, np.zeros(each.shape)) == pytest.approx(best, rel=1e-10)
         ratios.append(own / variance._variance(each, weights, score))
     assert f"sequence (current): {max(ratios):.3g} rollouts" in result(report, "KL802").message

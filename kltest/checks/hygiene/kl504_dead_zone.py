@@ -51,11 +51,13 @@ def examine(findings: Findings) -> Found | None:
     what: Quantity = "gradient" if findings.placement == "loss" else "value"
     # Log-ratios that rounding of the log-probs loses are KL508's.
     finest = TOLERANCES[findings.observed.dtype].log_ratio
-    scan = Levels(findings.measure.experiment(), what, companions(findings), finest)
+    scan = _Levels(findings.measure.experiment(), what, companions(findings), finest)
     happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
-    if zones := scan.zones():
+    if zones := scan.intervals(dead=True):
         return scan.found(zones, happens)
-    away, plateaus = wrong(findings, "far apart"), scan.plateaus()
+    if what == "value":
+        return None
+    away, plateaus = wrong(findings, "far apart"), scan.intervals(dead=False)
     # Those that begin at log-ratios met in training, not where a logarithm or an exponential is guarded.
     reach = MET["sequence" if scan.of_sequences(plateaus) else "token"]
     plateaus = [zone for zone in plateaus if zone.nearest <= reach]
@@ -86,7 +88,7 @@ class Zone(NamedTuple):
         return f"{signed(self.low, 3)} < u < {signed(self.high, 3)}"
 
 
-class Levels:
+class _Levels:
     """Levels (gradient size or value) of one rollout of one token whose log-ratio goes through the grid."""
 
     def __init__(self, experiment: LossExperiment, what: Quantity, companions: int, finest: float = 0.0) -> None:
@@ -94,22 +96,12 @@ class Levels:
         steps = STEPS[finest <= STEPS]
         self.grid = np.concatenate([-steps[::-1], [0.0], steps])
 
-    def zones(self) -> list[Zone]:
-        """Dead intervals, their ends found by bisection."""
-        return self._intervals(lambda level: self.what == "value" or level == 0)
+    def intervals(self, *, dead: bool) -> list[Zone]:
+        """Dead intervals, or those in which a gradient is constant and not zero; their ends found by bisection."""
 
-    def plateaus(self) -> list[Zone]:
-        """Intervals in which the gradient is constant and not zero."""
-        return self._intervals(lambda level: self.what == "gradient" and level != 0)
+        def wanted(level: float) -> bool:
+            return self.what == "value" or (level == 0) == dead
 
-    def found(self, zones: list[Zone], happens: str, more: str = "") -> Found:
-        """Describe zones: an error if one begins at log-ratios that training reaches."""
-        of, kind = ("summed over the sequence", "sequence") if self.of_sequences(zones) else ("of a token", "token")
-        words = f"With u = logp − ref_logp {of}, {happens} for {' and for '.join(map(str, zones))}."
-        reached = min(zone.nearest for zone in zones) <= USUAL_IN_TRAINING[kind]
-        return Found(f"{words} {more}".rstrip(), level="error" if reached else "warning")
-
-    def _intervals(self, wanted: Callable[[float], bool]) -> list[Zone]:
         # One call of the whole grid is enough if no two levels are equal. Rewards alternate, and with them the level of
         # a clamped advantage.
         with suppress(KltestError):
@@ -118,7 +110,17 @@ class Levels:
             finite = np.isfinite(together[np.abs(self.grid) < FINITE]).all()
             if finite and not any(wanted(part[run[0]]) for part in parts for run in self._equal(part)):
                 return []
-        return [self._ends(*run) for run in self._runs(wanted)]
+        return [
+            Zone(self._end(first, first - 1), self._end(last, last + 1), float(self._alone[first]))
+            for first, last in self._runs(wanted)
+        ]
+
+    def found(self, zones: list[Zone], happens: str, more: str = "") -> Found:
+        """Describe zones: an error if one begins at log-ratios that training reaches."""
+        of, kind = ("summed over the sequence", "sequence") if self.of_sequences(zones) else ("of a token", "token")
+        words = f"With u = logp − ref_logp {of}, {happens} for {' and for '.join(map(str, zones))}."
+        reached = min(zone.nearest for zone in zones) <= USUAL_IN_TRAINING[kind]
+        return Found(f"{words} {more}".rstrip(), level="error" if reached else "warning")
 
     @cached_property
     def _alone(self) -> np.ndarray:
@@ -164,13 +166,10 @@ class Levels:
         runs = (list(run) for _, run in groupby(range(len(levels)), key=levels.__getitem__))
         return [(run[0], run[-1]) for run in runs if len(run) > 1 and np.isfinite(levels[run[0]])]
 
-    def _ends(self, first: int, last: int) -> Zone:
-        low = -np.inf if first == 0 else self._end(first, first - 1)
-        high = np.inf if last == len(self.grid) - 1 else self._end(last, last + 1)
-        return Zone(low, high, float(self._alone[first]))
-
     def _end(self, within: int, outside: int) -> float:
-        """The end of an interval between two points of the grid, by bisection."""
+        """The end of an interval between two points of the grid, by bisection; infinite at the end of the grid."""
+        if not 0 <= outside < len(self.grid):
+            return np.copysign(np.inf, outside - within)
         ends = self.grid[[within, outside]]
         for _ in range(HALVINGS):
             equal = self.level(ends.mean()) == self._alone[within]

@@ -7,7 +7,6 @@ rollouts that are never drawn.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -39,19 +38,6 @@ def moot(findings: Findings) -> str | None:
     return "no gradient reaches the policy" if findings.observed.blocked else None
 
 
-def examine(findings: Findings) -> Found | None:
-    distances = ", ".join(f"{distance:g}" for distance in DISTANCES)
-    sentences = []
-    for tail in tails(findings):
-        growth, parts = (", ".join(f"{factor:.2g}" for factor in numbers) for numbers in (tail.growth, tail.parts))
-        sentences.append(
-            f"With {tail.direction} the gradient of a rollout grows like e^({tail.rate:.2g}·|log-ratio|): to "
-            f"{growth} times its size when the log-ratio of its last token is {distances} further out, and its "
-            f"contribution to E‖ĝ‖², its probability included, to {parts} times."
-        )
-    return Found(" ".join(sentences)) if sentences else None
-
-
 # Log-ratios driven to infinity by lowering the log-probs of some policies, given as prefixes of fields. On-policy the
 # sampler is lowered with the policy.
 DIRECTIONS = {
@@ -62,25 +48,12 @@ DIRECTIONS = {
 }
 
 
-class Tail(NamedTuple):
-    """A direction in which the gradient of one rollout grows exponentially.
-
-    `growth`: its size over that of the mild rollout, by distance. `parts`: the same for its contribution to E‖ĝ‖², its
-    probability times its square. `rate`: r of e^(r·|log-ratio|).
-    """
-
-    direction: str
-    growth: tuple[float, ...]
-    parts: tuple[float, ...]
-    rate: float
-
-
-def tails(findings: Findings) -> list[Tail]:
-    """Directions in which a rollout's gradient grows exponentially, and faster than the rollout becomes rare."""
+def examine(findings: Findings) -> Found | None:
+    """Report directions in which a rollout's gradient grows exponentially, and faster than the rollout becomes rare."""
     off_policy = bool(findings.observed.uses & SAMPLER_FIELDS) and "stale" in findings.samplers
     rollout = Rollout.of(_instance(findings), padding=findings.seed).take(range(BATCH))
     mild = _size(findings.measure, rollout)
-    found = []
+    distances, sentences = ", ".join(f"{distance:g}" for distance in DISTANCES), []
     for direction, prefixes in DIRECTIONS.items():
         if "μ" in direction and not off_policy:
             continue
@@ -92,8 +65,13 @@ def tails(findings: Findings) -> list[Tail]:
         drawn = [float((one.peek("old_logp") - rollout.peek("old_logp"))[0].sum()) for one in moved]
         parts = np.exp(drawn) * (sizes / mild) ** 2
         if rates.min() > EXPONENTIAL and (np.diff(parts) > 0).all():
-            found.append(Tail(direction, tuple(sizes / mild), tuple(parts), float(rates[-1])))
-    return found
+            grown, carried = (", ".join(f"{factor:.2g}" for factor in numbers) for numbers in (sizes / mild, parts))
+            sentences.append(
+                f"With {direction} the gradient of a rollout grows like e^({rates[-1]:.2g}·|log-ratio|): to {grown} "
+                f"times its size when the log-ratio of its last token is {distances} further out, and its contribution "
+                f"to E‖ĝ‖², its probability included, to {carried} times."
+            )
+    return Found(" ".join(sentences)) if sentences else None
 
 
 def _instance(findings: Findings) -> Instance:

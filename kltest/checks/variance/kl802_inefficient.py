@@ -127,17 +127,14 @@ def _score(instance: Instance, sampler: str) -> np.ndarray:
     return each_gradient(instance.paths, instance.policy, weights, None)
 
 
-def _variance(each: np.ndarray, weights: np.ndarray, score: np.ndarray | None = None) -> float:
+def _variance(each: np.ndarray, weights: np.ndarray, score: np.ndarray) -> float:
     """Variance of the gradients of all rollouts, the best multiple of their scores, of mean zero, subtracted."""
 
     def mean_product(one: np.ndarray, other: np.ndarray) -> float:
         return float(np.einsum("n,ncv,ncv->", weights, one, other))
 
     centred = each - np.einsum("n,ncv->cv", weights, each)
-    whole = mean_product(centred, centred)
-    if score is None or not (size := mean_product(score, score)):
-        return whole
-    return whole - mean_product(each, score) ** 2 / size
+    return mean_product(centred, centred) - mean_product(each, score) ** 2 / (mean_product(score, score) or 1.0)
 
 
 def k1_in_both_places(logp, ref_logp, mask):
