@@ -2,12 +2,10 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 import kltest
-from kltest.checks import CHECKS
 
 LOCAL = {"expect": "local_reverse_kl"}
 
@@ -230,28 +228,3 @@ def test_a_temperature_is_found_with_its_side(loss, side, temperature):
 def test_a_temperature_far_from_one_is_found(temperature):
     found = failing(policy_tempered, arguments={"t": temperature}, environment="bandit", sampler="current")
     assert f"the policy's log-probs are divided by a temperature of {temperature}" in found["KL702"]
-
-
-# The numbers of the examples, by the formulas of a single context.
-
-
-def of_weights(policy, weights):
-    """∂/∂θ of Σ_v weights_v log π_v, held weights: weights − π·Σ weights."""
-    return weights - policy * weights.sum()
-
-
-def test_the_numbers_of_the_examples():
-    policy, reference = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.3, 0.4])
-    u = np.log(policy / reference)
-    truth = of_weights(policy, policy * u)
-    head = of_weights(policy, policy * (u + 1) * [1, 1, 0])
-    cut = np.array([0.625, 0.375, 0.0])
-    truncated = sum(
-        policy[v] * np.log(cut[v] / reference[v]) * (np.eye(3)[v] - cut) for v in (0, 1)
-    )  # k2 on drawn tokens 0 and 1, through the truncated distribution's own score
-    for code, wrong in (("KL701", head), ("KL703", truncated)):
-        rows = CHECKS[code].demonstrate().rows
-        np.testing.assert_allclose([row[1] for row in rows], truth, atol=1e-12)
-        np.testing.assert_allclose([row[2] for row in rows], wrong, atol=1e-12)
-    (row,) = CHECKS["KL702"].demonstrate().rows
-    assert row[1:] == pytest.approx((math.log(4), 2 * (16 / 289) * math.log(16) / 0.16, math.log(4)), abs=1e-12)

@@ -38,26 +38,6 @@ def batch():
     return Rollout.of(instance).take([0, 6, 13, 14])
 
 
-def test_the_numbers_of_the_examples():
-    square, u = math.log(1.6) ** 2 / 2, math.log(1.6)
-    expected = {
-        "KL501": [square, square + math.log(2) ** 2 / 2, math.log(2)],
-        "KL502": [square, math.nan, math.nan],
-        "KL503": [math.exp(5) - 6, -5.0, math.inf, math.nan],
-        "KL504": [4.0, 4.472, 0.0, 0.0],
-        "KL505": [square, math.log(0.5) ** 2 / 2],
-        "KL506": [0.0, -u],
-        "KL507": [2 * u, 0.0],
-        "KL508": [0.0, 0.0625],
-    }
-    for code, numbers in expected.items():
-        shown = [row[1] for row in CHECKS[code].demonstrate().rows]
-        assert shown == pytest.approx(numbers, rel=1e-12, abs=1e-12, nan_ok=True), code
-        written = {float(number) for number in re.findall(r"\d+\.\d{6}", CHECKS[code].example)}
-        known = [abs(n) for n in numbers if math.isfinite(n)] + [u, math.sqrt(20)]
-        assert all(min(abs(n - k) for k in known) < 6e-7 for n in written), code
-
-
 @pytest.mark.parametrize("code", ["KL501", "KL502"])
 def test_padding_is_skipped_with_a_reason_where_it_says_nothing(code):
     assert "caller" in result(code, lambda logp, ref_logp: (logp - ref_logp) ** 2).message

@@ -1,13 +1,10 @@
 """The noise of an estimator against the best known and the tail of its weights, by hand and by other routes."""
 
-import math
-from itertools import product
 
 import numpy as np
 import pytest
 from cases.parts import live
 
-from kltest.checks import CHECKS
 from kltest.checks.variance import kl802_inefficient as variance
 from kltest.environments import Instance, ragged, sequence
 from kltest.grading.grader import grade
@@ -150,58 +147,6 @@ def test_targets_of_which_no_estimator_is_known_are_skipped():
     )
     refuted = result(grade("k3-loss", select="KL802"), "KL802")
     assert refuted.status == "skip"
-
-
-def test_the_rollouts_of_the_tail_example():
-    """Two actions in logits: ĝ = −w·(e_y − π)."""
-    p, q = (0.99, 0.01), (0.5, 0.5)
-    squares = [(q[y] / p[y]) ** 2 * 2 * (1 - p[y]) ** 2 for y in (0, 1)]
-    second = sum(chance * square for chance, square in zip(p, squares, strict=True))
-    exact = 2 * (p[0] - q[0]) ** 2
-    text, table = CHECKS["KL801"].example, CHECKS["KL801"].demonstrate().text()
-    for number in (second, p[1] * squares[1] / second, exact):
-        assert f"{number:.6f}" in text
-        assert f"{number:.6f}" in table
-    assert f"{q[1] / p[1]:.0f}-fold" in text
-    assert q[0] / p[0] == pytest.approx(0.5, abs=0.01)  # "about half"
-
-
-def test_the_variances_of_the_inefficient_example():
-    """Four rollouts written out; contexts are the root, after 0 and after 1, and two logits each."""
-    policy, reference = ((0.6, 0.4), (0.6, 0.4), (0.5, 0.5)), (0.5, 0.5)
-    u = [[math.log(p / q) for p, q in zip(row, reference, strict=True)] for row in policy]
-    kl = [sum(p * x for p, x in zip(row, us, strict=True)) for row, us in zip(policy, u, strict=True)]
-    chances, scores, both, blackwell = [], [], [], []
-    for first, second in product((0, 1), repeat=2):
-        after = 1 + first
-        chances.append(policy[0][first] * policy[after][second])
-        score = np.zeros((3, 2))
-        for context, token in ((0, first), (after, second)):
-            score[context] -= policy[context]
-            score[context, token] += 1
-        scores.append(score)
-        both.append((u[0][first] + u[after][second] + 1) * score)
-        exact = np.zeros((3, 2))
-        for context in (0, after):
-            exact[context] = [p * (x - kl[context]) for p, x in zip(policy[context], u[context], strict=True)]
-        exact[0] += kl[after] * score[0]
-        blackwell.append(exact)
-
-    def noise(each):
-        mean = sum(c * one for c, one in zip(chances, each, strict=True))
-        return sum(c * ((one - mean) ** 2).sum() for c, one in zip(chances, each, strict=True))
-
-    def inner(left, right):
-        return sum(c * (a * b).sum() for c, a, b in zip(chances, left, right, strict=True))
-
-    baseline = inner(blackwell, scores) / inner(scores, scores)
-    best = noise([one - baseline * score for one, score in zip(blackwell, scores, strict=True)])
-    text, table = CHECKS["KL802"].example, CHECKS["KL802"].demonstrate().text()
-    for number in (noise(both), noise(blackwell)):
-        assert f"{number:.6f}" in text
-    assert f"{noise(both) / best:.1f} rollouts" in text
-    for number in (noise(both), noise(blackwell), noise(both) / best, noise(blackwell) / best):
-        assert f"{number:.6f}" in table
 
 
 def test_the_ratio_of_a_graded_row_is_the_worst_over_its_instances():
