@@ -126,18 +126,12 @@ def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", 
 
 
 def _constant(findings: Findings, factor: float, rows: list[Row]) -> bool:
-    """True if the factor is the same at other lengths, with other padded columns and in batches of other sizes.
-
-    Batches of other sizes are tried first where rows are known to be coupled: in a bandit, that takes the fewest calls.
-    """
-    tried = findings.observed.coupled
-    if tried and not _at_other_sizes(findings, factor, rows):
-        return False
+    """True if the factor is the same at other lengths, with other padded columns and in batches of other sizes."""
     lengths = [row for name in LENGTHS for row in findings.measure.rows(name, findings.samplers[0])]
     same = _common(lengths)
     if same is None or not isclose(same, factor, rel_tol=Tolerances.guard) or widened(findings)[0] > limit(findings):
         return False
-    return tried or not findings.observed.coupled or _at_other_sizes(findings, factor, rows)
+    return not findings.observed.coupled or _at_other_sizes(findings, factor, rows)
 
 
 def _at_other_sizes(findings: Findings, factor: float, rows: list[Row]) -> bool:

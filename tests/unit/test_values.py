@@ -1,6 +1,5 @@
 """The logged KL: its value, what else it depends on, the places that keep it, and changes after it was recorded."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """The noise of an estimator against the best known and the tail of its weights, by hand and by other routes."""
 
-
 import numpy as np
 import pytest
 from cases.parts import live

@@ -34,8 +34,6 @@ SIDES = {
     "the reference's": ("ref_logits", "ref_logp"),
     "the policy's and the reference's": ("logits", "logp", "ref_logits", "ref_logp"),
     "the sampler's": ("old_logits", "old_logp"),
-    "the policy's and the sampler's": ("logits", "logp", "old_logits", "old_logp"),
-    "all": ("logits", "logp", "ref_logits", "ref_logp", "old_logits", "old_logp"),
 }
 
 
