@@ -3,7 +3,6 @@
 Anything that moves the metric, and is neither the policy nor the reference, is a factor of it.
 """
 
-from dataclasses import replace
 from itertools import chain
 from statistics import mode
 
@@ -13,11 +12,9 @@ import torch
 from kltest.checks.check import Found, signed
 from kltest.checks.logged_values.kl603_metric_mutated import examine as mutated
 from kltest.checks.logged_values.metrics import BATCH, SYMBOLS, batch, logged, metric_of, moved, no_kl, number
-from kltest.environments import Instance
-from kltest.environments.policies import table
 from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
-from kltest.rollout import Rollout
+from kltest.rollout import LEAVES, Rollout, elsewhere
 
 moot = no_kl
 
@@ -32,21 +29,23 @@ def examine(findings: Findings) -> Found | None:
 
 def _factors(findings: Findings) -> list[str]:
     """Factors of the metric, in words."""
-    instance = instances(findings.environments[-1], findings.seed)[0]
-    base = batch(instance, findings.seed, "stale")
+    base = batch(instances(findings.environments[-1], findings.seed)[0], findings.seed, "stale")
     random = torch.Generator().manual_seed(findings.seed)
     other = {name: torch.randn(BATCH, generator=random, dtype=torch.float64) for name in ("reward", "advantage")}
-    before, after = metric_of(findings, base), metric_of(findings, base.replace(**other))
-    found, logs = [], f"{BATCH} rollouts log {number(before)}"
-    if moved(before, after):
-        found.append(f"the task's reward: {logs} with one reward and {number(after)} with another")
+    changed: dict[str, tuple[Rollout, float | None]] = {"the task's reward": (base.replace(**other), None)}
     if findings.loss.takes_beta:
         beta = findings.loss.beta(base)
-        after = metric_of(findings, base, 2 * beta)
-        if moved(before, after):
-            found.append(f"the coefficient β: {logs} at β = {beta:g}, {number(after)} at {2 * beta:g}")
+        changed[f"the coefficient β, {beta:g} and then {2 * beta:g}"] = base, 2 * beta
+    before, found = metric_of(findings, base), []
+    for what, (rollout, coefficient) in changed.items():
+        if moved(before, after := metric_of(findings, rollout, coefficient)):
+            found.append(f"{what}: {_from_to(before, after)}")
     found += _by_constant(findings)
-    return found or _by_sampler(findings, instance, base)
+    return found or _by_sampler(findings, base)
+
+
+def _from_to(before: np.ndarray, after: np.ndarray) -> str:
+    return f"{BATCH} rollouts log {number(before)} and, when nothing else changes, {number(after)}"
 
 
 def _by_constant(findings: Findings) -> list[str]:
@@ -63,35 +62,29 @@ def _by_constant(findings: Findings) -> list[str]:
     return [f"a constant: it is {', '.join(terms)}"]
 
 
-def _by_sampler(findings: Findings, instance: Instance, base: Rollout) -> list[str]:
+def _by_sampler(findings: Findings, base: Rollout) -> list[str]:
     """Describe a ratio to the sampler: right on-policy, moved by the sampler and by the policy, and wrong off-policy.
 
     A metric that the policy does not move is the sampler's own KL. One that is right off-policy is weighted correctly.
     """
+
+    def with_another(prefix: str) -> np.ndarray:
+        names = [f"{prefix}{name}" for name in LEAVES]
+        return metric_of(findings, base.replace(**{name: elsewhere(base.peek(name).detach()) for name in names}))
+
     if any(found.row.matches is None for _, found in logged(findings)):
         return []
-    noise = np.random.default_rng(findings.seed).standard_normal((2, *instance.policy.shape))
-    sampler = replace(instance, sampler=table(instance.sampler + 0.3 * noise[0]))
-    policy = replace(instance, policy=table(instance.policy + 0.3 * noise[1]))
-    before = metric_of(findings, base)
-    after = metric_of(findings, _with(base, sampler, findings.seed, "old_"))
-    if not moved(before, after) or not moved(before, metric_of(findings, _with(base, policy, findings.seed, ""))):
+    before, after = metric_of(findings, base), with_another("old_")
+    if not moved(before, after) or not moved(before, with_another("")):
         return []
     wrong = [(row, found) for row, found in logged(findings, "stale") if found.row.matches is None and found.judged]
     if not wrong:
         return []
     bias, environment = max((found.row.relative_bias or 0.0, row.environment) for row, found in wrong)
     return [
-        f"a ratio to the sampler: {BATCH} rollouts log {number(before)} and, when nothing but the sampler's log-probs "
-        f"changes, {number(after)}; over rollouts of the sampler's it is no KL either (off by {bias:.2g} of it in "
-        f"{environment})"
+        f"a ratio to the sampler: {_from_to(before, after)}; over rollouts of the sampler's it is no KL either (off by "
+        f"{bias:.2g} of it in {environment})"
     ]
-
-
-def _with(base: Rollout, instance: Instance, padding: int, prefix: str) -> Rollout:
-    """The same batch with the log-probs of one policy (`prefix` of fields) from another instance."""
-    other = batch(instance, padding, "stale")
-    return base.replace(**{f"{prefix}{name}": other.peek(f"{prefix}{name}").detach() for name in ("logp", "logits")})
 
 
 def logs_the_scaled_term(logp, ref_logp, mask, beta):
