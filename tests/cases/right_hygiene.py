@@ -1,6 +1,7 @@
 """Correct losses near the pitfalls of padding, extremes, inputs, repetition and precision: nothing may fail."""
 
 import torch
+from cases.parts import k2
 from cases.table import right
 
 LOCAL = {"expect": "local_reverse_kl"}
@@ -53,6 +54,10 @@ def clamped_where_it_is_logged(logp, ref_logp, mask):
     return log_ratio.square() / 2 + 0 * shown
 
 
+def divided_by_rows_and_a_small_constant(logp, ref_logp, mask):
+    return k2(logp, ref_logp, mask).sum() / (len(logp) + 1e-6)
+
+
 CASES = [
     right(per_token_without_a_mask, LOCAL),
     right(live_tokens_picked, LOCAL),
@@ -62,4 +67,5 @@ CASES = [
     right(score_with_the_policy_stopped_in_the_cost),
     right(seeded),
     right(clamped_where_it_is_logged),
+    right(divided_by_rows_and_a_small_constant),
 ]

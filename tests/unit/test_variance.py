@@ -18,39 +18,29 @@ def result(report, code):
     return next(check for check in report.checks if check.code == code)
 
 
-SILENT = [
-    ("k1-reward", {}),
-    ("k2-loss", {"expect": "local_reverse_kl"}),
-    ("k2-loss-sequence", {}),
-    ("full-loss", {"expect": "local_reverse_kl"}),
-    ("rao-blackwell", {}),
-    ("k3-clamped", {}),
-    ("abs-loss", {}),
+TAILS = [
+    ("k1-reward", {}, ""),
+    ("k2-loss", {"expect": "local_reverse_kl"}, ""),
+    ("k2-loss-sequence", {}, ""),
+    ("full-loss", {"expect": "local_reverse_kl"}, ""),
+    ("rao-blackwell", {}, ""),
+    ("k3-clamped", {}, ""),
+    ("abs-loss", {}, ""),
+    ("k3-loss", {}, "log π/ref → −∞"),
+    ("k3-loss-sequence", {}, "log π/ref → −∞"),
+    ("k3-reward", {}, "log π/ref → −∞"),
+    ("k3-inverted", {}, "log π/ref → ∞"),
+    ("k2-ratio", {}, "log π/μ → ∞"),
+    ("k1-reward-sequence-ratio", {}, "log π/μ → ∞"),
+    ("k2-prefix-ratio", {}, "log π/μ → ∞"),
 ]
 
 
-@pytest.mark.parametrize(("name", "options"), SILENT, ids=[name for name, _ in SILENT])
-def test_weights_that_grow_like_a_power_are_no_tail(name, options):
-    assert result(grade(name, select="KL801", environment="sequence", **options), "KL801").status == "pass"
-
-
-LOUD = [
-    ("k3-loss", "log π/ref → −∞"),
-    ("k3-loss-sequence", "log π/ref → −∞"),
-    ("k3-reward", "log π/ref → −∞"),
-    ("k3-inverted", "log π/ref → ∞"),
-    ("k2-ratio", "log π/μ → ∞"),
-    ("k1-reward-sequence-ratio", "log π/μ → ∞"),
-    ("k2-prefix-ratio", "log π/μ → ∞"),
-]
-
-
-@pytest.mark.parametrize(("name", "direction"), LOUD, ids=[name for name, _ in LOUD])
-def test_exponential_weights_are_named_by_their_direction(name, direction):
-    found = result(grade(name, select="KL801", environment="sequence"), "KL801")
-    assert found.status == "fail"
-    assert f"With {direction} the gradient" in found.message
-    assert found.message.count("the gradient of a rollout grows") == 1
+@pytest.mark.parametrize(("name", "options", "direction"), TAILS, ids=[name for name, _, _ in TAILS])
+def test_exponential_weights_are_named_by_their_direction_and_powers_are_no_tail(name, options, direction):
+    found = result(grade(name, select="KL801", environment="sequence", **options), "KL801")
+    assert found.message.count("the gradient of a rollout grows") == bool(direction)
+    assert f"With {direction} the gradient" in found.message or not direction
 
 
 def test_a_geometric_mean_of_ratios_grows_too_slowly_to_matter():
