@@ -103,7 +103,7 @@ def command(
 def _parameter(option: Option) -> inspect.Parameter:
     kind: Any = list[option.kind] if option.repeatable else option.kind  # type: ignore[name-defined]
     optional = kind if kind is bool else kind | None
-    written = typer.Option(option.flag, metavar=option.metavar, help=option.explained)
+    written = typer.Option(option.flag, metavar=option.metavar, help=option.explained(option.help))
     default = False if kind is bool else None
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[optional, written]

@@ -11,6 +11,8 @@ from kltest.errors import UsageError, did_you_mean
 from kltest.grading.forms import outputs, switch
 from kltest.grading.options import KEYS, RENAMED, checked
 
+OWN = ("targets", "output", "verbose", "quiet", "cache", "scan")
+"""Keys of `[tool.kltest]` that are no options of a grading."""
 NO_CACHE = "is deprecated and has no effect: reports are not kept between runs"
 
 
@@ -73,39 +75,34 @@ class _Reader:
         if not isinstance(table, dict):
             raise UsageError(f"{self.place('kltest')} must be a table [tool.kltest], not {table!r}")
         settings = self.dashed(table)
-        targets = settings.pop("targets", [])
-        output = settings.pop("output", None)
-        scan = settings.pop("scan", {})
+        own = {name: settings.pop(name) for name in OWN if name in settings}
+        targets, scan = own.get("targets", []), own.get("scan", {})
         if not isinstance(scan, dict):
             raise UsageError(f"{self.place('scan')} must be a table [tool.kltest.scan], not {scan!r}")
-        verbosity: dict[str, bool] = {
-            key: switch(settings.pop(key), self.place(key)) for key in ("verbose", "quiet") if key in settings
-        }
-        if all(verbosity.get(key) for key in ("verbose", "quiet")):
-            raise UsageError(f"{self.place('quiet')} and verbose exclude each other; set one of them")
-        without_effect = []
-        if "cache" in settings:
-            switch(settings.pop("cache"), self.place("cache"))
-            without_effect.append(f"{self.place('cache')} {NO_CACHE}")
         if not isinstance(targets, list):
             raise UsageError(f"{self.place('targets')}: give a list of targets; it is {targets!r}")
+        switches = {name: switch(own[name], self.place(name)) for name in ("verbose", "quiet", "cache") if name in own}
+        if switches.get("verbose") and switches.get("quiet"):
+            raise UsageError(f"{self.place('quiet')} and verbose exclude each other; set one of them")
+        entries = tuple(self.target(entry) for entry in targets)
+        deprecated = [f"{self.place(new)} is deprecated; write {new}" for new in self.old_names]
+        if switches.pop("cache", None) is not None:
+            deprecated.append(f"{self.place('cache')} {NO_CACHE}")
         return Configuration(
             path=self.path,
-            options=self.options(settings, also=("targets", "output", "verbose", "quiet", "cache", "scan")),
-            targets=tuple(self.target(entry) for entry in targets),
-            outputs=() if output is None else tuple(map(self.output, outputs(output, self.place("output")))),
-            verbosity=verbosity,
-            deprecated=(
-                *(f"{self.place(new)} is deprecated; write {new}" for new in self.old_names),
-                *without_effect,
-            ),
+            options=self.options(settings, also=OWN),
+            targets=entries,
+            outputs=tuple(map(self.output, outputs(own["output"], self.place("output")))) if "output" in own else (),
+            verbosity=switches,
+            deprecated=tuple(deprecated),
             scan=scan,
         )
 
     def dashed(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """The settings under their present names."""
         found = {name.replace("_", "-"): value for name, value in table.items()}
-        for old, new in ((old.replace("_", "-"), new.replace("_", "-")) for old, new in RENAMED.items()):
+        for names in RENAMED.items():
+            old, new = (name.replace("_", "-") for name in names)
             if old in found:
                 self.old_names[new] = old
                 found.setdefault(new, found.pop(old))

@@ -53,46 +53,28 @@ def codes(value: object, where: str) -> tuple[str, ...]:
     prefixes = tuple(name.upper() for name in _names(value, where))
     for prefix in prefixes:
         if not any(code.startswith(prefix) for code in CHECKS):
-            hint = did_you_mean(prefix, CHECKS)
-            raise UsageError(
-                f"{where}: no check's code begins with {prefix!r}; {hint}the codes are {', '.join(CHECKS)}"
-            )
+            _known(prefix, CHECKS, where, "no check whose code begins with")
     return prefixes
 
 
 def arguments(value: object, where: str) -> dict[str, object]:
     """Arguments of the loss, by name; of a text NAME=VALUE the value is read as a Python literal if it is one."""
-    texts = [value] if isinstance(value, str) else value
-    if isinstance(texts, Mapping):
-        pairs = [(name, "=", given) for name, given in texts.items()]
-    elif isinstance(texts, list | tuple) and all(isinstance(each, str) for each in texts):
-        pairs = [(name.strip(), equals, _literal(given)) for name, equals, given in (t.partition("=") for t in texts)]
-    else:
-        raise UsageError(f"{where}: give a table of arguments, or texts of the form NAME=VALUE; it is {value!r}")
+    pairs = _pairs(value, where, "a table of arguments, or texts of the form NAME=VALUE or NAME=@FIELD")
     found: dict[str, object] = {}
-    for name, equals, given in pairs:
-        if not (equals and isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
+    for name, given in pairs:
+        if not (isinstance(name, str) and all(part.isidentifier() for part in name.split("."))):
             raise UsageError(f"{where}: give NAME=VALUE or NAME=@FIELD, with an argument's name; the name is {name!r}")
         if name in found:
             raise UsageError(f"{where}: {name!r} is given twice; give it once")
-        found[name] = given
+        found[name] = given if isinstance(value, Mapping) else _literal(given)
     return found
 
 
 def expected_failures(value: object, where: str) -> dict[str, str]:
     """Reasons by code, as a table or as texts CODE=REASON; every code exists and every reason says something."""
-    if isinstance(value, Mapping):
-        pairs = list(value.items())
-    else:
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list | tuple) or not all(isinstance(each, str) and "=" in each for each in texts):
-            raise UsageError(
-                f"{where}: give a reason for each code, as CODE=REASON on the command line "
-                f'(KL201="token-level on purpose") or as {{"KL201": "why"}}; it is {value!r}'
-            )
-        pairs = [(code.strip(), reason) for code, _, reason in (each.partition("=") for each in texts)]
+    ask = 'a reason for each code, as CODE=REASON on the command line or as {"KL201": "token-level on purpose"}'
     reasons: dict[str, str] = {}
-    for code, reason in pairs:
+    for code, reason in _pairs(value, where, ask):
         known = _code(code.upper() if isinstance(code, str) else code, where)
         if not isinstance(reason, str) or not reason.strip():
             raise UsageError(f"{where}: say why {known} is expected to fail; its reason is {reason!r}")
@@ -117,10 +99,17 @@ def _code(code: Any, where: str) -> str:
     """The code of a check."""
     from kltest.checks import CHECKS
 
-    if code not in CHECKS:
-        hint = did_you_mean(code, CHECKS) if isinstance(code, str) else ""
-        raise UsageError(f"{where}: there is no check {code!r}; {hint}the codes are {', '.join(CHECKS)}")
-    return code
+    return _known(code, CHECKS, where, "no check")
+
+
+def _pairs(value: object, where: str, ask: str) -> list[tuple[Any, Any]]:
+    """The entries of a table, or of a text KEY=VALUE or several; `ask` says what to give."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not all(isinstance(each, str) and "=" in each for each in texts):
+        raise UsageError(f"{where}: give {ask}; it is {value!r}")
+    return [(key.strip(), given) for key, _, given in (each.partition("=") for each in texts)]
 
 
 def _form(expected: str, accepts: Callable[[Any], bool], kind: Callable[[Any], Any] = lambda value: value) -> Form:
@@ -157,8 +146,6 @@ seconds = _form("a positive number of seconds", lambda value: is_number(value) a
 switch = _form("true or false", lambda value: isinstance(value, bool))
 text = _form("a text", lambda value: isinstance(value, str))
 title = _form("a text to call the loss by", lambda value: isinstance(value, str) and bool(value.strip()))
-
-
 coefficient = _form(
     "a finite number other than 0, since the KL part is what changes with it",
     lambda value: is_number(value) and 0 < abs(value) < math.inf,
@@ -184,10 +171,11 @@ def _names(value: object, where: str) -> list[str]:
     return [name for name in names if name]
 
 
-def _known(name: str, known: Iterable[str], where: str) -> str:
+def _known(name: Any, known: Iterable[str], where: str, what: str = "no") -> str:
     names = list(known)
     if name not in names:
-        raise UsageError(f"{where}: there is no {name!r}; {did_you_mean(name, names)}choose from {', '.join(names)}")
+        hint = did_you_mean(name, names) if isinstance(name, str) else ""
+        raise UsageError(f"{where}: there is {what} {name!r}; {hint}choose from {', '.join(names)}")
     return name
 
 

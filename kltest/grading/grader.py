@@ -15,7 +15,7 @@ from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import TargetError, UsageError
 from kltest.grading import overtime
 from kltest.grading.options import OPTIONS, RENAMED, Options, documented, without_effect
-from kltest.grading.verdict import ExpectedFailures, Levels, as_specified, run_checks, selected_codes, verdict
+from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
 from kltest.identify.measure import Measure
@@ -147,8 +147,7 @@ class Grading:
                     yield False
             agree_up_to_scale(findings)
             self.scaled = True
-            expected = ExpectedFailures(options.expected_failures, options.allow_unexpected_passes)
-            for result in run_checks(findings, codes, expected, Levels(options.levels, options.strict)):
+            for result in run_checks(findings, codes, options):
                 self.results.append(result)
                 yield False
             self.smallest = smallest_failure(findings)
@@ -158,13 +157,9 @@ class Grading:
         """Say what was reached when the time was over; a call that took most of it never returns, it seems."""
         self.finished = True
         name, loss, findings = self.blank.target, self.loss, self.findings
-        if loss is None:
-            self.frame = own_frame(alarm)
-            self.error = f"{name} could not be loaded within {limit:g} s (--timeout){overtime.at(self.frame)}"
-            return
-        if overtime.hangs(loss.calls, limit):
-            self.frame = own_frame(alarm, source_file(loss.function))
-            self.error = overtime.on_hanging(name, loss.calls, limit, self.frame)
+        if loss is None or overtime.hangs(loss.calls, limit):
+            self.frame = own_frame(alarm, source_file(loss.function) if loss else None)
+            self.error = overtime.on_hanging(name, loss.calls if loss else None, limit, self.frame)
             return
         missing = selected_codes(self.options.select, self.options.ignore)[len(self.results) :]
         self.unfinished = overtime.on_slow(loss.calls, limit, first_line(loss.function), findings, len(missing))
@@ -174,37 +169,36 @@ class Grading:
 
     def report(self) -> Report:
         """Return the report of what was reached."""
-        report, loss, findings = replace(self.blank, error=self.error, seconds=self.seconds), self.loss, self.findings
-        if self.frame is not None:
-            report = replace(report, source=(self.frame.file, self.frame.line))
+        loss, findings = self.loss, self.findings
+        known: dict[str, Any] = {"error": self.error, "seconds": self.seconds, "unfinished": self.unfinished}
+        if self.frame:
+            known["source"] = (self.frame.file, self.frame.line)
         if self.unfinished:
-            report = replace(report, verdict="inconclusive", unfinished=self.unfinished)
-        if loss is None:
-            return report
-        credit = None if loss.placement == "loss" else loss.credit
-        placement = "shaped-reward" if loss.shaped else loss.placement
-        report = replace(report, placement=placement, credit=credit, notes=loss.notes, calls=loss.calls.count)
-        report = replace(report, calling=loss.calls.seconds + loss.calls.backward)
-        report = replace(report, source=report.source or first_line(loss.function))
-        if findings is None:
-            return report
-        found = verdict(findings, self.results, error=self.error)
-        look_back(findings)
-        return replace(
-            report,
-            verdict="inconclusive" if self.unfinished and found == "confirmed" else found,
-            reduction=findings.observed.reduction,
-            dtype=findings.observed.dtype,
-            gradients=[
-                replace(row.published, scale=row.scale or (1.0 if row.agrees else None)) for row in findings.rows
-            ],
-            value=[row.value for row in findings.rows if row.value is not None],
-            checks=list(self.results),
-            smallest=self.smallest,
-            example=self.example,
-            reach=findings.reach if findings.rows else None,
-            notes=[*loss.notes, *findings.observed.notes, *findings.notes, *self._remarks(loss, findings)],
-        )
+            known["verdict"] = "inconclusive"
+        if loss:
+            known["placement"] = "shaped-reward" if loss.shaped else loss.placement
+            known["credit"] = None if loss.placement == "loss" else loss.credit
+            known |= {"notes": loss.notes, "calls": loss.calls.count}
+            known["calling"] = loss.calls.seconds + loss.calls.backward
+            known.setdefault("source", first_line(loss.function))
+        if loss and findings:
+            look_back(findings)
+            found = verdict(findings, self.results, error=self.error)
+            known |= {
+                "verdict": "inconclusive" if self.unfinished and found == "confirmed" else found,
+                "reduction": findings.observed.reduction,
+                "dtype": findings.observed.dtype,
+                "gradients": [
+                    replace(row.published, scale=row.scale or (1.0 if row.agrees else None)) for row in findings.rows
+                ],
+                "value": [row.value for row in findings.rows if row.value is not None],
+                "checks": list(self.results),
+                "smallest": self.smallest,
+                "example": self.example,
+                "reach": findings.reach if findings.rows else None,
+                "notes": [*loss.notes, *findings.observed.notes, *findings.notes, *self._remarks(loss, findings)],
+            }
+        return replace(self.blank, **known)
 
     def _remarks(self, loss: Loss, findings: Findings) -> Iterator[str]:
         sampled = any(row.method == "sampled" for row in findings.rows)
@@ -267,17 +261,13 @@ def _setting(target: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]
 
 def unmeasured(options: Options, target: str, *, reduction: str = "mean", error: str = "") -> Report:
     """Return the report of a loss before anything is measured."""
+    versions = {"kltest": VERSION, "python": platform.python_version()}
     return Report(
         target=target,
         expect=plain(options.expect),
         placement=options.placement or "loss",
         seed=options.seed,
-        versions={
-            "kltest": VERSION,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "numpy": np.__version__,
-        },
+        versions={**versions, "torch": str(torch.__version__), "numpy": np.__version__},
         verdict="error",
         reduction=reduction,
         dtype="float64",

@@ -12,7 +12,6 @@ or ends the processes that it started.
 import contextlib
 import ctypes
 import faulthandler
-import io
 import math
 import multiprocessing
 import os
@@ -38,11 +37,10 @@ Kind = Literal["value", "usage", "failed", "ended", "crashed"]
 TAIL = 16_384
 LONGEST = 30 * 86_400.0
 """Seconds; a longer limit is ignored, since the system may refuse an alarm that is further away."""
-GRACE, PATIENCE = 0.5, 0.01
+GRACE = 0.5
 # Names the folder for tracebacks of bugs, if that of temporary files does not last.
 TRACES = "KLTEST_TRACES"
 DUMP = b"(most recent call first):"
-FATAL = b"Fatal Python error"
 # Option of Linux's prctl: the signal that a process gets when the thread that forked it ends.
 PR_SET_PDEATHSIG = 1
 
@@ -78,12 +76,6 @@ class Output:
     def lines(self) -> int:
         """Number of lines, one that is not finished included."""
         return self.newlines + bool(self.tail and not self.tail.endswith(b"\n"))
-
-    def cut(self, mark: bytes) -> None:
-        """Drop everything from `mark` on."""
-        kept, _, cut = self.tail.partition(mark)
-        self.newlines -= cut.count(b"\n")
-        self.tail = kept
 
     def last(self, count: int) -> list[str]:
         """Return at most the last `count` lines that were kept."""
@@ -170,7 +162,7 @@ class Child:
             # `join` would wait for ever for a child that closed all its files and lives on.
             until = time.monotonic() + GRACE
             while (code := self._process.exitcode) is None and time.monotonic() < until:
-                time.sleep(PATIENCE)
+                time.sleep(0.01)
             self.close()
             return Step("ended", message=self._ended(code, late=late))
         if step.kind != "value":
@@ -194,7 +186,7 @@ class Child:
 
     def _ended(self, code: int | None, *, late: bool) -> str:
         """Say why the child ended, from its exit code and from the stack that it dumped if its time was over."""
-        if self._stack or late:
+        if late or (self._stack and code is not None and code >= 0):
             # The main thread comes last.
             place = _innermost(self._stack.rpartition(DUMP)[2], self._home)
             return f"did not return within {self._limit:g} s (--timeout){place}"
@@ -204,9 +196,9 @@ class Child:
             return f"left the process (exit status {code}) before there was a result"
         if -code == signal.SIGKILL:
             return "was killed (SIGKILL); the usual reason is that memory ran out"
-        place = _innermost(self.output.tail.partition(DUMP)[2], self._home)
-        self.output.cut(FATAL)
-        return f"crashed the interpreter ({_signal_name(-code)}){place}"
+        name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+        # The thread that crashed comes first.
+        return f"crashed the interpreter ({name}){_innermost(self._stack.partition(DUMP)[2], self._home)}"
 
     def _read_output(self, *, once: bool = False) -> None:
         while not self._printed.closed and wait([self._printed], 0):
@@ -320,6 +312,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _capture(printing)
+    faulthandler.enable(file=stacking.fileno())
     steps: Iterator[Any] | None = None
     while True:
         try:
@@ -331,8 +324,6 @@ def _serve(
         try:
             steps = steps or function(*arguments)
             step = Step("value", next(steps))
-        except StopIteration:
-            step = Step("crashed", message="began more steps than there are")
         except UsageError as error:
             step = Step("usage", message=str(error))
         except KltestError as error:
@@ -371,12 +362,10 @@ def _capture(printing: Connection) -> None:
     """Send everything written to standard output and error, by Python or below it, to the parent."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(printing.fileno(), number)
-        raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
-        stream = io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", write_through=True)
+        stream = open(number, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     printing.close()
-    faulthandler.enable(file=2)
 
 
 def _innermost(stack: bytes, home: str) -> str:
@@ -394,10 +383,3 @@ def _innermost(stack: bytes, home: str) -> str:
         if file == home or (file.startswith(beside) and not foreign):
             return f", in {function} at {file}:{line}"
     return ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -4,7 +4,6 @@ import re
 import sys
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,8 +14,6 @@ from kltest.grading.options import DEFAULT_TIMEOUT, Options, checked
 from kltest.loss.target import named as named_loss
 from kltest.report import Report
 
-WAITING = 8
-"""Children that wait between resolving their target and grading it; more would take too much memory."""
 TO_REPORT = 3.0
 """Seconds that a child has after its time limit to report by itself what was reached; one that hangs is ended then."""
 LINES_SHOWN, LINE_SHOWN = 5, 100
@@ -65,7 +62,7 @@ def graded(jobs: Sequence[Job]) -> Iterator[Graded]:
     """Yield the report of each job as it is finished; as many are graded at once as there are cores.
 
     Raises:
-        UsageError: A target cannot be called; nothing has been graded then.
+        UsageError: A target does not exist, and nothing was graded; or it cannot be called, and all grading ends.
     """
     for job in jobs:
         if job.folder is not None and job.folder not in sys.path:
@@ -74,45 +71,30 @@ def graded(jobs: Sequence[Job]) -> Iterator[Graded]:
     # Imported before children are forked, so that each has torch already.
     import kltest.grading.grader  # noqa: F401
 
-    def work(number: int, child: Child, resolved: Step) -> Generator[Child, Step, Graded]:
-        if len(jobs) > 1 and sys.stderr.isatty():
-            print(f"grading {jobs[number].name} ({number + 1} of {len(jobs)})", file=sys.stderr)
-        if resolved.kind == "value" and number >= WAITING:
-            return Graded(number, *(yield from in_child(jobs[number])))
-        return Graded(number, *(yield from _reported(jobs[number], child, resolved)))
-
-    with ExitStack() as stack:
-        resolved: list[tuple[Child, Step]] = []
-        for job in jobs:
-            child = stack.enter_context(Child(steps, job))
-            resolved.append((child, child.step(job.timeout)))
-            if resolved[-1][1].kind == "usage":
-                raise UsageError(resolved[-1][1].message)
-            if len(resolved) > WAITING:
-                child.close()
-        running = stack.enter_context(Children(cores()))
-        for number, (child, step) in enumerate(resolved):
-            running.add(number, work(number, child, step))
-        for _, found in running.finished():
-            yield found
+    with Children(cores()) as children:
+        for number, job in enumerate(jobs):
+            children.add(number, in_child(job, f" ({number + 1} of {len(jobs)})" if len(jobs) > 1 else ""))
+        for number, (report, kind) in children.finished():
+            if kind == "usage" and not report.calls:
+                raise UsageError(report.error)
+            yield Graded(number, report, kind)
 
 
-def in_child(job: Job) -> Generator[Child, Step, tuple[Report, Kind]]:
-    """Grade one job in a child of its own, as a piece of work; returns the report and how grading ended."""
-    with Child(steps, job) as child:
-        resolved = yield child.begin(job.timeout)
-        return (yield from _reported(job, child, resolved))
+def in_child(job: Job, count: str = "") -> Generator[Child, Step, tuple[Report, Kind]]:
+    """Grade one job in a child of its own, as a piece of work; returns the report and how grading ended.
 
-
-def _reported(job: Job, child: Child, step: Step) -> Generator[Child, Step, tuple[Report, Kind]]:
-    """Grade in the child that has resolved its target; the report is that of the last row or check that it finished."""
+    The report is that of the last row or check that the child finished.
+    """
     report, finished = None, False
-    home, deadline = step.value, time.monotonic() + job.timeout + TO_REPORT
-    while step.kind == "value" and not finished:
-        step = yield child.begin(max(deadline - time.monotonic(), 0.0), limit=job.timeout, home=home)
-        if step.kind == "value":
-            finished, report = step.value
-    child.close()
+    with Child(steps, job) as child:
+        step = yield child.begin(job.timeout)
+        if count and sys.stderr.isatty():
+            print(f"grading {job.name}{count}", file=sys.stderr)
+        home, deadline = step.value, time.monotonic() + job.timeout + TO_REPORT
+        while step.kind == "value" and not finished:
+            step = yield child.begin(max(deadline - time.monotonic(), 0.0), limit=job.timeout, home=home)
+            if step.kind == "value":
+                finished, report = step.value
     return _report(job, step, report, child.output), step.kind
 
 

@@ -6,7 +6,7 @@ documentation of the arguments of `kltest.grade`. Importing this module loads ne
 
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar, get_args
 
@@ -27,8 +27,7 @@ class Option:
 
     `default` is written as a user would write it. `unset` says what holds if a default of None is left. `flag` and
     `key` name the option on the command line and in `[tool.kltest]` (None: only Python has it). `kind` is the type of
-    one value on the command line. With `may_be_none`, None in Python is as if the option had not been given; with
-    `may_be_empty`, so is an empty text or list. `in_python` is the help text of a Python argument if it differs.
+    one value on the command line. `in_python` is the help text of a Python argument if it differs.
     """
 
     default: Any
@@ -40,37 +39,48 @@ class Option:
     repeatable: bool = False
     flag: str | None = ""
     key: str | None = ""
-    may_be_none: bool = False
-    may_be_empty: bool = False
     in_python: str = ""
     name: str = ""
 
-    @property
-    def explained(self) -> str:
-        """The help text with the default behind it."""
-        return _with_default(self.help, self)
-
-    @property
-    def explained_in_python(self) -> str:
-        """The same for an argument of `kltest.grade`."""
-        return _with_default(self.in_python or self.help, self)
+    def explained(self, help: str) -> str:
+        """Return a help text with the default behind it."""
+        default = self.unset
+        if not default and self.default not in (None, ()) and self.default is not False:
+            default = ",".join(self.default) if isinstance(self.default, tuple) else str(self.default)
+        return f"{help.rstrip('.')} [default: {default.replace('e-0', 'e-')}]." if default else help
 
     def left_out(self, value: object) -> bool:
-        """True if a Python value is as if the option had not been given."""
-        return (self.may_be_none and value is None) or (
-            self.may_be_empty and isinstance(value, str | list | tuple | set | frozenset) and not value
-        )
+        """True if a Python value is as if the option had not been given: None, or nothing where all is the default."""
+        if value is None:
+            return self.default in (None, ())
+        return self.default == () and isinstance(value, str | list | tuple | set | frozenset) and not value
 
 
 def _option(default: Any, form: Form, help: str, metavar: str | None = None, **more: Any) -> Any:
     """A field of Options; a table that is not given is empty, and the claim is parsed."""
-    option = Option(default, form, help, metavar, **{"may_be_none": default is None, **more})
+    option = Option(default, form, help, metavar, **more)
     metadata = {"option": option}
     if option.repeatable:
         return field(default_factory=dict, metadata=metadata)
     if form is forms.combination:
         return field(default_factory=lambda: form(default, "default"), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def _choice(default: str | None, names: Sequence[str], help: str, unset: str = "") -> Any:
+    return _option(default, forms.choice(*names), help, "|".join(names), unset=unset)
+
+
+def _codes(help: str) -> Any:
+    return _option((), forms.codes, help, "CODE,…")
+
+
+def _switch(help: str) -> Any:
+    return _option(False, forms.switch, help, kind=bool)
+
+
+def _number(default: float | None, form: Form, help: str, metavar: str = "N", kind: type = int, unset: str = "") -> Any:
+    return _option(default, form, help, metavar, kind=kind, unset=unset)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,28 +93,17 @@ class Options:
         "The gradient that is claimed, or a combination: `[c*]NAME[±[c*]NAME]…`.",
         "NAME",
     )
-    placement: str | None = _option(
-        None,
-        forms.choice(*get_args(Placement)),
-        "Position of the term.",
-        "|".join(get_args(Placement)),
-        unset="its own, else loss",
-    )
-    credit: str | None = _option(
-        None,
-        forms.choice(*get_args(Credit)),
-        "What a token in the reward is credited with.",
-        "|".join(get_args(Credit)),
-        unset="its own, else return",
+    placement: str | None = _choice(None, get_args(Placement), "Position of the term.", unset="its own, else loss")
+    credit: str | None = _choice(
+        None, get_args(Credit), "What a token in the reward is credited with.", unset="its own, else return"
     )
     environment: tuple[str, ...] = _option(
         ("bandit", "sequence", "ragged"), forms.environments, "Environments of `kltest list`.", "NAME,…"
     )
-    sampler: str | None = _option(
+    sampler: str | None = _choice(
         None,
-        forms.choice("current", "stale", "both"),
+        ("current", "stale", "both"),
         "Policy that drew the rollouts.",
-        "current|stale|both",
         unset="both if the loss depends on the sampler's log-probs, else current",
     )
     arguments: Mapping[str, Any] = _option(
@@ -122,60 +121,46 @@ class Options:
     beta: float | None = _option(
         None, forms.coefficient, "Coefficient of the KL part, passed to the loss.", unset="1", flag=None, key=None
     )
-    select: tuple[str, ...] = _option(
-        (), forms.codes, "Only these checks: codes or prefixes.", "CODE,…", may_be_none=True, may_be_empty=True
-    )
-    ignore: tuple[str, ...] = _option(
-        (), forms.codes, "All checks but these: codes or prefixes.", "CODE,…", may_be_none=True, may_be_empty=True
-    )
-    seed: int = _option(0, forms.whole(0), "Seed of the environments and of padding.", "N", kind=int)
-    timeout: float | None = _option(
+    select: tuple[str, ...] = _codes("Only these checks: codes or prefixes.")
+    ignore: tuple[str, ...] = _codes("All checks but these: codes or prefixes.")
+    seed: int = _number(0, forms.whole(0), "Seed of the environments and of padding.")
+    timeout: float | None = _number(
         None,
         forms.seconds,
         "Seconds that a target may take.",
         "SECONDS",
-        kind=float,
+        float,
         unset=f"{DEFAULT_TIMEOUT:g} on the command line, none in Python",
     )
-    group_size: int | None = _option(
-        None, forms.whole(2), "Rollouts of one prompt in a group.", "N", kind=int, unset="4"
+    group_size: int | None = _number(None, forms.whole(2), "Rollouts of one prompt in a group.", unset="4")
+    batch_size: int | None = _number(
+        None, forms.whole(2), "Rollouts in a batch, if the loss couples them.", unset="as many as can be enumerated"
     )
-    batch_size: int | None = _option(
-        None,
-        forms.whole(2),
-        "Rollouts in a batch, if the loss couples them.",
-        "N",
-        kind=int,
-        unset="as many as can be enumerated",
-    )
-    method: str = _option(
+    method: str = _choice(
         "exact",
-        forms.choice("exact", "sampled"),
+        ("exact", "sampled"),
         "Enumerate all rollouts, or sample until the verdict is clear; what cannot be enumerated is always sampled.",
-        "exact|sampled",
     )
-    error_rate: float = _option(
-        1e-6, forms.positive(below=1.0), "Highest probability of a wrong sampled verdict.", "RATE", kind=float
+    error_rate: float = _number(
+        1e-6, forms.positive(below=1.0), "Highest probability of a wrong sampled verdict.", "RATE", float
     )
-    margin: float = _option(
-        0.05, forms.positive(), "Largest relative bias that a sampled verdict accepts.", "SHARE", kind=float
+    margin: float = _number(
+        0.05, forms.positive(), "Largest relative bias that a sampled verdict accepts.", "SHARE", float
     )
-    samples: int | None = _option(
+    samples: int | None = _number(
         None,
         forms.whole(1),
         "Most batches sampled in an instance.",
-        "N",
-        kind=int,
         unset="200000, or 10000 if each needs a call of its own",
     )
-    bound: float | None = _option(
+    bound: float | None = _number(
         None,
         forms.positive(),
         "A known bound on the norm of a batch's gradient; without it a sampled verdict is asymptotic.",
         "NORM",
-        kind=float,
+        float,
     )
-    strict: bool = _option(False, forms.switch, "Make errors of all warnings.", kind=bool)
+    strict: bool = _switch("Make errors of all warnings.")
     levels: Mapping[str, Level] = _option(
         None, forms.levels, 'Levels of single checks by their codes, "error" or "warning".', repeatable=True, flag=None
     )
@@ -188,9 +173,7 @@ class Options:
         repeatable=True,
         flag="--expect-failure",
     )
-    allow_unexpected_passes: bool = _option(
-        False, forms.switch, "Do not refute a loss if a check passes that is expected to fail.", kind=bool
-    )
+    allow_unexpected_passes: bool = _switch("Do not refute a loss if a check passes that is expected to fail.")
     name: str | None = _option(
         None, forms.title, "The name of the loss in the report.", unset="the name of the function", flag=None, key=None
     )
@@ -265,13 +248,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def documented(function: Function) -> Function:
     """Write the options into the function's docstring in place of `{options}`."""
     wrap = textwrap.TextWrapper(108, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
-    lines = (wrap.fill(f"{option.name}: {option.explained_in_python}") for option in OPTIONS.values())
+    lines = (
+        wrap.fill(f"{option.name}: {option.explained(option.in_python or option.help)}") for option in OPTIONS.values()
+    )
     function.__doc__ = (function.__doc__ or "").replace("        {options}", "\n".join(lines))
     return function
-
-
-def _with_default(help: str, option: Option) -> str:
-    default = option.unset
-    if not default and option.default not in (None, ()) and option.default is not False:
-        default = ",".join(option.default) if isinstance(option.default, tuple) else str(option.default)
-    return f"{help.rstrip('.')} [default: {default.replace('e-0', 'e-')}]." if default else help

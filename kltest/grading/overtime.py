@@ -60,23 +60,24 @@ def hangs(calls: Calls, limit: float) -> bool:
     return calls.interrupted > max(limit / HANGS, HANGS * calls.longest)
 
 
-def on_hanging(name: str, calls: Calls, limit: float, frame: Frame | None) -> str:
-    """Say in which call the loss hangs, and where."""
+def on_hanging(name: str, calls: Calls | None, limit: float, frame: Frame | None) -> str:
+    """Say in which call the loss hangs, and where; without calls it was not even loaded."""
+    place = f", in {frame.function} at {frame.file}:{frame.line}" if frame else ""
+    if calls is None:
+        return f"{name} could not be loaded within {limit:g} s (--timeout){place}"
     words = f"{name} did not return within {limit:g} s (--timeout): its call {calls.count + 1} had taken "
-    return f"{words}{calls.interrupted:.2g} s{at(frame)}" + (f", after {_counted(calls)}" if calls.count else "")
+    return f"{words}{calls.interrupted:.2g} s{place}" + (f", after {_counted(calls)}" if calls.count else "")
 
 
 def on_slow(calls: Calls, limit: float, where: tuple[str, int] | None, findings: Findings | None, checks: int) -> str:
     """Say what was measured and what was not; `checks` is the number of those that were not made."""
-    rows = [(row.environment, row.sampler) for row in findings.rows] if findings else []
-    planned = [(e, s) for e in findings.environments for s in findings.samplers] if findings else []
-    measured, left = ([pair for pair in dict.fromkeys(planned) if (pair in rows) == done] for done in (True, False))
-    named = [[f"{environment} ({sampler})" for environment, sampler in pairs] for pairs in (measured, left)]
-    return (
-        f"the time was over after {limit:g} s (--timeout): {_counted(calls)}"
-        + (f" of the loss at {where[0]}:{where[1]}" if where else "")
-        + f"; measured: {', '.join(named[0]) or 'nothing'}; not reached: {', '.join([*named[1], f'{checks} checks'])}"
-    )
+    planned = [f"{e} ({s})" for e in findings.environments for s in findings.samplers] if findings else []
+    rows = {f"{row.environment} ({row.sampler})" for row in findings.rows} if findings else set()
+    measured = ", ".join(pair for pair in planned if pair in rows) or "nothing"
+    left = ", ".join([*(pair for pair in planned if pair not in rows), f"{checks} checks"])
+    loss = f" of the loss at {where[0]}:{where[1]}" if where else ""
+    counted = f"{_counted(calls)}{loss}"
+    return f"the time was over after {limit:g} s (--timeout): {counted}; measured: {measured}; not reached: {left}"
 
 
 def not_made(codes: Sequence[str], limit: float) -> list[CheckResult]:
@@ -91,11 +92,6 @@ def without_scale(row: Row) -> Row:
     if not (row.wrong and proportion(row.identified, row.expected)):
         return row
     return replace(row, agrees=None, note="agreement up to scale was not tried in time")
-
-
-def at(frame: Frame | None) -> str:
-    """Return a frame as the end of a sentence."""
-    return f", in {frame.function} at {frame.file}:{frame.line}" if frame else ""
 
 
 def _counted(calls: Calls) -> str:

@@ -7,15 +7,14 @@ from dataclasses import dataclass, field, replace
 from kltest.checks import CHECKS, Check, Found
 from kltest.errors import KltestError
 from kltest.estimators.spec import Spec
+from kltest.grading.options import Options
 from kltest.identify.findings import Findings, Row, proportion
-from kltest.report import CheckResult, Level, Verdict
+from kltest.report import CheckResult, Verdict
 from kltest.truth import plain, render
 
 # A check on the left is not reported for rows that one on the right accounts for: the right one names the cause.
 CAUSES = {"KL101": ("KL510",), "KL106": ("KL203", "KL204", "KL207", "KL402", "KL403", "KL510"), "KL509": ("KL510",)}
 LEFTOVER = "KL105"
-
-
 # These need a single call. Every other experiment compares calls, which differ anyway if a loss does not repeat itself.
 IN_ONE_CALL = frozenset({"KL505", "KL506", "KL507"})
 # These take expectations, or compare batches of other shapes or precisions. A loss that draws random numbers is given
@@ -38,11 +37,11 @@ class ExpectedFailures:
     def result(self, result: CheckResult) -> CheckResult:
         """Return a check's result with the reason of an expected failure, or of a pass that was not expected."""
         reason = self.reasons.get(result.code, "")
-        if not reason or result.status not in ("fail", "pass"):
-            return result
-        if result.status == "fail":
+        if reason and result.status == "fail":
             return replace(result, excused=reason)
-        return result if self.allow_passes else replace(result, excused=reason, message=self._passes(result.code))
+        if reason and result.status == "pass" and not self.allow_passes:
+            return replace(result, excused=reason, message=self._passes(result.code))
+        return result
 
     def row(self, row: Row, explained: Mapping[str, Sequence[Row]]) -> Row:
         """Return a disagreeing row with the codes that account for it, if all of these are expected to fail."""
@@ -78,26 +77,12 @@ def selected_codes(select: Collection[str], ignore: Collection[str]) -> list[str
     ]
 
 
-@dataclass(frozen=True)
-class Levels:
-    """Levels as asked for: by code, or all of them errors."""
-
-    by_code: Mapping[str, Level] = field(default_factory=dict)
-    strict: bool = False
-
-    def of(self, code: str, own: Level) -> Level:
-        """Return the level of a check whose own level is given."""
-        return "error" if self.strict else self.by_code.get(code, own)
-
-
-def run_checks(
-    findings: Findings, codes: Iterable[str], expected: ExpectedFailures, levels: Levels
-) -> Iterator[CheckResult]:
+def run_checks(findings: Findings, codes: Sequence[str], options: Options) -> Iterator[CheckResult]:
     """Mark the rows whose checks are all expected to fail, and yield the result of each check.
 
     A check fails if it accounts for a disagreeing row, or if its own experiment finds something.
     """
-    codes = list(codes)
+    expected = ExpectedFailures(options.expected_failures, options.allow_unexpected_passes)
     explained = {code: _explained(CHECKS[code], findings) for code in _deciding(codes, expected)}
     for code, causes in CAUSES.items():
         if code in explained:
@@ -109,7 +94,7 @@ def run_checks(
     findings.rows = [expected.row(row, explained) for row in findings.rows]
     results = []
     for code in codes:
-        results.append(expected.result(_result(CHECKS[code], explained[code], findings, levels)))
+        results.append(expected.result(_result(CHECKS[code], explained[code], findings, options)))
         yield results[-1]
     findings.notes += expected.notes(results, explained)
 
@@ -173,23 +158,16 @@ def _explains(check: Check, row: Row, findings: Findings) -> bool:
         return False
 
 
-def _tells(check: Check, row: Row, findings: Findings) -> str:
-    with suppress(KltestError):
-        return check.tells(row, findings) or _words(row)
-    return _words(row)
-
-
-def _result(check: Check, rows: list[Row], findings: Findings, levels: Levels) -> CheckResult:
+def _result(check: Check, rows: list[Row], findings: Findings, options: Options) -> CheckResult:
     found = _found(check, rows, findings)
-    status, message = found.status, found.message
-    level = levels.of(check.code, found.level or check.level)
-    fix = check.remedy(findings.observed.uses) if status == "fail" else ""
-    return CheckResult(check.code, check.name, status, message, fix, level=level)
+    level = "error" if options.strict else options.levels.get(check.code, found.level or check.level)
+    fix = check.remedy(findings.observed.uses) if found.status == "fail" else ""
+    return CheckResult(check.code, check.name, found.status, found.message, fix, level=level)
 
 
 def _found(check: Check, rows: list[Row], findings: Findings) -> Found:
     if rows:
-        words = "; ".join(f"{row.where}: {_tells(check, row, findings)}" for row in rows)
+        words = "; ".join(f"{row.where}: {_words(check, row, findings)}" for row in rows)
         return Found(f"{check.title}. Found {words}. {check.remark(findings)}".rstrip())
     if reason := check.moot(findings):
         return Found(reason, "skip")
@@ -213,9 +191,13 @@ def _examined(check: Check, findings: Findings) -> Found | None:
         return Found(f"the experiment could not be made: {error}", "inconclusive", level="warning")
 
 
-def _words(row: Row) -> str:
+def _words(check: Check, row: Row, findings: Findings) -> str:
+    """What the check says of the row, else what the row follows."""
+    with suppress(KltestError):
+        if words := check.tells(row, findings):
+            return words
     if row.identified is None and row.method == "sampled":
-        return f"a gradient that samples leave without a name, off by about {row.relative_bias:.2g} of the declared one"
+        return f"an unidentified gradient (sampled), relative distance about {row.relative_bias:.2g}"
     if row.identified is None:
         return f"no named gradient (the best fit leaves {row.residual:.2g} of it)"
     factor = proportion(row.identified, row.expected)

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from kltest.errors import TargetError, UsageError
-from kltest.grading import jobs as grade_jobs
 from kltest.grading.isolated import TAIL, Child, Children, Output
-from kltest.grading.jobs import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups and signals")
@@ -183,14 +181,6 @@ def test_what_is_not_finished_ends_with_the_block():
         children.add("waiting", slept(0.01))
         (running,) = multiprocessing.active_children()
     assert gone(running.pid)
-
-
-def test_more_targets_than_may_wait_are_all_graded_in_order():
-    names = ["k2-loss-sequence", "k3-loss"] * (grade_jobs.WAITING // 2 + 1)
-    jobs = [Job(name, name, {"environment": ("bandit",), "select": ("KL1",)}) for name in names]
-    found = [report for _, report, _ in sorted(grade_jobs.graded(jobs), key=lambda one: one.number)]
-    assert [report.target for report in found] == names
-    assert [report.verdict for report in found] == ["confirmed", "refuted"] * (len(names) // 2)
 
 
 def test_no_other_module_starts_processes_that_share_its_code():
