@@ -5,6 +5,7 @@ import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 from kltest.errors import KltestWarning, UsageError, did_you_mean
@@ -53,48 +54,46 @@ def parametrize_with_checks(
     """
     import pytest
 
-    _check_options(options)
+    for name in options.keys() - TAKEN:
+        near = "give them as expected_failed_checks; " if name == "expected_failures" else did_you_mean(name, TAKEN)
+        known = ", ".join(sorted(TAKEN - RENAMED.keys()))
+        raise UsageError(f"parametrize_with_checks: {name} is no option of kltest.grade; {near}there are: {known}")
     options = renamed(options, stacklevel=3)
     if isinstance(losses, str) or not isinstance(losses, Iterable):
         raise UsageError(f"parametrize_with_checks: give a list of losses; it is {losses!r}")
-    entries = [_Entry(loss) for loss in losses]
+    entries = [_entry(loss) for loss in losses]
     if not entries:
         raise UsageError("parametrize_with_checks: the list of losses is empty")
-    names = _distinct([entry.name for entry in entries])
     parameters: list[Any] = []
+    names: list[str] = []
     expected: set[str] = set()
     made: set[str] = set()
-    for entry, name in zip(entries, names, strict=True):
-        given = expected_failed_checks(entry.loss) if callable(expected_failed_checks) else expected_failed_checks
+    for loss, label, marks in entries:
+        numbered = (f"{label}-{number}" for number in count(2))
+        names.append(next(name for name in chain([label], numbered) if name not in names))
+        given = expected_failed_checks(loss) if callable(expected_failed_checks) else expected_failed_checks
         reasons = forms.expected_failures({} if given is None else given, "expected_failed_checks")
         expected |= reasons.keys()
-        for check in graded_checks(entry.loss, name, {**options, "expected_failures": reasons}):
+        for check in graded_checks(loss, names[-1], {**options, "expected_failures": reasons}):
             made.add(check.code)
-            parameters.append(pytest.param(entry.loss, check, id=f"{name}-{check.code}", marks=entry.marks))
+            parameters.append(pytest.param(loss, check, id=f"{names[-1]}-{check.code}", marks=marks))
     for code in sorted(expected - made):
-        warnings.warn(
-            f"expected_failed_checks: {code} is expected to fail, but no loss has that check here: it was not selected",
-            KltestWarning,
-            stacklevel=2,
-        )
+        words = f"{code} is expected to fail, but no loss has that check here: it was not selected"
+        warnings.warn(f"expected_failed_checks: {words}", KltestWarning, stacklevel=2)
     return pytest.mark.parametrize(("loss", "check"), parameters)
 
 
-class _Entry:
-    """A loss with its name and the marks of a `pytest.param`."""
-
-    def __init__(self, given: Any) -> None:
-        wrapped = hasattr(given, "values") and hasattr(given, "marks") and hasattr(given, "id")
-        if wrapped and len(given.values) != 1:
-            raise UsageError(f"parametrize_with_checks: a pytest.param is to hold one loss; one holds {given.values!r}")
-        self.loss = given.values[0] if wrapped else given
-        self.marks = given.marks if wrapped else ()
-        if not (callable(self.loss) or (isinstance(self.loss, str) and self.loss.strip())):
-            raise UsageError(
-                "parametrize_with_checks: a loss is a callable, a registered name, package.module:function or "
-                f"path/to/file.py:function; one is {self.loss!r}"
-            )
-        self.name = (wrapped and given.id) or loss_name(self.loss)
+def _entry(given: Any) -> tuple[Target, str, Any]:
+    """A loss with its name, and the marks of a `pytest.param`."""
+    wrapped = hasattr(given, "values") and hasattr(given, "marks") and hasattr(given, "id")
+    values = given.values if wrapped else (given,)
+    loss = values[0] if len(values) == 1 else None
+    if not (callable(loss) or (isinstance(loss, str) and loss.strip())):
+        raise UsageError(
+            "parametrize_with_checks: one loss is a callable, a registered name, package.module:function or "
+            f"path/to/file.py:function; one is {given!r}"
+        )
+    return loss, (wrapped and given.id) or loss_name(loss), given.marks if wrapped else ()
 
 
 def loss_name(loss: Target) -> str:
@@ -116,25 +115,3 @@ def _argument(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_argument, value))}]" if len(value) <= ENTRIES_NAMED else type(value).__name__
     return loss_name(value) if callable(value) else type(value).__name__
-
-
-def _distinct(names: list[str]) -> list[str]:
-    """The names with a number behind each that was there before."""
-    seen: dict[str, int] = {}
-    for index, name in enumerate(names):
-        seen[name] = seen.get(name, 0) + 1
-        while seen[name] > 1 and f"{name}-{seen[name]}" in names:
-            seen[name] += 1
-        if seen[name] > 1:
-            names[index] = f"{name}-{seen[name]}"
-    return names
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    for name in options.keys() - TAKEN:
-        hint = "give them as expected_failed_checks; " if name == "expected_failures" else ""
-        hint = hint or did_you_mean(name, TAKEN)
-        raise UsageError(
-            f"parametrize_with_checks: {name} is no option of kltest.grade; {hint}"
-            f"there are: {', '.join(sorted(TAKEN - RENAMED.keys()))}"
-        )

@@ -30,7 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "kltest: grades a loss with kltest (set by kltest on its own items)")
-    config.pluginmanager.register(_Summary(), "kltest-summary")
     if config.getoption("kltest"):
         path = config.rootpath / "pyproject.toml"
         if not path.is_file():
@@ -114,25 +113,17 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-class _Summary:
-    """A line for each graded loss, at the end."""
-
-    def __init__(self) -> None:
-        self.graded: dict[tuple[str, str], tuple[str, list[str]]] = {}
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if carried := getattr(report, CARRIED, None):
-            where, target, verdict, codes = carried
-            self.graded[where, target] = verdict, codes
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if not self.graded:
-            return
-        terminalreporter.section("kltest")
-        width = max(len(verdict) for verdict, _ in self.graded.values())
-        for (_, target), (verdict, codes) in self.graded.items():
-            terminalreporter.write(verdict.ljust(width), **{COLOURS[verdict]: True})
-            terminalreporter.write_line(f"  {target}{'  ' if codes else ''}{', '.join(codes)}")
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print a line for each graded loss."""
+    reports = (report for kind in terminalreporter.stats.values() for report in kind)
+    graded = {tuple(found[:2]): found[2:] for report in reports if (found := getattr(report, CARRIED, None))}
+    if not graded:
+        return
+    terminalreporter.section("kltest")
+    width = max(len(verdict) for verdict, _ in graded.values())
+    for (_, target), (verdict, codes) in graded.items():
+        terminalreporter.write(verdict.ljust(width), **{COLOURS[verdict]: True})
+        terminalreporter.write_line(f"  {target}{'  ' if codes else ''}{', '.join(codes)}")
 
 
 def _check(item: pytest.Item) -> "GradedCheck | None":

@@ -1,14 +1,20 @@
 """`kltest audit`: measure the gradient that a target follows on a real language model, by sampling."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kltest.cli.destinations import deliver, destinations
+from kltest.cli.parameters import given, take
 from kltest.errors import UsageError
+from kltest.grading.options import OPTIONS
 
 FORMATS = ("text", "json")
+SHARED = ("expect", "placement", "credit", "arguments", "margin", "group_size")
+"""Options of `kltest grade` that mean the same here."""
 
 
 def command(
@@ -30,38 +36,23 @@ def command(
         typer.Option(metavar="FILE", help="Rollouts as a training run kept them: JSON lines, or tensors of torch."),
     ] = None,
     units: Annotated[int, typer.Option(metavar="N", min=8, help="Most prompts to draw, each with its rollouts.")] = 256,
-    group_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rollouts of a prompt.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest rollout, in tokens.")] = 16,
     temperature: Annotated[float, typer.Option(metavar="T", help="Divisor of the logits of all models.")] = 1.0,
-    expect: Annotated[str, typer.Option(metavar="NAME", help="The gradient that is claimed.")] = "reverse_kl",
-    placement: Annotated[str | None, typer.Option(metavar="WHERE", help="loss, reward, shaped-reward or both.")] = None,
-    credit: Annotated[str | None, typer.Option(metavar="CREDIT", help="return, to-go or immediate.")] = None,
-    arg: Annotated[
-        list[str] | None, typer.Option("--arg", metavar="NAME=VALUE", help="An argument of the target, repeatable.")
-    ] = None,
-    error_rate: Annotated[
-        float, typer.Option(metavar="RATE", help="Highest probability that anything in the report is wrong.")
-    ] = 0.01,
-    margin: Annotated[
-        float, typer.Option(metavar="SHARE", help="Largest distance from the claim that is confirmed, of its norm.")
-    ] = 0.05,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the rollouts.")] = 0,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, …")] = "cpu",
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, float64, bfloat16 or float16.")] = "float32",
     output: Annotated[
         list[str] | None, typer.Option(metavar="FORMAT[:PATH]", help="text or json; repeatable [default: text].")
     ] = None,
+    **options: Any,
 ) -> int:
-    from kltest.cli.destinations import deliver, destinations
-
     where = destinations(output or ["text"], FORMATS)
     from kltest.auditing.audit import audit
     from kltest.auditing.models import DTYPES, load
     from kltest.auditing.units import read
-    from kltest.grading.forms import arguments
     from kltest.language_models.models import is_tiny
     from kltest.sweeps.progress import Progress
 
+    chosen = given(options)
     if dtype not in DTYPES:
         raise UsageError(f"--dtype: there is no {dtype!r}; choose from {', '.join(DTYPES)}")
     if temperature <= 0:
@@ -74,7 +65,7 @@ def command(
     if texts and rollouts is not None:
         raise UsageError("--prompts and --rollouts exclude each other; give one of them")
     batch = None if rollouts is None else read(rollouts)
-    loading: dict[str, Any] = {"seed": seed, "dtype": dtype, "device": device}
+    loading: dict[str, Any] = {"seed": chosen.get("seed", 0), "dtype": dtype, "device": device}
     roles = {"model": model, "ref": ref or model, "sampler": sampler}
     found = {role: load(name, role, **loading) for role, name in roles.items() if name is not None}
     bar = Progress("audit", units)
@@ -86,21 +77,25 @@ def command(
         sampler=found.get("sampler"),
         prompts=texts,
         units=units,
-        expect=expect,
-        placement=placement,
-        credit=credit,
-        arguments=arguments(arg or [], "--arg"),
-        error_rate=error_rate,
-        margin=margin,
-        seed=seed,
-        group_size=group_size,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         models=roles,
         progress=lambda _: bar.advance(),
+        **chosen,
     )
     deliver(where, lambda to, shown: report.to_json() if to.form == "json" else report.to_text(shown), verbose=False)
     return report.exit_code
+
+
+WRONG = "Highest probability that anything in the report is wrong."
+take(
+    command,
+    [
+        *(OPTIONS[name] for name in SHARED),
+        replace(OPTIONS["error_rate"], default=0.01, help=WRONG),
+        replace(OPTIONS["seed"], help="Seed of the rollouts."),
+    ],
+)
 
 
 def _prompts(path: Path) -> list[str]:

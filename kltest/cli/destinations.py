@@ -60,7 +60,7 @@ def destinations(texts: Iterable[str], formats: Collection[str] = FORMATS) -> li
 
 def write(
     reports: Sequence[Report],
-    where: Iterable[Destination],
+    where: Sequence[Destination],
     changes: Changes | None = None,
     *,
     verbose: bool = False,
@@ -73,20 +73,17 @@ def write(
     Raises:
         KltestError: If a file could not be written, after all others are.
     """
-    shown_changes = changes is None
 
     def text(destination: Destination, shown: Terminal) -> str:
-        nonlocal shown_changes
         written = render(destination.form, reports, replace(shown, quiet=quiet))
-        if changes is not None and (words := render_changes(destination.form, changes, shown)):
-            written, shown_changes = f"{written}\n{words}", True
-        return written
+        words = render_changes(destination.form, changes, shown) if changes else ""
+        return f"{written}\n{words}" if words else written
 
     try:
         deliver(where, text, verbose=verbose)
     finally:
-        if changes is not None and not shown_changes:
-            sys.stderr.write(render_changes("text", changes, PLAIN))
+        if changes and not any(render_changes(each.form, changes) for each in where):
+            sys.stderr.write(render_changes("text", changes))
 
 
 def deliver(where: Iterable[Destination], text: Callable[[Destination, Terminal], str], *, verbose: bool) -> None:
@@ -138,22 +135,15 @@ def terminal() -> Terminal:
 def _try(path: Path) -> None:
     """Open the file for writing without changing it; a file that this creates is removed again."""
     try:
-        if not path.parent.is_dir():
-            raise UsageError(f"--output: the folder {path.parent} does not exist; make it, or choose another path")
-        if path.is_dir():
-            raise UsageError(f"--output: {path} is a folder; give the path of a file")
         existed = path.exists()
-        if existed and not path.is_file():
+        if existed and not path.is_file() and not path.is_dir():
             # Opening a pipe would wait for its reader.
             if not os.access(path, os.W_OK):
                 raise PermissionError("permission denied")
             return
-        with path.open("ab"):
-            pass
+        path.open("ab").close()
         if not existed:
             path.unlink()
-    except UsageError:
-        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"--output: {str(path)!r} cannot be written ({reason}); choose another path") from None

@@ -3,7 +3,6 @@
 The options come from `kltest.grading.options`.
 """
 
-import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -13,11 +12,12 @@ from typing import Annotated, Any
 import typer
 
 from kltest.cli.destinations import Destination, destinations, write
+from kltest.cli.parameters import given, take
 from kltest.errors import UsageError
 from kltest.grading.configuration import NO_CACHE, Configuration, Target, nearest
 from kltest.grading.isolated import terminated_as_interrupted
 from kltest.grading.jobs import Job, graded
-from kltest.grading.options import OPTIONS, Option, checked, merged
+from kltest.grading.options import OPTIONS, merged
 from kltest.render.changes import compare, read
 from kltest.report import EXIT_CODES, Report
 
@@ -77,14 +77,7 @@ def command(
         options["allow_unexpected_passes"] = True
     if cache is not None:
         print(f"kltest: --{'' if cache else 'no-'}cache {NO_CACHE}", file=sys.stderr)
-    # A switch that is off and a list without entries were not given.
-    named = {name: None if value is False or value == [] else value for name, value in options.items()}
-    given = checked(named, lambda option: option.flag or option.name)
-    for target in targets or []:
-        if not target.strip():
-            raise UsageError(
-                "a target is empty; give a name of `kltest list`, package.module:function or file.py:function"
-            )
+    chosen = given(options)
     configuration = nearest(Path.cwd())
     for words in configuration.deprecated:
         print(f"kltest: {words}", file=sys.stderr)
@@ -93,31 +86,14 @@ def command(
     verbosity = {"verbose": verbose, "quiet": quiet} if verbose or quiet else configuration.verbosity
     where = destinations(output or configuration.outputs or ["text"])
     old = None if diff is None else (diff, read(diff))
-    jobs = _jobs(targets or [], given, configuration)
+    jobs = _jobs(targets or [], chosen, configuration)
     if not jobs:
         print(_nothing(configuration), file=sys.stderr)
         return NOTHING
     return _run(jobs, where, old, verbosity)
 
 
-def _parameter(option: Option) -> inspect.Parameter:
-    kind: Any = list[option.kind] if option.repeatable else option.kind  # type: ignore[name-defined]
-    optional = kind if kind is bool else kind | None
-    written = typer.Option(option.flag, metavar=option.metavar, help=option.explained(option.help))
-    default = False if kind is bool else None
-    return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[optional, written]
-    )
-
-
-def _signature() -> inspect.Signature:
-    """The signature of `command` with the options of the table in place of `**options`."""
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    first, *rest = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own if each.name != "options"]
-    return inspect.Signature([first, *(_parameter(each) for each in OPTIONS.values() if each.flag), *rest])
-
-
-command.__signature__ = _signature()  # type: ignore[attr-defined]
+take(command, [option for option in OPTIONS.values() if option.flag])
 
 
 def _jobs(targets: Sequence[str], given: Mapping[str, Any], configuration: Configuration) -> list[Job]:

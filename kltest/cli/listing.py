@@ -6,37 +6,29 @@ from typing import Annotated, Any
 
 import typer
 
+from kltest.cli.destinations import say
 from kltest.estimators import registry
 from kltest.estimators.spec import Spec
 from kltest.render.tables import table
 from kltest.truth import ATLAS, plain, render
 
-SAMPLERS = ("current", "stale")
 Entry = dict[str, Any]
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> int:
-    from kltest.cli.destinations import say
-
     say((as_json() if json else as_text()).encode("utf-8"))
     return 0
 
 
 def as_text() -> str:
     """Return a table of each kind, for people; its last column is wrapped."""
-    kinds = {
-        "Estimators": _estimators(),
-        "Named gradients": _gradients(),
-        "Environments": _environments(),
-        "Checks": _checks(),
-    }
+    kinds = {"Estimators": _estimators(), "Named gradients": _gradients(), "Environments": _environments()}
     lines: list[str] = []
-    for title, rows in kinds.items():
+    for title, rows in {**kinds, "Checks": _checks()}.items():
         heads = [*rows[0]]
         lines += [title, table(heads, [[*map(str, row.values())] for row in rows], whole=heads[:-1], indent=2), ""]
     lines.append("`kltest explain NAME` describes an estimator, a named gradient or a check in full.")
-    lines.append("`kltest grade NAME` grades an estimator.")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "`kltest grade NAME` grades an estimator."]) + "\n"
 
 
 def as_json() -> str:
@@ -77,12 +69,8 @@ def _described(spec: Spec) -> dict[str, Any]:
         "known_false": spec.known_false,
         "source": spec.source,
         "follows": {
-            sampler: {
-                environment: None if row is None else plain(row)
-                for environment, row in spec.identified[sampler].items()
-            }
-            for sampler in SAMPLERS
-            if sampler in spec.identified
+            sampler: {environment: None if row is None else plain(row) for environment, row in rows.items()}
+            for sampler, rows in spec.identified.items()
         },
     }
 

@@ -131,8 +131,6 @@ class _Reader:
 
     def target_text(self, text: str) -> str:
         """The target; a file in it becomes relative to the present folder."""
-        if not text.strip():
-            raise UsageError(f"{self.place('targets')}: a target is empty")
         file, colon, name = text.rpartition(":")
         return f"{self.relative(file)}:{name}" if colon and file.endswith(".py") else text
 

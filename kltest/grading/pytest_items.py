@@ -2,9 +2,10 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from kltest.errors import KltestWarning, TargetError, UsageError
+from kltest.errors import KltestWarning, TargetError
 from kltest.grading.options import Options
 from kltest.grading.verdict import selected_codes
 from kltest.report import CheckResult, RefutedError, Report
@@ -15,34 +16,26 @@ GRADIENT = "gradient"
 
 
 class GradedOnce:
-    """A loss with its options, graded when its report is first read: `known` is the report, `misuse` a usage error."""
+    """A loss with its options, graded when its report is first read; so is another loss with the same options."""
 
     def __init__(self, loss: Target, name: str, options: Mapping[str, Any]) -> None:
         self.loss, self.name, self.options = loss, name, options
-        self.others: dict[int, GradedOnce] = {}
-        self.known: Report | None = None
-        self.misuse = ""
+        # By the id of a loss, which is stored so that its id stays its own.
+        self._reports: dict[int, tuple[Target, Report]] = {}
 
     @property
-    def report(self) -> Report:
-        """The report, graded when it is first read; UsageError each time if there is none."""
+    def known(self) -> Report | None:
+        """The report of its own loss, None if that is not graded."""
+        return self._reports.get(id(self.loss), (None, None))[1]
+
+    def report(self, loss: Target) -> Report:
+        """Return the report of a loss. Raises UsageError for a loss that cannot be called."""
         __tracebackhide__ = True
         from kltest.grading.grader import grade
 
-        if self.known is None and not self.misuse:
-            try:
-                self.known = grade(self.loss, name=self.name, **self.options)
-            except UsageError as error:
-                self.misuse = str(error)
-        if self.known is None:
-            raise UsageError(self.misuse)
-        return self.known
-
-    def of(self, loss: Target) -> "GradedOnce":
-        """Return the grading with the same options of another loss, stored so that its id stays."""
-        if loss is self.loss:
-            return self
-        return self.others.setdefault(id(loss), GradedOnce(loss, self.name, self.options))
+        if id(loss) not in self._reports:
+            self._reports[id(loss)] = loss, grade(loss, name=self.name, **self.options)
+        return self._reports[id(loss)][1]
 
 
 class GradedCheck:
@@ -57,7 +50,7 @@ class GradedCheck:
     def __call__(self, loss: Target) -> None:
         """Raise RefutedError if the check failed and TargetError if the loss failed; else skip, warn, or return."""
         __tracebackhide__ = True
-        report = self.grading.of(loss).report
+        report = self.grading.report(loss)
         if report.verdict == "error":
             raise TargetError(report.error)
         if self.code == GRADIENT:
@@ -96,16 +89,14 @@ def assert_check(report: Report, check: CheckResult, expected: str = "") -> None
 
     words = f"{report.target}: {check.words}"
     if check.status == "fail" and check.excused:
-        pytest.xfail(check.excused)  # returns under --runxfail
-    if check.refutes or (check.status == "fail" and check.excused and not check.warns):
+        pytest.xfail(check.excused)
+        check = replace(check, excused="")  # xfail returns under --runxfail
+    if check.refutes:
         raise RefutedError(words)
     if check.status == "fail":
         warnings.warn(words, KltestWarning, stacklevel=3)
     elif check.status != "pass":
         if expected:
-            words = (
-                f"{check.code} is expected to fail for {report.target}, but the check could not be made here: "
-                f"{check.message}"
-            )
-            warnings.warn(words, KltestWarning, stacklevel=3)
+            words = f"{check.code} is expected to fail for {report.target}, but the check could not be made here: "
+            warnings.warn(words + check.message, KltestWarning, stacklevel=3)
         pytest.skip(check.message or "no reason given")

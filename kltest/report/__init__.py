@@ -268,9 +268,8 @@ class Report:
             cells["identified"] = None if row.identified is None else plain(row.identified)
             cells["expected"] = plain(row.expected) if row.expected else None
             rows.append({**cells, "coefficients": row.identified})
-        names = (one.name for one in fields(GradientRow))
-        columns = [part for name in names for part in (name, *["coefficients"] * (name == "identified"))]
-        return pd.DataFrame(rows, columns=["target", "verdict", *columns])
+        names = [one.name for one in fields(GradientRow)]
+        return pd.DataFrame(rows, columns=["target", "verdict", *names, "coefficients"])
 
     def __repr__(self) -> str:
         codes = [check.code for check in (*self.failed, *self.unexpected_passes)]

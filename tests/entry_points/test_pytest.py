@@ -265,7 +265,7 @@ def test_losses_of_one_name_are_told_apart_and_a_param_keeps_its_id_and_marks():
     wrapped = pytest.param(loss, id="mine", marks=pytest.mark.skip)
     mark = parametrize_with_checks([loss, loss, wrapped, "loss-2"], select="KL101").mark
     parameters = mark.args[1]
-    assert [parameter.id.rpartition("-")[0] for parameter in parameters[::2]] == ["loss", "loss-3", "mine", "loss-2"]
+    assert [parameter.id.rpartition("-")[0] for parameter in parameters[::2]] == ["loss", "loss-2", "mine", "loss-2-2"]
     assert [bool(parameter.marks) for parameter in parameters[::2]] == [False, False, True, False]
 
 

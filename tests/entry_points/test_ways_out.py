@@ -10,7 +10,7 @@ import kltest
 from kltest.checks import CHECKS
 from kltest.cli import app
 from kltest.cli.explain import explain
-from kltest.cli.ways_out import LOSS, declaration, expectation, libraries, on_ones_own, other_level, serious
+from kltest.cli.explain import LOSS, declaration, expectation, libraries, on_ones_own, other_level, serious
 from kltest.grading.configuration import read
 from kltest.scoreboard import recorded
 
