@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 import kltest
 from kltest.checks import CHECKS
 from kltest.cli import app
-from kltest.cli.explain import explain
-from kltest.cli.explain import LOSS, declaration, expectation, libraries, on_ones_own, other_level, serious
+from kltest.cli.explain import LOSS, declaration, expectation, explain, libraries, on_ones_own, other_level, serious
 from kltest.grading.configuration import read
 from kltest.scoreboard import recorded
 
