@@ -1,5 +1,6 @@
 """A child process: steps, failures, and that nothing it started outlives it."""
 
+import ctypes
 import multiprocessing
 import os
 import re
@@ -27,6 +28,20 @@ def counts(first):
 def raises(error):
     yield None
     raise error
+
+
+def calls(function, *arguments):
+    yield None
+    function(*arguments)
+
+
+def segfaults():
+    ctypes.string_at(0)
+
+
+def closes_everything():
+    os.closerange(3, 256)
+    time.sleep(60)
 
 
 def starts_another(path):
@@ -68,22 +83,33 @@ def test_values_come_one_step_at_a_time_and_prints_are_kept(fresh):
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "words"),
+    ("work", "kind", "words"),
     [
-        (UsageError("put it so"), "usage", "put it so"),
-        (TargetError("it failed"), "failed", "it failed"),
-        (SystemExit(3), "ended", "left the process"),
-        (MemoryError(), "ended", "memory"),
-        (ZeroDivisionError("ours"), "crashed", "ZeroDivisionError: ours"),
+        ((raises, UsageError("put it so")), "usage", "put it so"),
+        ((raises, TargetError("it failed")), "failed", "it failed"),
+        ((raises, SystemExit(3)), "ended", "left the process"),
+        ((raises, MemoryError()), "ended", "memory"),
+        ((raises, ZeroDivisionError("ours")), "crashed", "ZeroDivisionError: ours"),
+        ((calls, segfaults), "ended", "crashed the interpreter (SIGSEGV), in segfaults at"),
+        ((calls, os.kill, 0, 9), "ended", "memory ran out"),
+        ((calls, closes_everything), "ended", "cut its connection"),
     ],
 )
-def test_each_failure_has_its_kind(error, kind, words):
-    with Child(raises, error) as child:
+def test_each_failure_has_its_kind(work, kind, words):
+    with Child(*work) as child:
         assert child.step().kind == "value"
         step = child.step()
     assert step.kind == kind
+    assert b"Fatal" not in child.output.tail
     assert words in step.message
     assert ("Traceback" in step.trace) == (kind == "crashed")
+
+
+def soon_gone(*pids):
+    until = time.monotonic() + 60
+    while not all(map(gone, pids)):
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_what_a_child_started_ends_with_it(tmp_path):
@@ -91,16 +117,10 @@ def test_what_a_child_started_ends_with_it(tmp_path):
         pid = child.step(60).value
         assert not gone(pid)
         assert "did not return within 0.3 s" in child.step(0.3).message
-    until = time.monotonic() + 10
-    while not gone(pid):
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-def test_leaving_the_block_ends_a_child_that_is_still_at_work(tmp_path):
+        soon_gone(pid)
     with Child(starts_another, tmp_path / "pid") as child:
         pid = child.step(60).value
-    assert gone(pid) or (not time.sleep(1) and gone(pid))
+    soon_gone(pid)
 
 
 def holds_a_child(path):
@@ -122,9 +142,7 @@ def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
     assert not gone(child)
     parent.kill()
     parent.join()
-    while not gone(child):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    soon_gone(child)
     os.kill(int((tmp_path / "another").read_text()), 9)
 
 

@@ -5,15 +5,12 @@ import math
 import os
 
 import pytest
+from doors import GRADED, call, canned
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from kltest.cli import app
-from kltest.cli import grade as grade_command
 from kltest.errors import UsageError
 from kltest.grading.configuration import Configuration, read
-from kltest.grading.jobs import Graded
 from kltest.grading.options import KEYS
 from kltest.grading.options import OPTIONS as TABLE
 from kltest.report import Report
@@ -32,12 +29,9 @@ FUZZ = settings(
 def folder(tmp_path, monkeypatch):
     """A folder to call kltest in, where every target is confirmed at once and no folder above has a say."""
 
-    def confirmed(jobs, **options):
-        for number, job in enumerate(jobs):
-            report = Report(job.name, "reverse_kl", "loss", 0, {}, "confirmed", "per-row", "float64")
-            yield Graded(number, report, "value")
-
-    monkeypatch.setattr(grade_command, "graded", confirmed)
+    monkeypatch.setattr(GRADED, canned())
+    for name in ("reproduce", "run", "figures", "paper"):
+        monkeypatch.setattr(f"kltest.reproduce.commands.{name}", lambda *_, **__: 0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
     (tmp_path / "pyproject.toml").write_text("")
@@ -45,19 +39,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def call(arguments):
-    result = CliRunner().invoke(app, arguments)
-    assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
-    assert "Traceback" not in result.output
-    assert "bug in kltest" not in result.output, (arguments, result.output)
-    return result
-
-
 LISTED = """
     k3-loss losses.py:f a.b:c file.py: : .py:f ../x.py:f reverse_kl 2*forward_kl-entropy -reverse_kl 1e400*zero
     loss reward both return to-go immediate current stale both bandit,mdp , bandit, KL1 KL101 kl2,KL3 KL999
     x=@logp x=1 x= =1 x=[1] KL201=why KL201= KL999=x =x KL201=a=b exact sampled
     0 -1 1 2 5 0.5 1e-6 1e400 nan inf -inf 1_000 ٣ 9223372036854775808
+    grade list explain reproduce run figures paper --json --scale --only --version quick
     text json json:- json: junit:x.xml markdown:x.md github github:/ html:missing/x old.json missing.json . / -- - -h
 """
 WORDS = LISTED.split()
@@ -72,15 +59,15 @@ PART = st.one_of(
 )
 
 
-@settings(FUZZ, max_examples=400 // SHARE)
-@given(st.lists(PART, max_size=5))
-def test_no_options_of_grade_give_a_traceback_or_an_unknown_exit_code(parts):
-    arguments = ["grade", *(word for part in parts for word in part)]
-    result = call(arguments)
+@settings(FUZZ, max_examples=600 // SHARE)
+@given(st.sampled_from([[], ["grade"], ["grade"]]), st.lists(PART, max_size=5))
+def test_no_command_line_gives_a_traceback_or_an_unknown_exit_code(command, parts):
+    arguments = [*command, *(word for part in parts for word in part)]
+    result = call(*arguments)
+    assert "bug in kltest" not in result.output
     assert result.exit_code in (CONFIRMED, USAGE, NOTHING), (arguments, result.output)
     if result.exit_code == USAGE:
-        assert result.stdout == ""
-        assert result.stderr.strip()
+        assert (result.stdout, bool(result.stderr.strip())) == ("", True)
 
 
 @settings(FUZZ, max_examples=150 // SHARE)
@@ -89,8 +76,7 @@ def test_options_that_are_right_are_taken(names, data):
     arguments = ["grade", "k3-loss"]
     for name in dict.fromkeys(names):
         arguments += [name] if not RIGHT[name] else [name, data.draw(st.sampled_from(RIGHT[name]))]
-    result = call(arguments)
-    assert result.exit_code == CONFIRMED, (arguments, result.output)
+    call(*arguments, code=CONFIRMED)
 
 
 RIGHT = {
@@ -164,7 +150,7 @@ def configured(folder, text):
         found = read(folder / "pyproject.toml")
     except UsageError as error:
         found = error
-    result = call(["grade"])
+    result = call("grade")
     assert result.exit_code in (CONFIRMED, USAGE, NOTHING), result.output
     if isinstance(found, UsageError):
         assert result.exit_code == USAGE
