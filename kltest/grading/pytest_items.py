@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kltest.errors import KltestWarning, TargetError
+from kltest.errors import KltestWarning, TargetError, UsageError
 from kltest.grading.options import Options
 from kltest.grading.verdict import selected_codes
 from kltest.report import CheckResult, RefutedError, Report
@@ -34,7 +34,10 @@ class GradedOnce:
         from kltest.grading.grader import grade
 
         if id(loss) not in self._reports:
-            self._reports[id(loss)] = loss, grade(loss, name=self.name, **self.options)
+            try:
+                self._reports[id(loss)] = loss, grade(loss, name=self.name, **self.options)
+            except UsageError as error:
+                raise UsageError(str(error)) from None  # without the frames of kltest
         return self._reports[id(loss)][1]
 
 

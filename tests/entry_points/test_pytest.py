@@ -3,6 +3,7 @@
 import inspect
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 
@@ -138,7 +139,7 @@ def test_an_expected_failure_is_one_and_excuses_the_gradient_that_it_explains(pr
     [
         ('[token_level], expected_failed_checks={"KL102": "the wrong excuse"}', (), {"gradient", "KL201", "KL102"}),
         (
-            '[right, token_level], expected_failed_checks=lambda loss: {"KL201": "x"} if loss is token_level else None',
+            '[right, token_level], expected_failed_checks=lambda one: {"KL201": "x"} if one != right else None',
             (),
             set(),
         ),
@@ -168,7 +169,7 @@ def test_a_loss_that_raises_fails_everywhere_and_no_excuse_covers_it(project, py
     done.stdout.fnmatch_lines(["E*TargetError: broken raised ValueError:", "E*ValueError: the user's own words"])
 
 
-def test_a_question_put_wrongly_is_said_in_one_line_and_asked_once(project, pytester):
+def test_a_loss_that_cannot_be_called_is_said_in_one_line(project, pytester):
     project('[unfillable], select="KL2"')
     done = pytester.runpytest_inprocess("-k", "KL201")
     done.stdout.fnmatch_lines(["E*UsageError: *banana*"])
@@ -219,44 +220,34 @@ def test_every_option_of_grade_may_be_given():
     assert taken - {"loss", "name", "expected_failures"} == TAKEN
 
 
-def test_ids_say_which_loss_it_is_whatever_it_is():
-    class Loss:
-        def method(self, logp): ...
+class Named:
+    """A loss whose own text holds its address."""
 
-        def __call__(self, logp): ...
+    def method(self, logp): ...
 
-    def inner(logp, beta): ...
-
-    from functools import partial
-
-    assert loss_name(inner) == "inner"
-    assert loss_name(partial(inner, beta=0.5)) == "inner(beta=0.5)"
-    assert loss_name(Loss().method) == "Loss.method"
-    assert loss_name(Loss()) == "Loss"
-    assert loss_name(lambda logp: logp) == "lambda"
-    assert loss_name("package.module:function") == "package.module:function"
+    def __call__(self, logp): ...
 
 
-def test_ids_are_the_same_in_every_process():
+def inner(logp, *others, **named): ...
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (inner, "inner"),
+        (partial(inner, beta=0.5), "inner(beta=0.5)"),
+        (Named().method, "Named.method"),
+        (Named(), "Named"),
+        (lambda logp: logp, "lambda"),
+        ("package.module:function", "package.module:function"),
+        (partial(inner, scale=partial(inner, object())), "inner(scale=inner(object))"),
+        (partial(inner, [1, object()], names={"a", "b"}), "inner([1, object], names=set)"),
+        (partial(inner, list(range(1000))), "inner(list)"),
+    ],
+)
+def test_ids_say_which_loss_it_is_and_are_the_same_in_every_process(loss, name):
     """Where they hold an address, or the order of a set, pytest's workers collect different tests and give up."""
-    from functools import partial
-
-    class Settings:
-        """Its own text holds its address."""
-
-        def __call__(self, logp): ...
-
-    def inner(logp, *others, **named): ...
-
-    named = Settings()
-    named.name = Settings()
-    assert loss_name(named).endswith("Settings")
-    assert loss_name(partial(inner, cfg=object())) == "inner(cfg=object)"
-    assert loss_name(partial(inner, scale=inner)) == "inner(scale=inner)"
-    assert loss_name(partial(inner, scale=partial(inner, object()))) == "inner(scale=inner(object))"
-    assert loss_name(partial(inner, [1, object()], names={"a", "b"})) == "inner([1, object], names=set)"
-    assert loss_name(partial(inner, list(range(1000)))) == "inner(list)"
-    assert len(loss_name(partial(inner, "x" * 1000))) < 100
+    assert loss_name(loss) == name
 
 
 def test_losses_of_one_name_are_told_apart_and_a_param_keeps_its_id_and_marks():
@@ -275,37 +266,16 @@ def test_another_loss_made_by_the_test_is_graded_as_well_and_not_taken_for_the_f
 
 
 def test_items_carry_the_marker_and_the_header_and_summary_say_what_was_graded(project, pytester):
+    """Losses of one name in two functions have a line each."""
     project('[right, forward], environment="bandit", select="KL1"')
+    project('[forward], environment="bandit", select="KL1", expect="forward_kl"', name="test_declared")
     pytester.makepyfile(test_other="def test_other(): ...")
     done = pytester.runpytest_inprocess("-m", "kltest", "--strict-markers", "-W", "ignore")
-    done.stdout.fnmatch_lines(
-        [
-            f"kltest: {kltest.__version__}, torch *; losses are graded in this process",
-            "*= kltest =*",
-            "confirmed  right",
-            "refuted    forward  KL102",
-        ]
-    )
+    header = f"kltest: {kltest.__version__}, torch *; losses are graded in this process"
+    lines = ["confirmed  forward", "confirmed  right", "refuted    forward  KL102"]
+    done.stdout.fnmatch_lines([header, "*= kltest =*", *lines])
     assert done.parseoutcomes()["deselected"] == 1
     pytester.runpytest_inprocess("--markers").stdout.fnmatch_lines(["@pytest.mark.kltest: grades a loss*"])
-
-
-def test_the_summary_tells_functions_that_grade_one_loss_apart(pytester):
-    pytester.makepyfile(
-        """
-        import kltest
-
-        @kltest.parametrize_with_checks(["k3-loss"], environment="bandit", select="KL102")
-        def test_reverse(loss, check):
-            check(loss)
-
-        @kltest.parametrize_with_checks(["k3-loss"], environment="bandit", select="KL102", expect="forward_kl")
-        def test_forward(loss, check):
-            check(loss)
-        """
-    )
-    done = pytester.runpytest_inprocess("-W", "ignore")
-    done.stdout.fnmatch_lines(["refuted    k3-loss  KL102", "confirmed  k3-loss"])
 
 
 def test_several_processes_give_the_same_outcomes_and_one_summary(project, pytester):
