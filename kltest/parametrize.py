@@ -1,22 +1,28 @@
-"""`@kltest.parametrize_with_checks`: a pytest item for each loss and check; nothing is graded at collection."""
+"""`@kltest.parametrize_with_checks`: a pytest item for each loss and check; nothing is graded at collection.
+
+A loss is graded in this process when the first of its items runs, once for all of them.
+"""
 
 import re
 import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kltest.errors import KltestWarning, UsageError, did_you_mean
+import pytest
+
+from kltest.errors import KltestWarning, TargetError, UsageError, did_you_mean
 from kltest.grading import forms
-from kltest.grading.options import OPTIONS, RENAMED, renamed
-from kltest.grading.pytest_items import Target, graded_checks
+from kltest.grading.options import OPTIONS, RENAMED, Options, renamed
+from kltest.grading.verdict import selected_codes
+from kltest.report import CheckResult, RefutedError, Report
 
-if TYPE_CHECKING:
-    import pytest
-
+Target = Callable[..., Any] | str
 Reasons = Mapping[str, str]
+GRADIENT = "gradient"
 
 # The options of `kltest.grade` that may be given.
 TAKEN = {*OPTIONS, *RENAMED} - {"name", "expected_failures"}
@@ -29,7 +35,7 @@ def parametrize_with_checks(
     *,
     expected_failed_checks: Reasons | Callable[[Any], Reasons | None] | None = None,
     **options: Any,
-) -> "pytest.MarkDecorator":
+) -> pytest.MarkDecorator:
     """Parametrize a test function over losses and checks; its parameters are `loss` and `check`.
 
         @kltest.parametrize_with_checks([my_loss, "k3-loss"], expected_failed_checks={"KL201": "on purpose"})
@@ -52,8 +58,6 @@ def parametrize_with_checks(
     Raises:
         UsageError: A loss, a code or an option is wrong.
     """
-    import pytest
-
     for name in options.keys() - TAKEN:
         near = "give them as expected_failed_checks; " if name == "expected_failures" else did_you_mean(name, TAKEN)
         known = ", ".join(sorted(TAKEN - RENAMED.keys()))
@@ -115,3 +119,89 @@ def _argument(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_argument, value))}]" if len(value) <= ENTRIES_NAMED else type(value).__name__
     return loss_name(value) if callable(value) else type(value).__name__
+
+
+class GradedOnce:
+    """A loss with its options, graded when its report is first read; so is another loss with the same options."""
+
+    def __init__(self, loss: Target, name: str, options: Mapping[str, Any]) -> None:
+        self.loss, self.name, self.options = loss, name, options
+        # By the id of a loss, which is stored so that its id stays its own.
+        self._reports: dict[int, tuple[Target, Report]] = {}
+
+    @property
+    def known(self) -> Report | None:
+        """The report of its own loss, None if that is not graded."""
+        return self._reports.get(id(self.loss), (None, None))[1]
+
+    def report(self, loss: Target) -> Report:
+        """Return the report of a loss. Raises UsageError for a loss that cannot be called."""
+        __tracebackhide__ = True
+        from kltest.grading.grader import grade
+
+        if id(loss) not in self._reports:
+            try:
+                self._reports[id(loss)] = loss, grade(loss, name=self.name, **self.options)
+            except UsageError as error:
+                raise UsageError(str(error)) from None  # without the frames of kltest
+        return self._reports[id(loss)][1]
+
+
+class GradedCheck:
+    """One check of one loss, called by a test with that loss."""
+
+    def __init__(self, code: str, grading: GradedOnce) -> None:
+        self.code, self.grading = code, grading
+
+    def __repr__(self) -> str:
+        return f"<check {self.code} of {self.grading.name}>"
+
+    def __call__(self, loss: Target) -> None:
+        """Raise RefutedError if the check failed and TargetError if the loss failed; else skip, warn, or return."""
+        __tracebackhide__ = True
+        report = self.grading.report(loss)
+        if report.verdict == "error":
+            raise TargetError(report.error)
+        if self.code == GRADIENT:
+            assert_gradient(report)
+        else:
+            found = next(check for check in report.checks if check.code == self.code)
+            assert_check(report, found, self.grading.options.get("expected_failures", {}).get(self.code, ""))
+
+
+def graded_checks(loss: Target, name: str, options: Mapping[str, Any]) -> list[GradedCheck]:
+    """Return the gradient and every selected check of one grading. Raises UsageError for a wrong option."""
+    selected = Options.of(**options)
+    codes = selected_codes(selected.select, selected.ignore)
+    grading = GradedOnce(loss, name, options)
+    return [GradedCheck(code, grading) for code in (GRADIENT, *codes)]
+
+
+def assert_gradient(report: Report) -> None:
+    """Raise RefutedError with the report if a row disagrees; xfail if only expected failures account for that."""
+    __tracebackhide__ = True
+    wrong = not report.gradients or any(row.refutes or row.agrees is None for row in report.gradients)
+    codes = {code for row in report.gradients for code in row.excused}
+    if codes and not wrong:
+        reasons = (f"{check.code}: {check.excused}" for check in report.expected_failures if check.code in codes)
+        pytest.xfail(" ".join(reasons))  # returns under --runxfail
+    if codes or wrong:
+        raise RefutedError(report.to_text())
+
+
+def assert_check(report: Report, check: CheckResult, expected: str = "") -> None:
+    """Raise RefutedError, xfail, skip or warn if the check did not pass; `expected` is why it is expected to fail."""
+    __tracebackhide__ = True
+    words = f"{report.target}: {check.words}"
+    if check.status == "fail" and check.excused:
+        pytest.xfail(check.excused)
+        check = replace(check, excused="")  # xfail returns under --runxfail
+    if check.refutes:
+        raise RefutedError(words)
+    if check.status == "fail":
+        warnings.warn(words, KltestWarning, stacklevel=3)
+    elif check.status != "pass":
+        if expected:
+            words = f"{check.code} is expected to fail for {report.target}, but the check could not be made here: "
+            warnings.warn(words + check.message, KltestWarning, stacklevel=3)
+        pytest.skip(check.message or "no reason given")

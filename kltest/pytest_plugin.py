@@ -15,7 +15,7 @@ import pytest
 from kltest.version import VERSION
 
 if TYPE_CHECKING:
-    from kltest.grading.pytest_items import GradedCheck
+    from kltest.parametrize import GradedCheck
 
 COLOURS = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
 # Attribute of an item's report that reaches the process that writes the summary (with pytest-xdist another one).
@@ -65,7 +65,7 @@ class ConfiguredTargets(pytest.File):
         from kltest.errors import KltestWarning, UsageError
         from kltest.grading.configuration import read
         from kltest.grading.options import merged
-        from kltest.grading.pytest_items import graded_checks
+        from kltest.parametrize import graded_checks
 
         try:
             configuration = read(self.path)
@@ -128,7 +128,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 def _check(item: pytest.Item) -> "GradedCheck | None":
     """The check that an item makes, if it makes one; none was ever made if their module is not loaded."""
-    module = sys.modules.get("kltest.grading.pytest_items")
+    module = sys.modules.get("kltest.parametrize")
     parameters = getattr(getattr(item, "callspec", None), "params", {})
     check = item.check if isinstance(item, ConfiguredCheck) else parameters.get("check")
     return check if module and isinstance(check, module.GradedCheck) else None

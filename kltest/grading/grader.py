@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from kltest.adapters import named
+from kltest.checks import CHECKS
 from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import TargetError, UsageError
-from kltest.grading import overtime
+from kltest.grading.isolated import TimeIsUp, time_limit
 from kltest.grading.options import OPTIONS, RENAMED, Options, documented, without_effect
 from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
-from kltest.identify.findings import Findings
+from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
 from kltest.identify.measure import Measure
 from kltest.identify.sampling import Sampling
@@ -25,12 +26,15 @@ from kltest.loss.callables import first_line, name_of, source_file
 from kltest.loss.calling import Loss
 from kltest.loss.frames import Frame, own_frame
 from kltest.loss.global_state import preserved
+from kltest.loss.outcome import Calls
 from kltest.loss.resolve import resolve
 from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.truth import plain
 from kltest.version import VERSION
 
+# A call that was cut off hangs if it took more than this share of the time, and this many times the longest other.
+HANGS = 4
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
 
 
@@ -125,9 +129,9 @@ class Grading:
         run, limit, began = self._run(target), self.options.timeout, time.monotonic()
         while not self.finished:
             try:
-                with overtime.time_limit(None if limit is None else max(limit - self.seconds, 1e-3)):
+                with time_limit(None if limit is None else max(limit - self.seconds, 1e-3)):
                     self.finished = next(run, True)
-            except overtime.TimeIsUp as alarm:
+            except TimeIsUp as alarm:
                 self._stop(alarm, limit or 0.0)
             except TargetError as error:
                 self.error, self.frame, self.finished = str(error), getattr(error, "frame", None), True
@@ -153,19 +157,19 @@ class Grading:
             self.smallest = smallest_failure(findings)
             self.example = None if self.smallest else example(findings)
 
-    def _stop(self, alarm: overtime.TimeIsUp, limit: float) -> None:
+    def _stop(self, alarm: TimeIsUp, limit: float) -> None:
         """Say what was reached when the time was over; a call that took most of it never returns, it seems."""
         self.finished = True
         name, loss, findings = self.blank.target, self.loss, self.findings
-        if loss is None or overtime.hangs(loss.calls, limit):
+        if loss is None or _hangs(loss.calls, limit):
             self.frame = own_frame(alarm, source_file(loss.function) if loss else None)
-            self.error = overtime.on_hanging(name, loss.calls if loss else None, limit, self.frame)
+            self.error = _on_hanging(name, loss.calls if loss else None, limit, self.frame)
             return
         missing = selected_codes(self.options.select, self.options.ignore)[len(self.results) :]
-        self.unfinished = overtime.on_slow(loss.calls, limit, first_line(loss.function), findings, len(missing))
-        self.results += overtime.not_made(missing, limit)
+        self.unfinished = _on_slow(loss.calls, limit, first_line(loss.function), findings, len(missing))
+        self.results += _not_made(missing, limit)
         if findings and not self.scaled:
-            findings.rows = [overtime.without_scale(row) for row in findings.rows]
+            findings.rows = [_without_scale(row) for row in findings.rows]
 
     def report(self) -> Report:
         """Return the report of what was reached."""
@@ -273,3 +277,46 @@ def unmeasured(options: Options, target: str, *, reduction: str = "mean", error:
         dtype="float64",
         error=error,
     )
+
+
+def _hangs(calls: Calls, limit: float) -> bool:
+    """True if the call that was under way when the time was over is one that does not return, it seems."""
+    return calls.interrupted > max(limit / HANGS, HANGS * calls.longest)
+
+
+def _on_hanging(name: str, calls: Calls | None, limit: float, frame: Frame | None) -> str:
+    """Say in which call the loss hangs, and where; without calls it was not even loaded."""
+    place = f", in {frame.function} at {frame.file}:{frame.line}" if frame else ""
+    if calls is None:
+        return f"{name} could not be loaded within {limit:g} s (--timeout){place}"
+    words = f"{name} did not return within {limit:g} s (--timeout): its call {calls.count + 1} had taken "
+    return f"{words}{calls.interrupted:.2g} s{place}" + (f", after {_counted(calls)}" if calls.count else "")
+
+
+def _on_slow(calls: Calls, limit: float, where: tuple[str, int] | None, findings: Findings | None, checks: int) -> str:
+    """Say what was measured and what was not; `checks` is the number of those that were not made."""
+    planned = [f"{e} ({s})" for e in findings.environments for s in findings.samplers] if findings else []
+    rows = {f"{row.environment} ({row.sampler})" for row in findings.rows} if findings else set()
+    measured = ", ".join(pair for pair in planned if pair in rows) or "nothing"
+    left = ", ".join([*(pair for pair in planned if pair not in rows), f"{checks} checks"])
+    loss = f" of the loss at {where[0]}:{where[1]}" if where else ""
+    counted = f"{_counted(calls)}{loss}"
+    return f"the time was over after {limit:g} s (--timeout): {counted}; measured: {measured}; not reached: {left}"
+
+
+def _not_made(codes: Sequence[str], limit: float) -> list[CheckResult]:
+    """Return the results of checks that were not reached."""
+    missing = (CHECKS[code] for code in codes)
+    why = f"not reached within {limit:g} s"
+    return [CheckResult(check.code, check.name, "inconclusive", why, level=check.level) for check in missing]
+
+
+def _without_scale(row: Row) -> Row:
+    """Return a row that may agree up to scale, which was not tried, as not judged."""
+    if not (row.wrong and proportion(row.identified, row.expected)):
+        return row
+    return replace(row, agrees=None, note="agreement up to scale was not tried in time")
+
+
+def _counted(calls: Calls) -> str:
+    return f"{calls.count} calls of {calls.seconds / max(calls.count, 1):.2g} s each"

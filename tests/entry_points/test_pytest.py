@@ -10,7 +10,7 @@ import pytest
 # Loaded here, since what a run within this run imports is forgotten after it, and torch cannot be loaded twice.
 import kltest.cli.grade
 import kltest.grading.grader
-import kltest.grading.pytest_items
+import kltest.parametrize
 import kltest.render.text
 from kltest import parametrize_with_checks
 from kltest.checks import CHECKS

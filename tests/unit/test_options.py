@@ -15,7 +15,7 @@ from kltest import parametrize_with_checks
 from kltest.cli import app
 from kltest.estimators import registry
 from kltest.grading.options import KEYS, OPTIONS, RENAMED, Options
-from kltest.grading.pytest_items import GradedCheck
+from kltest.parametrize import GradedCheck
 
 
 def right(logp, ref_logp, mask):
