@@ -277,9 +277,6 @@ def cores() -> int:
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
     """Treat SIGTERM like Ctrl-C: children are stopped, finished reports are written."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

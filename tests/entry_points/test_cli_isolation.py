@@ -3,18 +3,15 @@
 import ctypes
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from kltest.errors import TargetError, UsageError
 from kltest.grading.isolated import TAIL, Child, Children, Output
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="process groups and signals")
 
 
@@ -199,13 +196,3 @@ def test_what_is_not_finished_ends_with_the_block():
         children.add("waiting", slept(0.01))
         (running,) = multiprocessing.active_children()
     assert gone(running.pid)
-
-
-def test_no_other_module_starts_processes_that_share_its_code():
-    """Programs of others are run by `subprocess`, sweeps by joblib; a function runs in a child of this one runner."""
-    files = [*(ROOT / "kltest").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    other = re.compile(
-        r"^\s*(?:import|from) (?:multiprocessing|concurrent\.futures\.process)|ProcessPool|os\.fork", re.M
-    )
-    found = [file for file in files if other.search(file.read_text(encoding="utf-8"))]
-    assert found == [ROOT / "kltest" / "grading" / "isolated.py"]

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 import warnings
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -47,19 +48,14 @@ def test_no_answer_of_a_loss_is_taken_for_a_bug_of_ours():
     def sparse(logp):
         return logp.to_sparse()
 
-    for loss in (meta, sparse):
-        report = kltest.grade(loss, environment="bandit")
-        assert report.verdict == "error"
-        assert loss.__name__ in report.error
-
-
-def test_a_partial_goes_by_the_name_of_what_it_holds():
     def scaled(logp, ref_logp, mask, factor):
         return factor * right(logp, ref_logp, mask)
 
-    report = kltest.grade(functools.partial(functools.partial(scaled), factor="x"), environment="bandit")
-    assert report.target.endswith("scaled")
-    assert "scaled raised TypeError" in report.error
+    partial = functools.partial(functools.partial(scaled), factor="x")
+    for loss, name in ((meta, "meta"), (sparse, "sparse"), (partial, "scaled raised TypeError")):
+        report = kltest.grade(loss, environment="bandit")
+        assert report.verdict == "error"
+        assert name in report.error
 
 
 def test_a_logged_nan_is_graded_without_a_warning():
@@ -73,23 +69,19 @@ def test_a_logged_nan_is_graded_without_a_warning():
     assert json.loads(report.to_json())["value"][0]["matches"] is None
 
 
-def in_a_default(set_default, value, back):
-    class Default:
-        def __enter__(self):
-            set_default(value)
-
-        def __exit__(self, *_):
-            set_default(back)
-
-    return Default()
+@contextmanager
+def default(set_default, value, back):
+    set_default(value)
+    yield
+    set_default(back)
 
 
 FOUND = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "a block on another device": lambda: torch.device("meta"),
-    "another default device": lambda: in_a_default(torch.set_default_device, "meta", None),
-    "half precision by default": lambda: in_a_default(torch.set_default_dtype, torch.float16, torch.float32),
+    "another default device": lambda: default(torch.set_default_device, "meta", None),
+    "half precision by default": lambda: default(torch.set_default_dtype, torch.float16, torch.float32),
     "autocast": lambda: torch.autocast("cpu"),
 }
 
@@ -113,34 +105,24 @@ def generators():
     return str(torch.get_rng_state().tolist()), random.getstate(), str(np.random.get_state())  # noqa: NPY002
 
 
-def turns_gradients_off(logp, ref_logp, mask):
-    found = right(logp, ref_logp, mask)
-    torch.set_grad_enabled(False)
-    return found
+CHANGES = {
+    "gradients": lambda: torch.set_grad_enabled(False),
+    "type": lambda: torch.set_default_dtype(torch.float16),
+    "device": lambda: torch.set_default_device("meta"),
+    "seeds": lambda: (torch.manual_seed(0), random.seed(0), np.random.seed(0)),  # noqa: NPY002
+}
 
 
-def sets_the_type(logp, ref_logp, mask):
-    torch.set_default_dtype(torch.float16)
-    return right(logp, ref_logp, mask)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_loss_changes_in_the_process_does_not_outlast_the_call(change):
+    def changing(logp, ref_logp, mask):
+        found = right(logp, ref_logp, mask)
+        CHANGES[change]()
+        return found
 
-
-def sets_the_device(logp, ref_logp, mask):
-    torch.set_default_device("meta")
-    return right(logp, ref_logp, mask)
-
-
-def seeds(logp, ref_logp, mask):
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    return right(logp, ref_logp, mask)
-
-
-@pytest.mark.parametrize("loss", [turns_gradients_off, sets_the_type, sets_the_device, seeds])
-def test_what_a_loss_changes_in_the_process_does_not_outlast_the_call(loss):
     before, drawn = settings(), generators()
     try:
-        report = kltest.grade(loss)
+        report = kltest.grade(changing)
         assert settings() == before
         assert generators() == drawn
     finally:
