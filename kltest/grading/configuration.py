@@ -81,7 +81,9 @@ class _Reader:
             raise UsageError(f"{self.place('scan')} must be a table [tool.kltest.scan], not {scan!r}")
         if not isinstance(targets, list):
             raise UsageError(f"{self.place('targets')}: give a list of targets; it is {targets!r}")
-        switches = {name: switch(own[name], self.place(name)) for name in ("verbose", "quiet", "cache") if name in own}
+        switches: dict[str, bool] = {
+            name: switch(own[name], self.place(name)) for name in ("verbose", "quiet", "cache") if name in own
+        }
         if switches.get("verbose") and switches.get("quiet"):
             raise UsageError(f"{self.place('quiet')} and verbose exclude each other; set one of them")
         entries = tuple(self.target(entry) for entry in targets)
