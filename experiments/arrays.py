@@ -1,6 +1,5 @@
 """Random numbers by name, the code of an estimator, norms and cosines, as several experiments need them."""
 
-import hashlib
 import inspect
 from pathlib import Path
 
@@ -8,6 +7,8 @@ import numpy as np
 
 from kltest.estimators.spec import Estimator
 from kltest.sweeps.store import digest
+
+from .records import content
 
 
 def generator(*parts: object) -> np.random.Generator:
@@ -17,8 +18,7 @@ def generator(*parts: object) -> np.random.Generator:
 
 def code_of(estimator: Estimator) -> str:
     """A short name for its file, which may stand in another package: part of a configuration, so that edits count."""
-    source = Path(inspect.getfile(inspect.unwrap(estimator.function)))
-    return hashlib.sha256(source.read_bytes()).hexdigest()[:8]
+    return content(Path(inspect.getfile(inspect.unwrap(estimator.function))))
 
 
 def norm(array: np.ndarray) -> float:

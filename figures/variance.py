@@ -1,4 +1,4 @@
-"""Noise of unbiased KL gradients: where Rao–Blackwell loses, how often, what a baseline does, what is left to gain."""
+"""Noise of unbiased KL gradients: where Rao–Blackwell loses, how often, and what is left to gain."""
 
 from .style import (
     FAINT,
@@ -17,7 +17,7 @@ from .style import (
     tidy,
 )
 
-PUBLISHED, RATE, NOISE = 0.25, 10.0, 1.0
+PUBLISHED, NOISE = 0.25, 1.0
 # Of the estimators computed: the look, and how it is called here.
 STEPS = (
     ("return", look("k1-reward"), "k₁ in the reward"),
@@ -33,23 +33,13 @@ PARTS = (
     ("token", "#7fb2d9", "this token"),
     ("future", "#d5e6f3", "later ones"),
 )
-# λ or its rule, and its look: that of the best value is no estimator's.
-BEST_VALUE = Look("#117733", "-", "")
-RULES = (
-    ("0", look("k1-reward")),
-    ("value", BEST_VALUE),
-    ("1", look("k3-both")),
-    ("gradient", look("rao-blackwell")),
-)
 
 
 def draw(rows: DataFrame) -> Figure:
-    """The pair, rates of failure and the bandit over its training, the ladder by length and its parts."""
-    figure, (pair, rates, noise, bandit, steps, parts) = panels(6, 5.8)
+    """The pair, rates of failure, the ladder by length and its parts."""
+    figure, (pair, rates, steps, parts) = panels(4, 4.2)
     _pair(pair, select(rows, "pair"))
     _rates(rates, select(rows, "rates"))
-    _noise(noise, select(rows, "noise"))
-    _bandit(bandit, select(rows, "bandit", what="path", rate=RATE))
     ladder = select(rows, "ladder", distance=NOISE, seed=0)
     _ladder(steps, ladder)
     _parts(parts, ladder)
@@ -89,38 +79,8 @@ def _rates(axes: Axes, rows: DataFrame) -> None:
     note(axes, 0.03, 0.63, "solid: value\ndashed: gradient")
 
 
-def _noise(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="c  Bandit: two different best λ", x="λ in k₁ + λ(w − 1)", y="variance / that at λ = 0")
-    rows = rows.sort_values("lam")
-    start = select(rows, lam=0.0).iloc[0]
-    for name, style, words, at in (
-        ("value", BEST_VALUE, "value", (3.7, 1.2e3)),
-        ("gradient", look("rao-blackwell"), "gradient", (0.8, 0.18)),
-    ):
-        axes.plot(rows["lam"], rows[f"{name}_variance"] / start[f"{name}_variance"], **style.plot(marker=""))
-        axes.text(*at, words, color=style.colour, ha="center")
-        axes.axvline(start[f"least_noisy_{name}"], color=style.colour, lw=0.7, ls=":")
-    axes.axhline(1, color=INK, lw=0.5)
-    axes.set(yscale="log", ylim=(0.1, 2e4))
-    k3 = select(rows, lam=1.0)["value_variance"].iloc[0] / start["value_variance"]
-    axes.plot([1], [k3], "^", color=look("k3-loss").colour, ms=4)
-    label(axes, "k₃", (1, k3), (-5, 4), look("k3-loss").colour, ha="right")
-
-
-def _bandit(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title=f"d  Bandit: training, rate {RATE:g}", x="update", y="KL(π‖ref), nats")
-    for rule, like in RULES:
-        mine, style = select(rows, rule=rule).sort_values("step"), like.plot(marker="")
-        axes.fill_between(mine["step"], mine["low"], mine["high"], color=style["color"], alpha=0.15, lw=0)
-        axes.plot(mine["step"], mine["kl"], **style)
-    axes.set(ylim=(0, 7))
-    axes.text(398, 6.4, "λ = 0, and λ best for the value", ha="right", color=look("k1-reward").colour)
-    words = "λ = 1 (k₃, dash-dotted), and\nλ best for the gradient"
-    axes.text(398, 1.35, words, ha="right", color=look("rao-blackwell").colour)
-
-
 def _ladder(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="e  How far from the least possible", x="length T (tokens)", y="variance / least possible")
+    tidy(axes, title="c  How far from the least possible", x="length T (tokens)", y="variance / least possible")
     ends = []
     for name, like, words in STEPS:
         mine = select(rows, estimator=name).sort_values("length")
@@ -135,7 +95,7 @@ def _ladder(axes: Axes, rows: DataFrame) -> None:
 
 def _parts(axes: Axes, rows: DataFrame) -> None:
     longest = rows["length"].max()
-    tidy(axes, title=f"f  What is random, T = {longest}", x="variance / ‖∇KL‖²")
+    tidy(axes, title=f"d  What is random, T = {longest}", x="variance / ‖∇KL‖²")
     shown = [(words, row) for name, _, words in STEPS for row in records(select(rows, estimator=name, length=longest))]
     for at, (_, row) in enumerate(shown):
         left = 0.0

@@ -27,6 +27,7 @@ from kltest.finetune.tasks import task_named
 from kltest.grading.options import Options
 from kltest.loss.global_state import preserved
 
+from ..records import rounded
 from .experiment import FIGURES, settings_for
 from .settings import AUDITED, AUDITS, SAME
 
@@ -56,7 +57,7 @@ def audits(settings: Settings, estimators: Iterable[str], units: int) -> Iterato
         with auditing.sketch.listening(), preserved(0):
             for rollouts in islice(drawn(policy, prompts, temperature=1.0, seed=0, **lengths), units):
                 auditing.add(rollouts)
-        yield {"estimator": name, "kl": _short(ended["kl"]), **row(auditing.report())}
+        yield {"estimator": name, "kl": rounded(ended["kl"], FIGURES), **row(auditing.report())}
 
 
 def row(found: Audit) -> Row:
@@ -70,13 +71,12 @@ def row(found: Audit) -> Row:
         "verdict": found.verdict,
         "follows": " + ".join(follows.terms) if follows else "zero",
         "rivals": len(follows.rivals) if follows else 0,
-        **{name: None if one is None or not math.isfinite(one) else _short(one) for name, one in numbers.items()},
+        **{
+            name: None if one is None or not math.isfinite(one) else rounded(one, FIGURES)
+            for name, one in numbers.items()
+        },
         **{name: getattr(found, name) for name in ("units", "rollouts", "tokens")},
     }
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.{FIGURES}g}")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from kltest.reproduce.claims import OWN, Claim, Claims, Measured
 from kltest.reproduce.frames import Row, Rows, frame, known, need, records, require, select
 from kltest.reproduce.numbers import Cited, Numbers, number
 
+from ..spread import Interval, geometric, interval
 from . import audited
 from .settings import BETA, BETAS, COMMITTED, METRICS, PARTS, PILOT_DEVIATION, SAME, SEEDS, VARIANTS
-from .spread import Interval, geometric, interval
 from .task import EXAMPLES
 
 TANG_MUNOS = "Tang & Munos 2025"

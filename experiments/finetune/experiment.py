@@ -1,8 +1,5 @@
 """One run of the language-model runner, a row an evaluation; or the sweep and the audits kept in this folder."""
 
-import ast
-import csv
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +8,7 @@ from typing import Any
 from kltest.finetune.run import run
 from kltest.finetune.settings import Settings, settings_of
 
+from ..records import content, lines, rounded
 from .settings import EVALUATIONS, METRICS, RUN, SAME, VARIANTS
 from .settings import SETTINGS as SETTINGS
 
@@ -31,8 +29,7 @@ def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any
     able = find_spec("transformers") is not None
     for one in configurations:
         if path := {"committed": COMMITTED, "audits": AUDITED}.get(one["part"]):
-            code = hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path.exists() else "absent"
-            yield {**one, "_content": code}
+            yield {**one, "_content": content(path)}
         elif able:
             yield dict(one)
 
@@ -43,11 +40,11 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
     if one["part"] == "committed":
         return committed()
     if one["part"] == "audits":
-        return [{"part": "audits", **line} for line in _lines(AUDITED)]
+        return [{"part": "audits", **line} for line in lines(AUDITED)]
     settings, rows = settings_for(one), []
     for record in run(settings, None, quiet=True):
         if "kl" in record:
-            found = {name: float(f"{record[name]:.{FIGURES}g}") for name in METRICS}
+            found = {name: rounded(record[name], FIGURES) for name in METRICS}
             rows.append({**one, "update": record["step"] * settings.inner_epochs, **found})
     return rows
 
@@ -66,21 +63,6 @@ def committed() -> list[Row]:
     # A line a run, with a list for what changes along it.
     return [
         {"part": "committed", **SAME, **line, **dict(zip(("update", *METRICS), each, strict=True))}
-        for line in _lines(COMMITTED)
+        for line in lines(COMMITTED)
         for each in zip(*(line[name] for name in ("update", *METRICS)), strict=True)
     ]
-
-
-def _lines(path: Path) -> list[Row]:
-    """The values of a table, without those that are empty; none where there is no such file."""
-    if not path.exists():
-        return []
-    with path.open(encoding="utf-8", newline="") as file:
-        return [{name: _value(text) for name, text in line.items() if text} for line in csv.DictReader(file)]
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

@@ -1,7 +1,6 @@
 """Rows of the scoreboard as they are recorded in the package: nothing is measured here."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from hashlib import sha256
 from typing import Any
 
 from kltest.adapters import NAMES
@@ -11,6 +10,8 @@ from kltest.scoreboard.rows import factor
 from kltest.scoreboard.table import defaults
 from kltest.scoreboard.timeline import is_default
 from kltest.sweeps.settings import Settings
+
+from ..records import content
 
 PARTS = {
     # What each library follows by default, once its KL term is on.
@@ -42,7 +43,7 @@ def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
     """Add what the record is: rows change with it."""
     for one in configurations:
         path = history.PATH if one["part"] == "history" else recorded.PATH
-        yield {**one, "_content": sha256(path.read_bytes()).hexdigest()[:8]}
+        yield {**one, "_content": content(path)}
 
 
 def compute(configuration: Mapping[str, Any]) -> list[Row]:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, near, within
@@ -12,7 +11,7 @@ from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, frame, known, mean, need, require
 from kltest.reproduce.numbers import Cited, Numbers, melted, number
 
-from .experiment import CLIP, EXACT, FOLLOWED, PATH, RECIPES, TRAINED, most_updates, multiplier, ratio_free_settles
+from .experiment import CLIP, EXACT, PATH, RECIPES, TRAINED, most_updates, multiplier, ratio_free_settles
 
 TRL = "TRL #4637, #6503"
 ORDER = (
@@ -63,26 +62,6 @@ claims.column(
     estimator=WHOLE,
 )
 
-claims.column(
-    f"every estimator with a name for what it follows off-policy follows that: combinations of named "
-    "gradients "
-    f"for all of `{len(FOLLOWED)} estimators` but the clipped one",
-    OWN,
-    LIMIT,
-    "off_followed",
-    near(0, EXACT),
-    "path",
-)
-
-claims.column(
-    "the truth by recursion is the truth by automatic differentiation",
-    OWN,
-    LIMIT,
-    "truth_again",
-    near(0, EXACT),
-    "path",
-)
-
 
 @claims.measure(f"DeepSeek-V3.2, §3.1, Eq. 7; {TRL}", LIMIT, gradient_bias=near(0, EXACT), value_bias=near(0, EXACT))
 def _single_decision(rows: pd.DataFrame) -> Measured:
@@ -106,21 +85,6 @@ def _token_on_sequences(rows: pd.DataFrame) -> Measured:
     }
 
 
-@claims.measure(OWN, LIMIT, off=near(0, EXACT), furthest_from_the_KL=above(SEEN))
-def _token_value(rows: pd.DataFrame) -> Measured:
-    """its value is the KL with prefixes weighted by the sampler, not KL(π‖ref)"""
-    found = need(_sequences(rows, "k3-ratio"), staleness=above(0))
-    return {"off": found["value_off_sampler"], "furthest_from_the_KL": found["value_bias"].abs().max()}
-
-
-@claims.measure("Liu et al. 2025; Wang & Zhang 2025", "of relative moments up to 100", apart=near(0, 1e-9))
-def _twins(rows: pd.DataFrame) -> Measured:
-    """k2 with its ratio detached has the bias, drift and variance of k3 with its ratio differentiable"""
-    where, what = ["length", "staleness", "seed"], ["bias", "variance", "drift"]
-    one, other = (_path(rows, name).set_index(where)[what] for name in ("k3-ratio", "k2-ratio-detached"))
-    return {"apart": (one - other).dropna()}
-
-
 claims.column(
     "k3 with its ratio detached stays the forward KL's, on a single decision as well: biased at every staleness",
     OWN,
@@ -132,19 +96,22 @@ claims.column(
 )
 
 
-@claims.measure(f"TRL #6586; {OWN}", f"{LIMIT}; {SOME}", off_on_policy=near(0, EXACT), bias=above(SEEN))
+@claims.measure(f"TRL #6586; {OWN}", SOME, bias=above(SEEN))
 def _broadcast(rows: pd.DataFrame) -> Measured:
-    """one sequence ratio broadcast over the tokens of a sequence is biased at every staleness, on-policy as well:
-    there it follows `1/T·∇KL(π‖ref) + (1 − 1/T)·` the local forward KL"""
-    found = _sequences(rows, "k3-broadcast-ratio")
-    return {"off_on_policy": need(found, staleness=0)["off_followed"], "bias": found["bias"]}
+    """one sequence ratio broadcast over the tokens of a sequence is biased at every staleness, on-policy as well"""
+    return {"bias": _sequences(rows, "k3-broadcast-ratio")["bias"]}
 
 
-@claims.measure(OWN, f"{LIMIT}; {SOME}", off=near(0, EXACT), bias=above(SEEN))
-def _stale(rows: pd.DataFrame) -> Measured:
-    """rewards from the sampler's log-probs lack ∇KL(π‖μ), however exact the ratio"""
-    found = _path(rows, "k1-reward-stale", staleness=above(0))
-    return {"off": found["off_followed"], "bias": found["bias"]}
+claims.column(
+    "rewards from the sampler's log-probs are biased, however exact the ratio",
+    OWN,
+    SOME,
+    "bias",
+    above(SEEN),
+    "path",
+    estimator="k1-reward-stale",
+    staleness=above(0),
+)
 
 
 @claims.measure(OWN, "15 %: second order, and updates of unequal length", times_the_drift=within(3.4, 4.6), updates=4)
@@ -169,16 +136,6 @@ def _clip(rows: pd.DataFrame) -> Measured:
     found = _path(rows, "k1-reward-clipped-ratio", length=1)
     beyond = known(found[found["furthest"] > CLIP])
     return {"bias_inside": found[found["furthest"] < CLIP]["bias"], "largest_bias_beyond": beyond["bias"].max()}
-
-
-claims.column(
-    "effective sample sizes by recursion are those of all rollouts",
-    OWN,
-    LIMIT,
-    "off_enumerated",
-    near(0, EXACT),
-    "weights",
-)
 
 
 @claims.measure(
@@ -229,16 +186,6 @@ def _prefix_less_noisy(rows: pd.DataFrame, tokens: Bound) -> Measured:
     return {"times_the_variance": whole / prefix}
 
 
-claims.column(
-    "where training rests on-policy it rests for every number of updates to one sampler",
-    OWN,
-    "updates of rounding's size, 64 times",
-    "moved",
-    near(0, 1e-9),
-    "stability",
-)
-
-
 @claims.measure(
     OWN,
     "central differences; larger factors leave the range where a cycle is linear",
@@ -278,17 +225,6 @@ def _none_threshold(rows: pd.DataFrame) -> Measured:
             agrees.append(bool((last["multiplier"] < 1) == expected))
             kls.append(last["kl"])
     return {"settles_just_below_half_a_nat": agrees, "kl": kls}
-
-
-claims.column(
-    "without ratios, with a baseline, the update is that of a regression whose least value is at π*, "
-    "`−∇Var_μ(R − β·Σu)/(2β)`",
-    "Flet-Berliac et al. 2024 (CoPG)",
-    "a difference of logits over a learning rate",
-    "off_regression",
-    near(0, 1e-9),
-    "stability",
-)
 
 
 @claims.measure(
@@ -349,24 +285,6 @@ def _ratio_free(rows: pd.DataFrame, batch_size: Bound, way: Bound) -> Measured:
 
 
 # ------------------------------------------------------------------------------------------------------ a sampler's age
-claims.column(
-    "to first order in a sampler's age the bias of a ratio is `‖b − E X‖` and its variance `2 tr Cov(G, X)` "
-    "above that without one: these are the derivatives of the enumerated moments",
-    OWN,
-    "of the bias: central differences, whose error is of the second order in a step of the path",
-    "off_slopes",
-    near(0, 1e-4),
-    "age",
-)
-
-claims.column(
-    "with and without prefix ratios these moments are those of the registered estimators",
-    OWN,
-    LIMIT,
-    "off_again",
-    near(0, EXACT),
-    "age",
-)
 
 
 def _aged(rows: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
@@ -437,46 +355,25 @@ def _token_ratio(rows: pd.DataFrame, tokens: Bound, age: Bound) -> Measured:
     return {"share_of_the_bias_left": left, "worse_than_none": (found["left"] > 1).mean()}
 
 
-STATED = {"updates of the path": PATH["updates"], "repeats": TRAINED["repeats"]}
-numbers.add(lambda rows: [number(name, value) for name, value in STATED.items()])
-
-
 @numbers.add
 def _of_the_path(rows: pd.DataFrame) -> Cited:
+    yield number("updates of the path", PATH["updates"])
     found, where = need(rows, "path"), ["estimator", "length", "staleness"]
     yield from melted(found.groupby(where)[["bias"]].mean(), ["bias"])
-    token = need(found, estimator="k3-ratio").astype({"value_bias": float})
-    what = ["value_bias", "token_share", "prefix_share", "sequence_share"]
-    yield from melted(token.groupby(where)[what].mean(), what)
     yield number("largest bias of whole ratios", _path(rows, *WHOLE)["bias"].max())
-
-
-@numbers.add
-def _of_prices(rows: pd.DataFrame) -> Cited:
-    """Geometric means over environments: variances of weights have heavy tails."""
-    logs = np.log(need(rows, "length").set_index(["compared", "tokens"])["price"].astype(float))
-    yield from melted(np.exp(logs.groupby(level=["compared", "tokens"]).mean()).to_frame(), ["price"])
 
 
 @numbers.add
 def _of_weights(rows: pd.DataFrame) -> Cited:
     found = need(rows, "weights")
-    shares = ["token_share", "prefix_share", "log_sequence_share", "each"]
+    shares = ["prefix_share", "log_sequence_share", "each"]
     means = found.assign(each=found["kl_to_sampler"] / found["at"]).groupby(["at", "noise"])[shares].mean()
     # Exponential in the KL, which differs between environments: a plain mean would be the share of the nearest one.
     means["sequence_share"] = means["log_sequence_share"].map(math.exp)
-    names = {name: name for name in ("token_share", "prefix_share", "sequence_share")} | {"each": "KL a token"}
-    yield from melted(means, names)
-
-
-@numbers.add
-def _of_stability(rows: pd.DataFrame) -> Cited:
-    for seed, one in need(rows, "stability").groupby("seed"):
-        yield number("most updates", most_updates(one.iloc[-1]), seed=seed)
+    yield from melted(means, {"prefix_share": "prefix_share", "sequence_share": "sequence_share", "each": "KL a token"})
 
 
 numbers.melt("training", ["gap"], ["recipe", "batch_size", "inner_steps"], means=True)
-numbers.single("training", {"batch size": ("batch_size", "max")})
 
 
 @numbers.add
@@ -484,11 +381,9 @@ def _of_age(rows: pd.DataFrame) -> Cited:
     found = _aged(rows)
     found = found.assign(worse=found["left"] > 1, cost=found["variance_prefix"] / found["variance_none"])
     by = found.groupby(["tokens", "made", "age"])
-    medians = ("error", "left", "kl_to_sampler", "bias_none")
-    yield from melted(by[list(medians)].median(), {name: f"median {name}" for name in medians})
+    yield from melted(by[["error", "left"]].median(), {"error": "median error", "left": "median left"})
     yield from melted(by[["noisier", "worse"]].mean(), {"noisier": "share noisier", "worse": "share worse"})
     yield number("batch compared", BATCH)
     yield from melted(by[["cost"]].max(), {"cost": "largest cost"})
-    yield from melted(by.size().to_frame("paths"), ["paths"])
     young = found[(found["age"] == 1) & (found["predicted_even"] > 0)]
     yield from melted(young.groupby(["tokens", "made"])[["predicted_even"]].median(), {"predicted_even": "median even"})

@@ -1,29 +1,26 @@
 """Staleness, from none to many updates: gradients, weights and training, each part with what concerns it."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
-import torch
 
 from kltest.environments import Instance, ngram, sequence
-from kltest.environments.policies import table
 from kltest.loss.calling import bind
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Settings
-from kltest.sweeps.store import digest
 from kltest.training import Problem, Run, train
-from kltest.truth import combine, gradient, gradient_again, optimum, parse, value
-from kltest.truth.recursions import total_visits
+from kltest.truth import gradient, optimum, recursions, value
+from kltest.truth.off_policy import along
 
 from ..arrays import norm
 from ..fixed_points import token_k2_fixed_point, token_k3_fixed_point
-from ..paths import ascents
-from ..rollouts import projected
+from ..paths import ascents, problems, seed_of
+from ..rollouts import moments, projected
 
 # What each part varies; it takes no notice of the other settings.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -35,27 +32,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "age": {"start": "start", "tokens": "aged", "made": "made", "age": "age", "seed": "seed"},
 }
 
-# What each estimator follows when the sampler is another policy, by theory; None where that has no name, or one that
-# depends on the length (broadcast).
-FOLLOWED: dict[str, str | None] = {
-    "k1-loss": "-1*from_sampler_kl",
-    "k2-loss": "local_reverse_kl@rollouts",
-    "k2-loss-sequence": "reverse_kl@rollouts",
-    "k3-loss": "local_forward_kl@rollouts",
-    "k1-reward": "reverse_kl@rollouts",
-    "k2-ratio": "local_squared_log_ratio@sampler",
-    "k2-ratio-detached": "local_reverse_kl@sampler",
-    "k3-ratio": "local_reverse_kl@sampler",
-    "k3-ratio-detached": "local_forward_kl@sampler",
-    "k2-prefix-ratio": "local_reverse_kl",
-    "k3-broadcast-ratio": None,
-    "k1-reward-stale": "reverse_kl-to_sampler_kl",
-    "k1-reward-sequence-ratio": "reverse_kl",
-    "k1-reward-to-go-prefix-ratio": "reverse_kl",
-    # Not registered: own.py.
-    "k1-reward-token-ratio": "reverse_kl@sampler",
-    "k1-reward-clipped-ratio": None,
-}
+
+ESTIMATORS = (
+    *("k1-loss", "k2-loss", "k2-loss-sequence", "k3-loss", "k1-reward", "k2-ratio", "k2-ratio-detached", "k3-ratio"),
+    *("k3-ratio-detached", "k2-prefix-ratio", "k3-broadcast-ratio", "k1-reward-stale", "k1-reward-sequence-ratio"),
+    # The last two are not registered.
+    *("k1-reward-to-go-prefix-ratio", "k1-reward-token-ratio", "k1-reward-clipped-ratio"),
+)
 
 # Ways to train: the KL term, the ratio of the reward's part, and where training comes to rest on-policy, where known.
 # The reward always has a baseline; leave-one-out gives one to the KL as well.
@@ -82,7 +65,7 @@ SETTINGS = Settings(
         # Tokens of a rollout, and how many updates ago the sampler was the policy.
         "length": (1, 3),
         "staleness": (0, 1, 4, 8, 16, 32, 64),
-        "estimator": tuple(FOLLOWED),
+        "estimator": ESTIMATORS,
         # Bias and variance against length.
         "tokens": (1, 2, 4, 6, 10),
         "compared": (
@@ -143,18 +126,16 @@ SETTINGS = Settings(
 # The path: ascent with exact expectations on E[R] − β·KL, R normal for every prefix and token; whoever is `staleness`
 # updates behind is the sampler of the policy that has made all of them.
 PATH = {"vocabulary": 3, "updates": 64, "beta": 0.2, "learning_rate": 0.1, "distance": 2.0}
-# The same ascent in so many environments at once, from the reference or from as far away; derivatives in the age are
-# compared with central differences of this many updates.
+# The same ascent in so many environments at once, from the reference or from as far away.
 STARTS = {"reference": 0.0, "away": PATH["distance"]}
-AGED, DIFFERENCE = 16, 0.01
 CLIP = 0.2  # PPO's, where a ratio is clipped
 
 # Against length: tokens that look at the last one alone, so that length is all that changes; reference and sampler have
 # the policy's logits and normal noise of these sizes on them.
 TREE = {"vocabulary": 2, "policy": 0.7, "reference": 0.7, "sampler": 0.7}
 
-# Effective sample sizes: a bigram, enumerated as well up to a length.
-BIGRAM = {"vocabulary": 4, "policy": 1.0, "enumerated": 5}
+# Effective sample sizes: a bigram.
+BIGRAM = {"vocabulary": 4, "policy": 1.0}
 
 # Training, from near the reference; sampled runs are shorter and repeated.
 TRAINED = {"vocabulary": 2, "length": 3, "beta": 0.9, "distance": 1.0, "early": 64, "sampled": 192, "repeats": 16}
@@ -243,7 +224,7 @@ def of_stability(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]
 
 
 def _cycle(one: Mapping[str, Any]) -> Row:
-    """The largest eigenvalue of M, where the rest point went, and what theory needs to know of the environment."""
+    """The largest eigenvalue of M, and what theory needs to know of the environment."""
     estimator, ratio, name = RECIPES[one["recipe"]]
     each, beta = problem(one["seed"]), TRAINED["beta"]
     rest = rest_of(each, beta, name)
@@ -267,36 +248,13 @@ def _cycle(one: Mapping[str, Any]) -> Row:
     ends = (history.logits - history.logits[:, :, :1])[:, :, 1:].reshape(len(runs), -1)
     matrix = ((ends[1::2] - ends[2::2]) / (2 * STEP)).T
     eigenvalues = np.linalg.eigvals(matrix)
-    stayed = (rest - rest[:, :1])[:, 1:].ravel()
     best = rest_of(each, beta, "optimum")
     return {
         "multiplier": float(np.abs(eigenvalues).max()),
-        "moved": float(np.abs(ends[0] - stayed).max()),
         "curvatures": curvatures(each.environment, best),
         "kl": _kl(each, best),
         "rate": beta * one["learning_rate"],
-        "off_regression": _off_regression(one) if one["recipe"] == "none-centred" else None,
     }
-
-
-def _off_regression(one: Mapping[str, Any]) -> float | None:
-    """Difference of the last update of a cycle from −∇ Var_μ(R − β·Σu)/(2β), if the sampler is the start."""
-    count, each, beta, rate = one["updates"], problem(one["seed"]), TRAINED["beta"], one["learning_rate"]
-    run = Run(each, "leave-one-out", beta=beta, learning_rate=rate)
-    before, after = (
-        train([run], steps=steps, inner_steps=count, group_size=GROUP, optima=False).logits[0]
-        for steps in (count - 1, count)
-    )
-    sampler = Instance.of(each.environment, each.start, each.reference)
-    paths = sampler.paths
-    chances = torch.from_numpy(sampler.rollout_weights("current"))
-    logits = torch.from_numpy(before).requires_grad_()
-    u = (logits.log_softmax(dim=1) - torch.from_numpy(sampler.reference))[paths.contexts, paths.tokens].sum(dim=1)
-    objective = torch.from_numpy(each.environment.returns(paths)) - beta * u
-    variance = (chances * (objective - (chances * objective).sum()).square()).sum()
-    (wanted,) = torch.autograd.grad(-variance / (2 * beta), logits)
-    update = (after - before) / rate
-    return float(np.linalg.norm(update - wanted.numpy()) / np.linalg.norm(wanted.numpy()))
 
 
 def rest_of(each: Any, beta: float, name: str | None) -> np.ndarray:
@@ -314,7 +272,7 @@ def curvatures(environment: Any, log_policy: np.ndarray) -> list[float]:
     """
     chances = np.exp(log_policy)
     blocks = np.einsum("cv,vw->cvw", chances, np.eye(chances.shape[1])) - np.einsum("cv,cw->cvw", chances, chances)
-    found = total_visits(environment, log_policy)[:, None] * np.linalg.eigvalsh(blocks)[:, 1:]
+    found = recursions.total_visits(environment, log_policy)[:, None] * np.linalg.eigvalsh(blocks)[:, 1:]
     return sorted(map(float, found.ravel()))
 
 
@@ -326,35 +284,32 @@ def _kl(each: Any, log_policy: np.ndarray) -> float:
 # paths.
 #
 # A rollout's gradient is G = Σ_(t ≤ s) r_ts·g_t·u_s. Without a ratio r = 1; with the token's it is ρ_t, with the
-# prefix's ρ_(1:s), with the whole sequence's ρ_(1:T). Let the sampler be log μ = log π − δ·h, and X the derivative in
-# δ of what a rollout gives, which has Σ of h where the ratio has a product of ρ. With b = E[h·G] on-policy, to first
-# order in δ the bias is δ·‖b − E X‖, and the variance is δ·2 tr Cov(G, X) above that without a ratio.
-RATIOS = ("none", "token", "prefix", "sequence")
-# Registered estimators that are the same, of which the first draw is enumerated again.
-AGAIN = {"none": "k1-reward-to-go", "prefix": "k1-reward-to-go-prefix-ratio"}
+# prefix's ρ_(1:s). Let the sampler be log μ = log π − δ·h, and X the derivative in δ of what a rollout gives, which has
+# Σ of h where the ratio has a product of ρ. With b = E[h·G] on-policy, to first order in δ the bias is δ·‖b − E X‖, and
+# the variance is δ·2 tr Cov(G, X) above that without a ratio.
+AGED = 16
+RATIOS = ("none", "token", "prefix")
 
 
 def of_age(start: str, tokens: int, made: int, age: int, seed: int) -> list[Row]:
     """A row for each drawn environment: the policy after `made` updates, sampled from `age` updates before."""
-    logits, references = _paths(start, tokens, seed)
     rows = []
-    for draw, reference in enumerate(references):
-        path = logits[: made + 1, draw]
+    names = tuple(("age", start, tokens, seed, draw) for draw in range(AGED))
+    for draw, (logits, reference) in enumerate(_paths(names, tokens, STARTS[start])):
+        path = logits[: made + 1]
         instance = Instance.of(sequence(int(PATH["vocabulary"]), tokens), path[-1], reference, path[-1 - age])
         # What the last update did to log-probs, to first order: its logits, centred by the policy.
         step = path[-1] - path[-2]
         change = step - (np.exp(instance.policy) * step).sum(axis=1, keepdims=True)
-        rows.append({"draw": draw, **_measured(instance, change, age), "off_again": None if draw else _off(instance)})
+        rows.append({"draw": draw, **_aged(instance, change, age)})
     return rows
 
 
-def moments(instance: Instance, ratio: str) -> tuple[np.ndarray, float]:
+def with_ratio(instance: Instance, ratio: str) -> tuple[np.ndarray, float]:
     """Mean (D,) and variance of a rollout's gradient with this ratio, the sampler's rollouts enumerated."""
-    log_ratio = _along(instance, instance.policy - instance.sampler)
+    log_ratio = along(instance, instance.policy - instance.sampler)
     weights = np.exp(instance.paths.log_probability(instance.sampler))
-    gradients = _gradients(instance, np.exp(_summed(log_ratio, ratio)))
-    mean = weights @ gradients
-    return mean, float(weights @ ((gradients - mean) ** 2).sum(axis=1))
+    return moments(weights, _gradients(instance, np.exp(_summed(log_ratio, ratio))))
 
 
 def first_order(instance: Instance, change: np.ndarray, ratio: str) -> tuple[np.ndarray, float]:
@@ -362,7 +317,7 @@ def first_order(instance: Instance, change: np.ndarray, ratio: str) -> tuple[np.
 
     `change` (C, V) is h token by token, of mean zero in each context.
     """
-    h = _along(instance, change)
+    h = along(instance, change)
     weights = np.exp(instance.paths.log_probability(instance.policy))
     plain, moved = _gradients(instance, np.ones((*h.shape, h.shape[1]))), _gradients(instance, _summed(h, ratio))
     bias = weights @ moved - weights @ (h.sum(axis=1)[:, None] * plain)
@@ -370,104 +325,46 @@ def first_order(instance: Instance, change: np.ndarray, ratio: str) -> tuple[np.
     return bias, 2 * float(covariance)
 
 
-def _measured(instance: Instance, change: np.ndarray, age: int) -> Row:
+def _aged(instance: Instance, change: np.ndarray, age: int) -> Row:
     fresh = Instance.of(instance.environment, instance.policy, instance.reference, instance.policy)
-    truth, noise = moments(fresh, "none")
-    row: Row = {"kl_to_sampler": float(np.exp(instance.paths.log_probability(instance.policy)) @ _log_ratio(instance))}
+    truth, noise = with_ratio(fresh, "none")
+    row: Row = {}
     for ratio in RATIOS:
-        mean, variance = moments(instance, ratio)
-        bias_slope, variance_slope = first_order(fresh, change, ratio)
-        row |= {
-            f"bias_{ratio}": norm(mean - truth) / norm(truth),
-            f"variance_{ratio}": variance / noise,
-            f"bias_slope_{ratio}": norm(bias_slope) / norm(truth),
-            f"variance_slope_{ratio}": variance_slope / noise,
-        }
-    scale = noise / norm(truth) ** 2
-    row["even"] = _even(row["variance_prefix"] - row["variance_none"], row["bias_none"], scale)
-    row["predicted_even"] = _even(row["variance_slope_prefix"], row["bias_slope_none"], scale) / age
-    row["noise"] = scale
-    return {**row, "off_slopes": _off_slopes(fresh, change) if age == 1 else None}
-
-
-def _even(variance: float, bias: float, scale: float) -> float:
-    """The batch size from which a ratio without bias has the lower mean squared error; at most 0: it always has."""
-    return variance * scale / bias**2
-
-
-def _off_slopes(fresh: Instance, change: np.ndarray) -> float:
-    """The largest difference of the derivatives from central differences of enumerated moments, relative to them."""
-    sides = []
-    for step in (DIFFERENCE, -DIFFERENCE):
-        # δ·h less its normalisation, which is of second order.
-        moved = Instance.of(fresh.environment, fresh.policy, fresh.reference, table(fresh.policy - step * change))
-        sides.append({ratio: moments(moved, ratio) for ratio in RATIOS})
-    off = []
-    for ratio in RATIOS:
-        bias, variance = first_order(fresh, change, ratio)
-        (up, wide), (down, narrow) = (side[ratio] for side in sides)
-        plain = sides[0]["none"][1] - sides[1]["none"][1]
-        off.append(norm((up - down) / (2 * DIFFERENCE) - bias))
-        off.append(abs((wide - narrow - plain) / (2 * DIFFERENCE) - variance))
-    size = norm(first_order(fresh, change, "none")[0])
-    return float(max(off) / size)
-
-
-def _off(instance: Instance) -> float:
-    """The largest relative difference from enumeration of the registered estimators."""
-    off = []
-    for ratio, name in AGAIN.items():
-        mean, variance = moments(instance, ratio)
-        found = exact(resolve(name), instance, "stale")
-        off += [norm(found.gradient.ravel() - mean) / norm(mean), abs(float(found.variance) / variance - 1)]
-    return max(off)
+        mean, variance = with_ratio(instance, ratio)
+        row |= {f"bias_{ratio}": norm(mean - truth) / norm(truth), f"variance_{ratio}": variance / noise}
+    row["variance_slope_prefix"] = first_order(fresh, change, "prefix")[1] / noise
+    row["noise"] = noise / norm(truth) ** 2
+    # The batch size from which prefix ratios have the lower mean squared error; at most 0: they always have.
+    bias_slope = norm(first_order(fresh, change, "none")[0]) / norm(truth)
+    row["predicted_even"] = row["variance_slope_prefix"] * row["noise"] / bias_slope**2 / age
+    return row
 
 
 @cache
-def _paths(start: str, tokens: int, seed: int) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Logits (updates + 1, draws, C, V) of ascent with exact expectations on E[R] − β·KL, and the references."""
-    environment = sequence(int(PATH["vocabulary"]), tokens)
-    problems = [
-        Problem.draw(
-            environment,
-            int(digest(["age", start, tokens, seed, draw])[:8], 16),
-            distance=STARTS[start],
-            reward="normal",
-        )
-        for draw in range(AGED)
-    ]
-    logits = ascents(problems, int(PATH["updates"]), beta=PATH["beta"], learning_rate=PATH["learning_rate"])
-    return logits, [one.reference for one in problems]
+def _paths(names: tuple[tuple[Any, ...], ...], tokens: int, distance: float) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Logits (updates + 1, C, V) of ascent with exact expectations on E[R] − β·KL, and the reference, of each name."""
+    drawn = problems(sequence(int(PATH["vocabulary"]), tokens), names, distance)
+    logits = ascents(drawn, int(PATH["updates"]), beta=PATH["beta"], learning_rate=PATH["learning_rate"])
+    return [(logits[:, draw], each.reference) for draw, each in enumerate(drawn)]
 
 
 def _summed(logs: np.ndarray, ratio: str) -> np.ndarray:
     """(N, T, T) of logs (N, T) of tokens: their sum as the ratio on g_t·u_s has it."""
-    shape = (*logs.shape, logs.shape[1])
-    summed = logs.cumsum(axis=1)
-    found = {"none": 0.0, "token": logs[:, :, None], "prefix": summed[:, None, :], "sequence": summed[:, -1:, None]}
-    return np.broadcast_to(found[ratio], shape)
+    found = {"none": 0.0, "token": logs[:, :, None], "prefix": logs.cumsum(axis=1)[:, None, :]}
+    return np.broadcast_to(found[ratio], (*logs.shape, logs.shape[1]))
 
 
 def _gradients(instance: Instance, weights: np.ndarray) -> np.ndarray:
     """(N, D) Σ_(t ≤ s) weights_ts·g_t·u_s of each rollout, weights (N, T, T)."""
-    u = _along(instance, instance.policy - instance.reference)
-    return projected(instance, instance.paths, (np.triu(weights) * u[:, None, :]).sum(axis=2))
-
-
-def _along(instance: Instance, values: np.ndarray) -> np.ndarray:
-    """(N, T) of the tokens of each rollout, from a table (C, V)."""
-    return values[instance.paths.contexts, instance.paths.tokens]
-
-
-def _log_ratio(instance: Instance) -> np.ndarray:
-    return _along(instance, instance.policy - instance.sampler).sum(axis=1)
+    u = along(instance, instance.policy - instance.reference)
+    return projected(instance, (np.triu(weights) * u[:, None, :]).sum(axis=2))
 
 
 # --- weights ---
 # Effective sample sizes of importance weights against length, by recursion over contexts: no rollout is drawn.
 def of_weights(horizon: int, noise: float, seed: int) -> list[Row]:
     """A row for each of some lengths up to the horizon."""
-    generator = np.random.default_rng(int(digest(["weights", seed])[:8], 16))
+    generator = np.random.default_rng(seed_of("weights", seed))
     vocabulary = int(BIGRAM["vocabulary"])
     shape = (vocabulary + 1, vocabulary)
     logits, direction = BIGRAM["policy"] * generator.standard_normal(shape), generator.standard_normal(shape)
@@ -480,44 +377,23 @@ def shares(instance: Instance) -> list[Row]:
     For prefixes, and so for whole rollouts, E_μ[ρ_(1:t)²] is the sum over paths of Π π²/μ: powers of a matrix.
     """
     environment, policy, sampler = instance.environment, instance.policy, instance.sampler
-    # In an environment of one token nothing follows; the recursion ends before it would matter where it leads.
-    following = np.maximum(environment.successors[:, :, 0], 0)
     square = np.exp(2 * policy - sampler)
-    growth, at_sampler_next, at_policy_next = (
-        _step(following, weights) for weights in (square, np.exp(sampler), np.exp(policy))
-    )
     divergence = (np.exp(policy) * (policy - sampler)).sum(axis=1)
-    state, at_sampler, at_policy = (np.eye(len(policy))[0] for _ in range(3))
     logarithm = kl = tokens = prefixes = 0.0
-    rows = []
-    wanted = lengths(environment.horizon)
-    for length in range(1, environment.horizon + 1):
+    state = recursions.start(environment)
+    visited = (recursions.visits(environment, np.exp(log_probs)) for log_probs in (sampler, policy))
+    rows, wanted = [], lengths(environment.horizon)
+    for length, (at_sampler, at_policy) in enumerate(zip(*visited, strict=True), 1):
         tokens += 1 / float(at_sampler @ square.sum(axis=1))
         kl += float(at_policy @ divergence)
-        state, at_sampler, at_policy = state @ growth, at_sampler @ at_sampler_next, at_policy @ at_policy_next
         # Kept at size one: E[w²] itself leaves the range of a float.
-        logarithm, state = logarithm + float(np.log(state.sum())), state / state.sum()
+        grown = float(state[:, 0] @ square.sum(axis=1))
+        logarithm, state = logarithm + float(np.log(grown)), recursions.forward(environment, square, state) / grown
         prefixes += float(np.exp(-logarithm))
         if length in wanted:
-            rows.append(
-                {
-                    "at": length,
-                    "token_share": tokens / length,
-                    "prefix_share": prefixes / length,
-                    "log_sequence_share": -logarithm,
-                    "kl_to_sampler": kl,
-                    "off_enumerated": _off_weights(instance, length, -logarithm),
-                }
-            )
+            found = {"token_share": tokens / length, "prefix_share": prefixes / length}
+            rows.append({"at": length, **found, "log_sequence_share": -logarithm, "kl_to_sampler": kl})
     return rows
-
-
-def _step(following: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """(C, C) matrix of the summed weights of the tokens that lead from one context to another."""
-    matrix = np.zeros((len(following), len(following)))
-    for context, (contexts, weight) in enumerate(zip(following, weights, strict=True)):
-        np.add.at(matrix[context], contexts, weight)
-    return matrix
 
 
 def lengths(horizon: int) -> list[int]:
@@ -526,110 +402,46 @@ def lengths(horizon: int) -> list[int]:
     return sorted({length for length in steps if length < horizon} | {horizon})
 
 
-def _off_weights(instance: Instance, length: int, log_share: float) -> float | None:
-    """Relative difference of the recursion from a sum over all rollouts; None if they are too many."""
-    if length > BIGRAM["enumerated"]:
-        return None
-    short = Instance.of(ngram(instance.environment.vocabulary, length), *(instance.policy,) * 2, instance.sampler)
-    policy, sampler = (short.paths.log_probability(who) for who in (short.policy, short.sampler))
-    return abs(float(np.exp(2 * policy - sampler).sum()) * np.exp(log_share) - 1)
-
-
 # --- gradients ---
 # Exact bias and variance of every estimator: along a training path, and against the length of a rollout.
 def of_path(length: int, staleness: int, estimator: str, seed: int) -> list[Row]:
     """The sampler is the policy of `staleness` updates ago."""
     instance = on_path(length, staleness, seed)
-    truth, known = _known(length, staleness, seed)
+    truth = gradient("reverse_kl", instance)
     found, fresh = (_along_gradients(length, step, seed, estimator) for step in (staleness, 0))
-    size = norm(truth)
-    followed = FOLLOWED[estimator]
-    combination = parse(followed) if followed else None
-    if estimator == "k3-broadcast-ratio":
-        parts = {"reverse_kl": 1 / length, "local_forward_kl": 1 - 1 / length, "other_tokens_forward_kl": -1 / length}
-        combination = {f"{name}@mean_ratio": coefficient for name, coefficient in parts.items()}
-    off = None if combination is None else norm(found.gradient - combine(combination, instance)) / size
+    as_value = estimator == "k3-ratio"
     return [
         {
-            **_judged(found, truth),
-            "drift": norm(found.gradient - fresh.gradient) / size,
-            "off_followed": off,
-            **_logged(estimator, found, instance),
-            **known,
+            **_judged(found, fresh, truth),
+            "value_bias": found.value.mean / value("reverse_kl", instance) - 1 if as_value else None,
+            "furthest": float(np.abs(np.exp(instance.policy - instance.sampler) - 1).max()),
         }
     ]
-
-
-@cache
-def _known(length: int, staleness: int, seed: int) -> tuple[np.ndarray, Row]:
-    """∇KL(π‖ref), and what is known of the place on the path whatever the estimator."""
-    instance = on_path(length, staleness, seed)
-    truth = gradient("reverse_kl", instance)
-    return truth, {
-        "truth_again": norm(truth - gradient_again("reverse_kl", instance)) / norm(truth),
-        "kl": value("reverse_kl", instance),
-        "kl_to_sampler": value("to_sampler_kl", instance),
-        "furthest": float(np.abs(np.exp(instance.policy - instance.sampler) - 1).max()),
-        **_sample_sizes(instance),
-    }
-
-
-def _logged(estimator: str, found: Any, instance: Instance) -> Row:
-    """Difference of k3 with its ratio, as a value, from the KL, and from that on the sampler's prefixes."""
-    names = {"value_bias": "reverse_kl", "value_off_sampler": "local_reverse_kl@sampler"}
-    said = estimator == "k3-ratio"
-    return {column: found.value.mean / value(name, instance) - 1 if said else None for column, name in names.items()}
 
 
 def of_length(tokens: int, compared: str, seed: int) -> list[Row]:
     """The sampler is off by as much at every prefix, however long the rollout."""
     instance = tree(tokens, seed)
-    truth = gradient("reverse_kl", instance)
     fresh = Instance(instance.environment, instance.policy, instance.reference, instance.policy)
     found, own = _moments(compared, instance), _moments(compared, fresh)
-    drift = norm(found.gradient - own.gradient) / norm(truth)
-    price = found.variance / own.variance
-    return [{**_judged(found, truth), "drift": drift, "price": price, **_sample_sizes(instance)}]
+    return [{**_judged(found, own, gradient("reverse_kl", instance)), "price": found.variance / own.variance}]
 
 
-@cache
 def on_path(length: int, staleness: int, seed: int) -> Instance:
-    problem, logits = _path(length, seed)
-    return Instance.of(problem.environment, logits[-1], problem.reference, logits[-1 - staleness])
-
-
-@cache
-def _path(length: int, seed: int) -> tuple[Any, Sequence[np.ndarray]]:
-    """The problem, and the logits after 0, 1, … updates of training with exact expectations."""
-    environment = sequence(int(PATH["vocabulary"]), length)
-    problem = Problem.draw(environment, _seed("path", length, seed), distance=PATH["distance"], reward="normal")
-    logits = [problem.start]
-    for _ in range(int(PATH["updates"])):
-        # One update at a time, as the history keeps the last logits alone.
-        here = Problem(problem.environment, logits[-1], problem.reference)
-        run = Run(here, "k1-reward", beta=PATH["beta"], learning_rate=PATH["learning_rate"])
-        logits.append(train([run], steps=1, optima=False).logits[0])
-    return problem, logits
+    ((logits, reference),) = _paths((("path", length, seed),), length, PATH["distance"])
+    return Instance.of(sequence(int(PATH["vocabulary"]), length), logits[-1], reference, logits[-1 - staleness])
 
 
 def tree(tokens: int, seed: int) -> Instance:
     environment = sequence(int(TREE["vocabulary"]), tokens)
-    generator = np.random.default_rng(_seed("length", seed))
+    generator, vocabulary = np.random.default_rng(seed_of("length", seed)), environment.vocabulary
     # A row at the start and one after each token; prefixes of a length are in lexicographic order.
-    rows = [0, *(1 + prefix % TREE["vocabulary"] for prefix in _prefixes(environment.vocabulary, tokens))]
-    shape = (environment.vocabulary + 1, environment.vocabulary)
+    rows = [0, *(1 + prefix % vocabulary for length in range(1, tokens) for prefix in range(vocabulary**length))]
     policy, reference, sampler = (
-        TREE[who] * generator.standard_normal(shape)[rows] for who in ("policy", "reference", "sampler")
+        TREE[who] * generator.standard_normal((vocabulary + 1, vocabulary))[rows]
+        for who in ("policy", "reference", "sampler")
     )
     return Instance.of(environment, policy, policy + reference, policy + sampler)
-
-
-def _prefixes(vocabulary: int, tokens: int) -> list[int]:
-    return [prefix for length in range(1, tokens) for prefix in range(vocabulary**length)]
-
-
-def _seed(*words: Any) -> int:
-    return int(digest(words)[:8], 16)
 
 
 @cache
@@ -642,21 +454,12 @@ def _moments(estimator: str, instance: Instance) -> Any:
     return exact(loss, instance, "stale")
 
 
-def _judged(found: Any, truth: np.ndarray) -> Row:
+def _judged(found: Any, fresh: Any, truth: np.ndarray) -> Row:
     size = norm(truth)
-    return {"bias": norm(found.gradient - truth) / size, "variance": float(found.variance) / size**2}
-
-
-def _sample_sizes(instance: Instance) -> Row:
-    """1/E_μ[weight²] of the ratios of tokens, of prefixes (means over positions) and of whole rollouts; enumerated."""
-    paths = instance.paths
-    log_ratio = (instance.policy - instance.sampler)[paths.contexts, paths.tokens]
-    chances = np.exp(paths.log_probability(instance.sampler))[:, None]
-    token, prefix = (1 / (chances * np.exp(2 * of)).sum(axis=0) for of in (log_ratio, log_ratio.cumsum(axis=1)))
     return {
-        "token_share": float(token.mean()),
-        "prefix_share": float(prefix.mean()),
-        "sequence_share": float(prefix[-1]),
+        "bias": norm(found.gradient - truth) / size,
+        "variance": float(found.variance) / size**2,
+        "drift": norm(found.gradient - fresh.gradient) / size,
     }
 
 
@@ -706,9 +509,7 @@ def of_training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
 
 def problem(seed: int) -> Any:
     environment = sequence(int(TRAINED["vocabulary"]), int(TRAINED["length"]))
-    return Problem.draw(
-        environment, int(digest(["training", seed])[:8], 16), distance=TRAINED["distance"], reward="normal"
-    )
+    return Problem.draw(environment, seed_of("training", seed), distance=TRAINED["distance"], reward="normal")
 
 
 def groups(estimator: str) -> int | None:
@@ -717,13 +518,6 @@ def groups(estimator: str) -> int | None:
 
 
 BATCHING = Batching(("estimator", "staleness", "seed", "compared", "updates"), size=64)
-
-COMPUTE: Mapping[str, Callable[..., list[Row]]] = {
-    "path": of_path,
-    "length": of_length,
-    "weights": of_weights,
-    "age": of_age,
-}
 
 
 def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -737,11 +531,10 @@ def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, 
 
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
-    together = {"training": of_training, "stability": of_stability}
-    if (part := configurations[0]["part"]) in together:
-        return together[part](configurations)
-    return [[{**one, **row} for row in _compute(**one)] for one in configurations]
-
-
-def _compute(part: str, **options: Any) -> list[Row]:
-    return COMPUTE[part](**options)
+    part = configurations[0]["part"]
+    if part in ("training", "stability"):
+        return {"training": of_training, "stability": of_stability}[part](configurations)
+    parts = {"path": of_path, "length": of_length, "weights": of_weights, "age": of_age}
+    own = [{name: it for name, it in one.items() if name != "part"} for one in configurations]
+    rows = (parts[part](**options) for options in own)
+    return [[{**one, **row} for row in found] for one, found in zip(configurations, rows, strict=True)]

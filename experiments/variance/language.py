@@ -4,7 +4,6 @@
 its task and its training with k1 in the reward are those of the experiment finetune.
 """
 
-import csv
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kltest.files import as_csv
 from kltest.finetune.checkpoints import RunFolder
 from kltest.finetune.models import Models, load
 from kltest.finetune.objective import Objective
@@ -25,7 +25,8 @@ from kltest.language_models.scoring import score
 
 from ..finetune.experiment import settings_for
 from ..finetune.settings import BETA, SAME
-from .experiment import LANGUAGE, RECORD, RECORDED_SHARES, recorded
+from ..records import lines, rounded
+from .experiment import LANGUAGE, RECORD, RECORDED_SHARES
 
 FIGURES = 5
 """Significant figures that rows keep."""
@@ -146,20 +147,13 @@ def surrogate(models: Models, rollouts: Rollouts, exact: Tensor, temperature: fl
 
 def write(rows: list[Row]) -> None:
     """Write the record, a line a row, sorted."""
-    plain = [
-        {name: float(f"{one:.{FIGURES}g}") if isinstance(one, float) else one for name, one in row.items()}
-        for row in rows
-    ]
-    with RECORD.open("w", encoding="utf-8", newline="") as file:
-        names = list(dict.fromkeys(name for row in plain for name in row))
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(plain)
+    plain = [{name: rounded(one, FIGURES) for name, one in row.items()} for row in rows]
+    RECORD.write_text(as_csv(plain), encoding="utf-8")
 
 
 def main(seeds: Sequence[int]) -> None:
     """Add seeds to the record, or make theirs again."""
-    kept = [row for row in recorded() if row["seed"] not in seeds] if RECORD.exists() else []
+    kept = [row for row in lines(RECORD) if row["seed"] not in seeds]
     for seed in seeds:
         kept += record(seed)
         write(sorted(kept, key=lambda row: row["seed"]))

@@ -16,7 +16,8 @@ from kltest.reproduce.experiment import Experiment, Request, compute_all
 pytest.importorskip("transformers")
 
 TRIAL = Trial("finetune")
-ANALYSIS, RUNS, SPREAD, SETTINGS, TASK = TRIAL.modules("claims", "experiment", "spread", "settings", "task")
+ANALYSIS, RUNS, SETTINGS, TASK = TRIAL.modules("claims", "experiment", "settings", "task")
+SPREAD = CHECKOUT.load("experiments", "spread")
 AUDITED, AUDITS = TRIAL.modules("audited", "audits")
 ABOUT_AUDITS = {sentence for sentence, *_ in AUDITED.claims.questions}
 # A reference of one update, and runs of a few: what they find means nothing.

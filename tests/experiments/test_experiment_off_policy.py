@@ -144,7 +144,6 @@ def test_moments_with_a_ratio_rollout_by_rollout(ratio):
         "none": lambda on, t, s: 0.0,
         "token": lambda on, t, s: on[t],
         "prefix": lambda on, t, s: sum(on[: s + 1]),
-        "sequence": lambda on, t, s: sum(on),
     }[ratio]
     each, plain, moved, fresh, stale, shift = [], [], [], [], [], []
     for contexts, tokens in zip(instance.paths.contexts, instance.paths.tokens, strict=True):
@@ -164,7 +163,7 @@ def test_moments_with_a_ratio_rollout_by_rollout(ratio):
         stale.append(np.exp(instance.sampler[contexts, tokens].sum()))
         shift.append(sum(h))
     each, plain, moved, fresh, stale, shift = map(np.array, (each, plain, moved, fresh, stale, shift))
-    mean, variance = MODULE.moments(instance, ratio)
+    mean, variance = MODULE.with_ratio(instance, ratio)
     assert mean == pytest.approx(stale @ each, abs=1e-13)
     assert variance == pytest.approx(stale @ (each**2).sum(axis=1) - ((stale @ each) ** 2).sum(), rel=1e-11)
     bias, slope = MODULE.first_order(instance, change, ratio)
@@ -175,21 +174,15 @@ def test_moments_with_a_ratio_rollout_by_rollout(ratio):
 
 def test_paths_start_at_the_reference_or_away_from_it_and_move():
     for start, at_reference in (("reference", True), ("away", False)):
-        logits, references = MODULE._paths(start, 1, 0)
-        assert len(references) == logits.shape[1] == MODULE.AGED
-        # Up to a constant on all logits of a context.
-        apart = np.ptp(logits[0, :, 0] - np.stack(references)[:, 0], axis=1)
-        assert (apart < 1e-12).all() == at_reference
-        assert (np.abs(np.diff(logits, axis=0)).max(axis=(1, 2, 3)) > 0).all()
+        for logits, reference in MODULE._paths((("made up", 0), ("made up", 1)), 1, MODULE.STARTS[start]):
+            # Up to a constant on all logits of a context.
+            assert (np.ptp(logits[0, 0] - reference[0]) < 1e-12) == at_reference
+            assert (np.abs(np.diff(logits, axis=0)).max(axis=(1, 2)) > 0).all()
 
 
 @pytest.mark.parametrize("part", ["path", "length", "weights", "stability", "training", "age"])
 def test_a_part_alone_is_no_error(rows, part):
     TRIAL.may_lack([row for row in rows if row["part"] == part])
-
-
-def scaled(name, factor):
-    return lambda row: {name: row[name] * factor if row[name] is not None else None}
 
 
 def test_parts_have_what_concerns_them_once():

@@ -1,6 +1,5 @@
 """The variance experiment: the pair by hand, recursions by rollouts, the floor, and wrong results called wrong."""
 
-import itertools
 import math
 
 import numpy as np
@@ -11,15 +10,13 @@ from kltest.environments import Instance, sequence
 from kltest.truth import gradient
 
 TRIAL = Trial("variance")
-ascents = CHECKOUT.load("experiments", "paths").ascents
+ascents, lines = CHECKOUT.load("experiments", "paths").ascents, CHECKOUT.load("experiments", "records").lines
 experiment, analysis = TRIAL.modules("experiment", "claims")
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[dict]:
-    """All parts; of the bandit's training only what three claims need least: its start, and made-up ends."""
-    found = TRIAL.computed(
-        "part=pair,rates,ladder,mixtures,freedom,noise,budget,language,reward",
+    return TRIAL.computed(
         "budgeted=100",
         "reference=0.1,0.25,0.5,0.9",
         "vocabulary=2,8",
@@ -27,22 +24,7 @@ def rows() -> list[dict]:
         "distance=0.1,3.0",
         "environments=1000",
         "compared=10",
-        "lam=-0.5,0.0,1.0,2.0",
     )
-    path = {"part": "bandit", "what": "path", "step": 0, "rule": "1", "rate": 5.0, "kl": 2.4302}
-    return [*found, *_ends(), {**path, "low": 2.4302, "high": 2.4302}]
-
-
-def _ends() -> list[dict]:
-    """As published, so that claims about the bandit can be judged without 4,800 updates; one real run is below."""
-    wanted = {5.0: (0.46, 0.47, 0.32, 0.325), 10.0: (4.5, 4.5, 0.29, 0.26), 20.0: (4.9, 4.9, 4.9, 0.30)}
-    end = {"part": "bandit", "what": "end", "runs": 32, **analysis.STUDY}
-    return [
-        {**end, "run": run, "rule": rule, "rate": rate, "kl": kl}
-        for rate, medians in wanted.items()
-        for rule, kl in zip(("0", "value", "1", "gradient"), medians, strict=True)
-        for run in range(32)
-    ]
 
 
 def test_the_published_pair_by_hand(rows):
@@ -61,25 +43,6 @@ def test_the_published_pair_by_hand(rows):
         3.31591,
         5.06974,
     )
-
-
-def test_the_best_mixture_is_least_along_the_line_between_the_two(rows):
-    instance = experiment.published_pair(0.25)
-    row = row_of(rows, part="pair", reference=0.25)
-    u = instance.policy - instance.reference
-    kl = (np.exp(instance.policy) * u).sum(axis=1)
-    values, chances = [], []
-    for first, second in itertools.product((0, 1), repeat=2):
-        chances.append(math.exp(instance.policy[0, first] + instance.policy[1 + first, second]))
-        values.append((u[0, first] + u[1 + first, second], kl[0] + kl[1 + first]))
-    sampled, blackwell = np.array(values).T
-
-    def variance(share: float) -> float:
-        value = share * sampled + (1 - share) * blackwell
-        return float(np.cov(value, aweights=chances, bias=True))
-
-    assert variance(row["share"]) == pytest.approx(row["mixture"], rel=1e-12)
-    assert all(variance(row["share"] + step) > row["mixture"] for step in (-0.01, 0.01))
 
 
 def one_by_one(environments, environment: int, name: str) -> tuple[np.ndarray, float]:
@@ -194,74 +157,6 @@ def test_to_go_and_return_are_alike_under_their_best_baselines_by_prefix(environ
     np.testing.assert_allclose(noise[0], noise[1], rtol=1e-11)
 
 
-def test_a_mixture_is_no_noisier_than_its_parts_and_moving_its_weights_makes_it_so():
-    generator = np.random.default_rng(2)
-    weights = generator.dirichlet(np.ones(20))
-    score = generator.standard_normal((20, 4))
-    score -= weights @ score
-    base = generator.standard_normal((20, 4))
-    other = generator.standard_normal((20, 4))
-    other += weights @ base - weights @ other
-    variance, shares = experiment.mixture([base, other], score, weights)
-
-    def noise(each: np.ndarray) -> float:
-        return float(weights @ ((each - weights @ each) ** 2).sum(axis=1))
-
-    def best(share: float) -> float:
-        mixed = share * base + (1 - share) * other
-        size = weights @ (score**2).sum(axis=1)
-        return noise(mixed - (weights @ (mixed * score).sum(axis=1)) / size * score)
-
-    assert shares.sum() == pytest.approx(1)
-    assert variance == pytest.approx(best(shares[0]), rel=1e-10)
-    assert variance < min(best(shares[0] + 0.05), best(shares[0] - 0.05), noise(base), noise(other))
-
-
-def test_differences_of_unbiased_estimators_have_mean_zero_in_every_environment():
-    """The predicted ones do: baselines, and for references that are seen at the sampled token alone, w − 1."""
-    chances = np.array(experiment.CHANCES[3])
-    for table in experiment._references():
-        w = np.array(table) / experiment.FRACTIONS / chances
-        assert chances @ (w - 1) == pytest.approx(0, abs=1e-15)
-    assert {(row["dimension"], row["predicted"]) for row in experiment.counts()} == {
-        (number, number) for number in (3, 39, 9, 26)
-    }
-
-
-def test_the_two_coefficients_by_hand():
-    one = experiment.instance()
-    p, u = np.exp(one.policy[0]), (one.policy - one.reference)[0]
-    w = np.exp(-u)
-    norms = ((np.eye(1000) - p) ** 2).sum(axis=1)
-    found = experiment.coefficients()
-    covariance = p @ ((u - p @ u) * (w - p @ w))
-    assert found["value"] == pytest.approx(-covariance / (p @ (w - p @ w) ** 2), rel=1e-9)
-    assert found["gradient"] == pytest.approx(1 + p @ (u * norms) / (p @ norms), rel=1e-9)
-    assert p @ u == pytest.approx(2.43, abs=0.005)
-
-
-@pytest.mark.parametrize("rule", ["1", "gradient"])
-def test_training_is_the_updates_written_out(rule):
-    """Same uniforms, chosen by the same cumulative chances; the gradient (u + 1 − λ)(e_y − π) in plain numpy."""
-    found = experiment.training({"rule": rule, "rate": 5.0, "steps": 20, "batch_size": 16, "runs": 2})
-    reference, start = (table[0] for table in experiment.tables())
-    reference = reference - np.logaddexp.reduce(reference)
-    for run in range(2):
-        generator = np.random.default_rng(run)
-        logits = start.copy()
-        for _ in range(20):
-            log_p = logits - np.logaddexp.reduce(logits)
-            p, u = np.exp(log_p), log_p - reference
-            norms = 1 - 2 * p + (p**2).sum()
-            lam = 1.0 if rule == "1" else 1 + p @ (u * norms) / (p @ norms)
-            arms = np.searchsorted(p.cumsum()[:-1], generator.random(16), side="right")
-            push = np.bincount(arms, (u[arms] + 1 - lam) / 16, 1000)
-            logits = logits - 5.0 * (push - p * push.sum())
-        log_p = logits - np.logaddexp.reduce(logits)
-        (end,) = (row["kl"] for row in found if row["what"] == "end" and row["run"] == run)
-        assert end == pytest.approx(np.exp(log_p) @ (log_p - reference), rel=1e-8)
-
-
 def of_rule(environments, environment: int, exact: dict[int, float]) -> np.ndarray:
     """Variances of value, token-level gradient and gradient rollout by rollout; `exact` is c by context."""
     policy, reference = environments.tables(environment)
@@ -287,7 +182,7 @@ def of_rule(environments, environment: int, exact: dict[int, float]) -> np.ndarr
 
 @pytest.mark.parametrize("rule", ["nowhere", "everywhere", "random", "threshold"])
 def test_variances_are_linear_in_the_rule(environments, rule):
-    """By recursion, by enumeration, and by a loop over rollouts with each formula written out."""
+    """By recursion, and by a loop over rollouts with each formula written out."""
     of_value = experiment.gains(environments)["value"]
     generator = np.random.default_rng(3)
     exact = {
@@ -298,33 +193,10 @@ def test_variances_are_linear_in_the_rule(environments, rule):
     }[rule]
     for environment in range(2):
         by_loop = of_rule(environments, environment, dict(enumerate(np.concatenate([c[environment] for c in exact]))))
-        assert experiment.variances(environments, environment, exact) == pytest.approx(by_loop, rel=1e-11)
         assert experiment.predicted(environments, environment, exact) == pytest.approx(by_loop, rel=1e-11)
-
-
-def test_no_choice_of_prefixes_is_less_noisy_than_the_threshold():
-    """All 2⁷ choices in an environment with negative gains."""
-    environments = experiment.Environments.draw(1, 2, 3, 10.0, np.random.default_rng(8), 4.0)
-    gains = experiment.gains(environments)
-    assert min(level.min() for level in gains["value"]) < 0
-    sizes = [level.shape[1] for level in environments.kl]
-    least = np.inf
-    for bits in itertools.product((0.0, 1.0), repeat=sum(sizes)):
-        exact = np.split(np.array(bits)[None], np.cumsum(sizes)[:-1], axis=1)
-        least = np.minimum(least, experiment.variances(environments, 0, exact))
-    for at, gain in enumerate(gains.values()):
-        assert experiment.variances(environments, 0, experiment.threshold(gain))[at] == pytest.approx(
-            least[at], rel=1e-10
-        )
-
-
-def test_a_rule_that_sees_the_token_is_biased_by_its_covariance():
-    """One decision of three tokens: exact where |u| is largest, a token of chance 0.2, for half of its visits."""
-    policy, reference = np.log([[[0.2, 0.3, 0.5]]]), np.log([[[0.02, 0.38, 0.6]]])
-    environments = experiment.Environments([policy], [reference])
-    u, p = (policy - reference)[0, 0], np.exp(policy)[0, 0]
-    kl = p @ u
-    assert experiment.biased(environments, 0.1)[0] == pytest.approx(0.1 * (kl - u[0]) / kl, rel=1e-12)
+        if rule == "nowhere":
+            _, sampled = environments.value_moments(environments.u)
+            assert sampled[environment] == pytest.approx(by_loop[0], rel=1e-11)
 
 
 def test_variances_with_a_reward_by_a_loop_over_rollouts():
@@ -385,7 +257,7 @@ def test_after_one_small_step_exact_kls_add_twice_the_squared_gradient():
 
 def test_the_record_is_consistent():
     """Exact KLs everywhere remove what the two variances differ by; shares of a positive gain grow with the budget."""
-    rows = experiment.recorded()
+    rows = lines(experiment.RECORD)
     seeds = sorted({row["seed"] for row in rows})
     assert seeds == list(range(len(seeds)))
     for seed in seeds:
