@@ -16,7 +16,7 @@ SHOWN = (
 def draw(rows: DataFrame) -> Figure:
     """Bias over noise, near and far; one pair at all lengths over the distance of equal noise."""
     figure, axes = panels(6, 5.0)
-    held = select(rows, "length", hold="kl", seed=0)
+    held = select(rows, "length", hold="kl")
     for column, kl in enumerate((held["kl"].min(), held["kl"].max())):
         here = select(held, kl=kl)
         where = f"{('near', 'far')[column]}: KL = {kl:g} nats"
@@ -33,30 +33,12 @@ def draw(rows: DataFrame) -> Figure:
 
 
 def _lines(axes: Axes, rows: DataFrame, quantity: str, title: str, y: str) -> None:
-    """Exact lines; where samples were drawn, what they say, with two standard errors."""
     tidy(axes, title=title, x="length T (tokens)", y=y)
     for which, name in SHOWN:
-        mine, style = _of(rows, which), look(name).plot()
-        axes.plot(mine["length"], mine[quantity], **{**style, "marker": ""})
-        drawn = mine.dropna(subset=["z_mean"])
-        axes.errorbar(
-            drawn["length"],
-            drawn[f"sampled_{quantity}"],
-            2 * drawn[f"sampled_{quantity}_error"],
-            fmt=style["marker"],
-            color=style["color"],
-            markersize=3.2,
-            elinewidth=0.7,
-            capsize=1.2,
-            capthick=0.6,
-            markerfacecolor="white",
-            markeredgewidth=0.7,
-        )
+        mine = _of(rows, which)
+        axes.plot(mine["length"], mine[quantity], **look(name).plot(markevery=3))
     if quantity == "bias":
         axes.axhline(0, color=INK, lw=0.6)
-        if (select(rows, batches=200, samples=1000)["z_mean"].notna()).any():
-            words = "lines: exact\nmarks: 200 × 1,000 rollouts,\n± 2 standard errors"
-            note(axes, 0.97, 0.98, words, ha="right", va="top")
     else:
         axes.set(yscale="log", ylim=(0.2, 8), yticks=(0.2, 0.5, 1, 2, 5))
         axes.set_yticklabels(["0.2", "0.5", "1", "2", "5"])
@@ -71,7 +53,7 @@ def _one_pair(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="e  One pair: the order flips", x="length T (tokens)", y="std of one ĝ / ‖∇KL‖")
     furthest = select(rows, kl=rows["kl"].max())
     for which, name in SHOWN[:2]:
-        mine = _of(select(furthest, seed=0), which)
+        mine = _of(furthest, which)
         axes.plot(mine["length"], mine["std"], **look(name).plot())
     ends = furthest.groupby("length")["rollout_kl"].last()
     said = "\nto ".join(f"{ends.loc[length]:.2f} at T = {length}" for length in (ends.index[0], ends.index[-1]))

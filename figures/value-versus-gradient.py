@@ -30,9 +30,8 @@ GRADIENT_LABELS: dict[tuple[str, str], Spot] = {
 
 
 def draw(rows: DataFrame) -> Figure:
-    """Exact lines; the dots of the value were sampled, their bars are two standard errors."""
     figure, (values, gradients) = panels(2, 2.25)
-    rows = select(rows, "gaussians", width=1.0, kl=KL)
+    rows = select(rows, "gaussians", kl=KL)
     _values(values, rows)
     _gradients(gradients, rows)
     return figure
@@ -40,14 +39,11 @@ def draw(rows: DataFrame) -> Figure:
 
 def _values(axes: Axes, rows: DataFrame) -> None:
     across = np.geomspace(*SIZES, 200)
-    found = select(rows, kind="value").drop_duplicates("estimator", keep="last").set_index("estimator")
+    found = select(rows, kind="value").set_index("estimator")
     for name, words in VALUES.items():
         variance, mean = found.loc[name, ["variance", "mean"]]
         line = variance / KL**2 / across + (mean / KL - 1) ** 2
-        axes.plot(across, line, **look(name).plot(marker=""))
-        sampled = select(rows, kind="error", estimator=name, seed=0)
-        errors, style = 2 * sampled["standard_error"] / KL**2, look(name).plot(linestyle="", elinewidth=0.8)
-        axes.errorbar(sampled["size"], sampled["sampled"] / KL**2, yerr=errors, **style)
+        axes.plot(across, line, **look(name).plot(markevery=0.3))
         _label(axes, words, across, line, look(name).colour, VALUE_LABELS[name])
     _crossing(axes, found)
     axes.set(xscale="log", yscale="log", xlim=SIZES, ymargin=0.12)
@@ -69,7 +65,6 @@ def _gradients(axes: Axes, rows: DataFrame) -> None:
     label(axes, "no gradient at all", (SIZES[1], 1.0), (-2, -3), FAINT, ha="right", va="top")
     for (estimator, placement), words in GRADIENTS.items():
         parts = select(rows, kind="gradient", estimator=estimator, placement=placement)
-        parts = parts.drop_duplicates("parameter", keep="last")
         size = (parts["truth"] ** 2).sum()
         variance, bias = parts["variance"].sum() / size, ((parts["mean"] - parts["truth"]) ** 2).sum() / size
         # Rounding would draw a floor under an estimator that has none.

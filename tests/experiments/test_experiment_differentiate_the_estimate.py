@@ -16,12 +16,12 @@ from kltest.truth import value
 
 TRIAL = Trial("differentiate-the-estimate")
 (experiment,) = TRIAL.modules("experiment")
-SMALL = ("vocabulary=2,128", "gaussian_samples=32768", "length=5,10,11,20", "samples=200", "random_pairs=60", "every=5")
+SMALL = ("vocabulary=2,128", "length=5,10,11,20", "random_pairs=60")
 
 
 @pytest.fixture(scope="module")
 def rows():
-    """The quick run without its middle vocabularies and lengths, and with fewer samples."""
+    """The quick run without its middle vocabularies and lengths."""
     return TRIAL.computed(*SMALL)
 
 
@@ -64,8 +64,6 @@ def test_the_example_with_four_actions(rows):
     row = find(rows, estimator="k3-loss", example="four actions")
     assert row["truth"] == pytest.approx([0.3719, -0.0153, -0.1724, -0.1843], abs=5e-5)
     assert row["gradient"] == pytest.approx([0.3, 0.1, -0.1, -0.3], abs=1e-12)
-    assert row["kl"] == pytest.approx(0.4564, abs=5e-5)
-    assert find(rows, estimator="k2-loss", example="four actions")["logged"] == pytest.approx(0.5216, abs=5e-5)
     assert row["flipped"] == 1
     policy, reference = (0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4)
     for name in ("k1-loss", "k2-loss", "k3-loss", "k3-inverted", "abs-loss", "k2-reward", "k3-reward", "k3-both"):
@@ -134,19 +132,16 @@ def test_signs_turn_where_the_log_ratio_is_between_nothing_and_the_kl():
 )
 def test_schulmans_tables(rows, kl, stds, bias):
     for name, std in zip(("k1-loss", "k2-loss", "k3-loss"), stds, strict=True):
-        row = find(rows, part="gaussians", kind="value", estimator=name, kl=kl, width=1.0)
+        row = find(rows, part="gaussians", kind="value", estimator=name, kl=kl)
         assert math.sqrt(row["variance"]) / kl == pytest.approx(std, abs=6e-5)
         assert row["mean"] / kl - 1 == pytest.approx(bias if name == "k2-loss" else 0.0, abs=1e-9)
 
 
 def test_the_gradient_of_k3_between_gaussians_is_that_of_the_other_kl(rows):
     """KL(ref‖π) = log s + (1 + d²)/(2s²) − ½, with respect to d and log s."""
-    for width in (0.8, 1.0, 1.25):
-        shift = experiment.Gaussians.at(0.5, width).shift
-        expected = {"mean": shift / width**2, "width": 1 - (1 + shift**2) / width**2}
-        for parameter, slope in expected.items():
-            where = {"kl": 0.5, "width": width, "estimator": "k3-loss", "placement": "loss", "parameter": parameter}
-            assert find(rows, part="gaussians", kind="gradient", **where)["mean"] == pytest.approx(slope, abs=1e-9)
+    for parameter, slope in {"mean": 1.0, "width": -1.0}.items():  # d = s = 1 at a KL of ½
+        where = {"kl": 0.5, "estimator": "k3-loss", "placement": "loss", "parameter": parameter}
+        assert find(rows, part="gaussians", kind="gradient", **where)["mean"] == pytest.approx(slope, abs=1e-9)
 
 
 def counts(tokens) -> tuple[int, ...]:
@@ -220,16 +215,6 @@ def test_where_the_noise_is_equal_it_is(rows):
     found = moments_by_hand(experiment.at_distance(5, row["equal_at"]), 5)
     loss, reward = (second - (mean**2).sum() for mean, second in (found["k1-loss", "loss"], found["k1-loss", "reward"]))
     assert loss == pytest.approx(reward, rel=1e-9)
-
-
-def test_rollouts_of_one_type_are_found_to_be_alike():
-    instance = experiment.at_distance(6, 0.8)
-    paths = instance.environment.sample(instance.policy, 500, np.random.default_rng(0))
-    some, like = experiment.types_of(paths)
-    assert len({counts(tuple(row)) for row in some.tokens.tolist()}) == len(some)
-    assert [counts(tuple(row)) for row in some.tokens[like].tolist()] == [
-        counts(tuple(row)) for row in paths.tokens.tolist()
-    ]
 
 
 def test_claims_agree_and_each_can_fail(rows):
