@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pandas as pd
-from scipy.special import lambertw
 
 from kltest.reproduce.bounds import Bound, above, at_least, at_most, below, near, within
 from kltest.reproduce.claims import OWN, Claims, Measured
@@ -14,9 +13,6 @@ from kltest.reproduce.numbers import Cited, Numbers, extremes, melted
 from .experiment import EXACT, LOG_RATIOS, PARTS, TOKENS
 
 EMA_PG = "Zhang & Ba 2026 (EMA-PG, arXiv 2602.04417), Top-k KL"
-VERL = f"verl, low_var_kl; {OWN}"
-# The clamped k3 clamps the log-ratio as well.
-LOG_BOUND = 20.0
 # The largest relative error of a number that is rounded to eight significant bits.
 HALF_UNIT = 2.0**-9
 SUMS = "sums of float64"
@@ -27,26 +23,11 @@ claims = Claims("approximations")
 numbers = Numbers()
 tidy = ordered(PARTS)
 
-
 for _form, _source, _words in (
-    (
-        "top-k",
-        f"{EMA_PG}; Chen 2026 for one token of two",
-        "top-k with a sampled tail, differentiated, has `∇π(S)` beside ∇KL, and `Σ d(s)∇π(S|s)` on prefixes held fixed",
-    ),
-    ("top-k-detached", "TT-OPD 2026 (arXiv 2609.34447)", "with the head's log-ratio detached it is exact at every k"),
-    (
-        "head-alone",
-        OWN,
-        "a head alone lacks the tail's share of the gradient, and has ∇π(S) as well: it is off by "
-        "`∇π(S) − E[1{{y ∉ S}}·u·g]`",
-    ),
+    ("top-k", f"{EMA_PG}; Chen 2026 for two tokens", "with a sampled tail, differentiated, has `∇π(S)` beside ∇KL"),
+    ("top-k-detached", "TT-OPD 2026 (arXiv 2609.34447)", "with the head's log-ratio detached is exact at every k"),
 ):
-
-    @claims.measure(_source, SUMS, claim=_words, off_theory=near(0, EXACT), form=_form)
-    def _on_both(rows: pd.DataFrame, form: str) -> Measured:
-        return {"off_theory": pd.concat([need(rows, part, form=form) for part in ("head", "prefixes")])["theory_error"]}
-
+    claims.column(f"top-k {_words}", _source, SUMS, "theory_error", near(0, EXACT), "head", form=_form)
 
 AT_REFERENCE = {"form": "top-k", "distance": 0.0, "k": below(TOKENS)}
 
@@ -73,63 +54,6 @@ def _drifted(rows: pd.DataFrame) -> Measured:
         "mass": found["mass"],
         "mass_after": found["mass_after"],
     }
-
-
-@claims.measure(OWN, "settled runs are below 1e-10", gradient_norm=above(1e-3), kl=above(1e-3))
-def _unsettled(rows: pd.DataFrame) -> Measured:
-    """a head that does not stay the likeliest does not settle at a constant rate: gradient and KL(π‖ref) stay above
-    {gradient_norm} and {kl}"""
-    found = need(rows, "drift", form="top-k", predicted_kl=lambda x: x.isna())
-    return {"gradient_norm": found["gradient_norm"], "kl": found["kl"]}
-
-
-claims.column(
-    "with the head detached such training stays at the reference",
-    OWN,
-    SUMS,
-    "kl",
-    near(0, EXACT),
-    "drift",
-    form="top-k-detached",
-)
-
-
-def root_of_k3(value: float, sign: float) -> float:
-    """Return the log-ratio u on one side of zero at which e^{−u} − 1 + u is v: 1 + v + W(−e^{−1 − v})."""
-    return float(1 + value + lambertw(-math.exp(-1 - value), 0 if sign > 0 else -1).real)
-
-
-@claims.measure(VERL, "bisection against Lambert's W", low_off=near(0, 1e-9), high_off=near(0, 1e-9), clamp=LOG_BOUND)
-def _dead(rows: pd.DataFrame, clamp: float) -> Measured:
-    """a clamped k3 has no gradient beyond the roots of `e^(−u) − 1 + u = bound`, {clamp:g} at most in size"""
-    found = need(rows, "clamp", u=LOG_RATIOS[0])
-    off = {
-        f"{edge}_off": found[edge] - [sign * min(abs(root_of_k3(at, sign)), clamp) for at in found["bound"]]
-        for edge, sign in (("low", -1), ("high", 1))
-    }
-    ten = found.loc[(found["bound"] - 10).abs().idxmin()]
-    return {**off, "dead": f"below {ten['low']:.4f} and above {ten['high']:.4f} at a bound of {ten['bound']:g}"}
-
-
-claims.column(
-    "where no token is in the dead zone it is k3, and follows ∇KL(ref‖π)",
-    VERL,
-    SUMS,
-    "relative_bias",
-    near(0, EXACT),
-    "lead",
-    dead_mass=0,
-)
-
-
-@claims.measure(
-    VERL, f"a tenth; {SUMS}", pull_left=below(0.1), off_theory=near(0, EXACT), bound=10.0, dead_mass=above(0.5)
-)
-def _silenced(rows: pd.DataFrame, bound: float, dead_mass: Bound) -> Measured:
-    """once more than {dead_mass} of the mass is on tokens in it, less than {pull_left:.0%} of k3's pull remains at a
-    bound of {bound:g}, `Σ (π − ref)·g` over the living tokens (`16 tokens`, chances `1/rank`)"""
-    found = need(rows, "lead", bound=bound, dead_mass=dead_mass)
-    return {"pull_left": found["pull"] / found["pull of k3-loss"], "off_theory": found["theory_error"]}
 
 
 @claims.measure(OWN, "exact training, until KL(π‖ref) is below 0.01", times_as_many=above(10))
@@ -212,26 +136,6 @@ def _nothing_left(rows: pd.DataFrame, log_ratio: float) -> Measured:
     return {f"lost_by_{name}": need(found, estimator=f"{name}-loss")["relative_error"] for name in ("k3", "k2")}
 
 
-claims.column(
-    "float32 is enough everywhere here: less than {bound:.0%} is lost, log-ratios from `1e-4`",
-    OWN,
-    "a hundredth is less than sampling leaves",
-    "relative_error",
-    below(0.01),
-    "precision",
-    kind="float32",
-)
-
-claims.column(
-    "one mean over a batch's tokens: the closed form is the sum over all batches",
-    OWN,
-    SUMS,
-    "enumeration_error",
-    near(0, EXACT),
-    "batch",
-)
-
-
 @claims.measure(OWN, "the next order in 1/B", exponent=within(0.97, 1.03), batch_size=at_least(64))
 def _falls(rows: pd.DataFrame, batch_size: Bound) -> Measured:
     """for B from {batch_size} on it tends to ∇KL/E[L] (whole return), or its local form (tokens), like `B^(−a)` with a
@@ -239,17 +143,6 @@ def _falls(rows: pd.DataFrame, batch_size: Bound) -> Measured:
     found = need(rows, "batch", batch_size=batch_size).sort_values("batch_size").groupby(["normalised", "seed"])
     slopes = [-np.diff(np.log(mine["relative_distance"])) / np.diff(np.log(mine["batch_size"])) for _, mine in found]
     return {"exponent": np.concatenate(slopes)}
-
-
-claims.column(
-    "each rollout over its own length: the gradient of `E[(Σu − 1)/L]`",
-    OWN,
-    SUMS,
-    "objective_error",
-    near(0, EXACT),
-    "lengths",
-    field="whole return",
-)
 
 
 def _asymmetries(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
@@ -267,17 +160,7 @@ def _no_field(rows: pd.DataFrame) -> Measured:
 
 
 claims.column(
-    "k1 in the loss over L is no longer zero, but above {bound} of length-normalised k2's gradient",
-    OWN,
-    "far above rounding",
-    "k1_loss",
-    above(1e-2),
-    "lengths",
-    field="whole return",
-)
-
-claims.column(
-    "training with the length-normalised penalty ends at `ref·e^(L(R − c)/β)`, and that with k2 of the sequence at π*",
+    "training with the length-normalised penalty ends at `ref·e^(L(R − c)/β)`",
     OWN,
     "where the gradient is this short",
     "end_error",
@@ -290,17 +173,8 @@ claims.column(
 @claims.measure(OWN, "the effect fades like 1/β", right_ones=above(1e-6), wrong_ones=below(-1e-6))
 def _grows(rows: pd.DataFrame) -> Measured:
     """so it makes right answers longer and wrong ones shorter than the reference's, in the mean"""
-    found = need(rows, "optimum", penalty="length-normalised")
+    found = need(rows, "optimum")
     return {f"{kind}_ones": found[f"length_of_{kind}"] / found[f"reference_length_of_{kind}"] - 1 for kind in KINDS}
-
-
-@claims.measure(
-    "Korbak et al. 2022, the form of π*", "where training has settled", right_off=near(0, 1e-9), wrong_off=near(0, 1e-9)
-)
-def _keeps(rows: pd.DataFrame) -> Measured:
-    """at π* right and wrong answers keep the lengths that they have under the reference"""
-    found = need(rows, "optimum", penalty="k2-loss-sequence")
-    return {f"{kind}_off": found[f"length_of_{kind}"] - found[f"reference_length_of_{kind}"] for kind in KINDS}
 
 
 @numbers.add
@@ -315,7 +189,7 @@ def _of_clamps(rows: pd.DataFrame) -> Cited:
     yield from melted(need(rows, "clamp", u=LOG_RATIOS[0]), edges, ["bound"])
     lead = need(rows, "lead")
     lead = lead.assign(left=lead["pull"] / lead["pull of k3-loss"])
-    yield from melted(lead, {"left": "pull left", "dead_mass": "dead mass"}, ["lead", "bound"])
+    yield from melted(lead, {"left": "pull left"}, ["lead", "bound"])
 
 
 numbers.melt("return", {"returned": "updates"}, ["penalty", "start"], step=0)
@@ -331,6 +205,5 @@ numbers.melt(
     "optimum",
     {name: name for name in ("length_of_right", "reference_length_of_right")},
     ["beta"],
-    penalty="length-normalised",
     seed=0,
 )

@@ -1,7 +1,8 @@
 """Each part of the experiment has a file of its own; here a configuration finds its part."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,18 @@ import torch
 from scipy.optimize import brentq
 from torch.autograd.functional import jacobian
 
-from kltest.environments import Instance, bandit, ragged, sequence
+from kltest.environments import Instance, bandit, ragged
 from kltest.environments.policies import softmax_gradient, table
 from kltest.estimators import find
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
-from kltest.moments import dynamic, exact, exact_batches
+from kltest.moments import dynamic, exact
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Settings
 from kltest.training import Problem, Run, train
-from kltest.truth import gradient, optimum, value
+from kltest.truth import gradient, value
+from kltest.truth.off_policy import along, of_rollouts
 
 from ..arrays import generator, norm
 from ..jacobians import asymmetry
@@ -27,7 +29,6 @@ from ..jacobians import asymmetry
 # What each part varies; it takes no notice of the other settings.
 PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "head": ("form", "k", "sharpness", "distance", "seed"),
-    "prefixes": ("form", "seed"),
     "drift": ("k", "likely_mass"),
     "clamp": ("bound",),
     "lead": ("bound", "lead"),
@@ -106,7 +107,6 @@ SETTINGS = Settings(
 
 # Heads: so many tokens. On prefixes: a vocabulary, a length, a head.
 TOKENS = 32
-PREFIXES = {"vocabulary": 4, "length": 3, "k": 2}
 
 # Drift: no reward, from the reference. Eight likely tokens share half of the mass or more, the others what is left, so
 # that a head of eight stays the likeliest after it lost a factor e; heads of other sizes cut through equal chances.
@@ -119,7 +119,6 @@ RETURN = {"steps": 2000, "learning_rate": 1.0, "records": 60, "home": 0.01}
 
 # Lengths: up to so many tokens of a vocabulary whose last token ends the rollout.
 RAGGED = {"vocabulary": 2, "length": 4}
-ENUMERATED_BATCHES = 4  # so large and no larger, all batches are called one by one as well
 # A penalty of weight β bounds the step that is stable: the rate is divided by β where that is above 1.
 OPTIMUM = {"vocabulary": 3, "length": 3, "steps": 5000, "learning_rate": 2.0}
 
@@ -164,29 +163,8 @@ def bias(one: Mapping[str, Any]) -> list[Row]:
     push = softmax_gradient(np.where(head, chances, 0.0), instance.policy)
     predicted = {"top-k": push, "top-k-detached": 0 * push, "head-alone": push - tail}[one["form"]]
     off = found - truth
-    mass, error = float(chances[head].sum()), norm(off - predicted)
     relative = norm(off) / norm(truth) if one["distance"] else None
-    return [{"mass": mass, "bias": norm(off), "relative_bias": relative, "theory_error": error}]
-
-
-def on_prefixes(one: Mapping[str, Any]) -> list[Row]:
-    """Sequences: beside ∇KL with prefixes held fixed the expected gradient has Σ_s d(s)·∇π(S|s)."""
-    environment = sequence(PREFIXES["vocabulary"], PREFIXES["length"])
-    instance = Instance.draw(environment, np.random.SeedSequence([one["seed"], 17]))
-    chances, k = np.exp(instance.policy), PREFIXES["k"]
-    head = np.argsort(np.argsort(-chances, axis=1), axis=1) < k
-    # How often a prefix is met is the chance of its rollouts.
-    visits = np.zeros(environment.n_contexts)
-    paths = instance.paths
-    np.add.at(visits, paths.contexts, instance.rollout_weights("current")[:, None] * paths.mask)
-    push = visits[:, None] * softmax_gradient(np.where(head, chances, 0.0), instance.policy)
-    u = instance.policy - instance.reference
-    tail = visits[:, None] * softmax_gradient(np.where(head, 0.0, chances * u), instance.policy)
-    predicted = {"top-k": push, "top-k-detached": 0 * push, "head-alone": push - tail}[one["form"]]
-    found = exact(made(one["form"], k), instance).gradient
-    local = gradient("local_reverse_kl", instance)
-    off = found - local
-    return [{"relative_bias": norm(off) / norm(local), "theory_error": norm(off - predicted)}]
+    return [{"bias": norm(off), "relative_bias": relative, "theory_error": norm(off - predicted)}]
 
 
 def drift(one: Mapping[str, Any]) -> list[Row]:
@@ -221,7 +199,6 @@ def drift(one: Mapping[str, Any]) -> list[Row]:
                 "mass": mass,
                 "mass_after": float(ended[: min(k, TOKENS)].sum()),
                 "kl": float(history.kl[-1, index]),
-                "gradient_norm": float(history.gradient_norm[-1, index]),
                 **dict(zip(("predicted_mass", "predicted_kl"), predicted, strict=True)),
             }
         )
@@ -263,31 +240,13 @@ def zones(one: Mapping[str, Any]) -> list[Row]:
     ]
 
 
-def instance_at(lead: float) -> Any:
-    """The reference, and a policy in which the likeliest token has run ahead by `lead`."""
-    policy = REFERENCE.copy()
-    policy[0, 0] += lead
-    return Instance.of(bandit(CLAMPED_TOKENS), policy, REFERENCE)
-
-
 def at_a_lead(one: Mapping[str, Any]) -> list[Row]:
-    """Share of the pull that is left along the way back: derivative by the leading logit, and the whole gradient."""
-    instance = instance_at(one["lead"])
-    found = exact(resolve("k3-clamped", Call(arguments={"bound": one["bound"]})), instance).gradient
-    forward = gradient("forward_kl", instance)
-    chances, u = np.exp(instance.policy), instance.policy - instance.reference
-    alive = np.exp(-u) - 1 + u < one["bound"]
-    again = softmax_gradient(np.where(alive, chances - np.exp(instance.reference), 0.0), instance.policy)
-    return [
-        {
-            "kl": value("kl", instance),
-            "dead_mass": float(np.exp(instance.reference)[~alive].sum()),
-            "pull": float(found[0, 0]),
-            "pull of k3-loss": float(forward[0, 0]),
-            "relative_bias": float(np.linalg.norm(found - forward) / np.linalg.norm(forward)),
-            "theory_error": float(np.linalg.norm(found - again)),
-        }
-    ]
+    """Derivative by the leading logit, with the clamp and without, where the likeliest token has run ahead."""
+    policy = REFERENCE.copy()
+    policy[0, 0] += one["lead"]
+    instance = Instance.of(bandit(CLAMPED_TOKENS), policy, REFERENCE)
+    clamped = exact(resolve("k3-clamped", Call(arguments={"bound": one["bound"]})), instance).gradient
+    return [{"pull": float(clamped[0, 0]), "pull of k3-loss": float(gradient("forward_kl", instance)[0, 0])}]
 
 
 def way_back(one: Mapping[str, Any]) -> list[Row]:
@@ -365,34 +324,10 @@ def _weight(name: str, log_probs: Any, ref_log_probs: Any) -> np.ndarray:
 
 # --- lengths ---
 # Division by lengths where they vary: one mean over a batch's tokens, 1/L for each rollout, and where that ends.
-PENALTIES = ("length-normalised", "k2-loss-sequence")
-
-
-def whole_return(logp, ref_logp, mask):  # type: ignore[no-untyped-def]
-    """k1 in the reward over whole rollouts, averaged over all live tokens of the batch. (B, T) → ()."""
-    live = mask != 0
-    cost = (logp - ref_logp).where(live, 0.0).sum(dim=1).detach()
-    return (cost * logp.where(live, 0.0).sum(dim=1)).sum() / live.sum()
-
-
-def _loss(name: str) -> Any:
-    return bind(whole_return, name=name) if name == "whole-return" else resolve(name)
 
 
 def _instance(seed: int) -> Any:
     return Instance.draw(ragged(RAGGED["vocabulary"], RAGGED["length"]), np.random.SeedSequence([seed, 29]))
-
-
-def _scores(instance: Any, weights: np.ndarray) -> np.ndarray:
-    """(C, V) Σ over rollouts and live tokens of weights (N, T)·g_t."""
-    into = np.zeros_like(instance.policy)
-    instance.paths.collect(np.where(instance.paths.mask, weights, 0.0), into)
-    return softmax_gradient(into, instance.policy)
-
-
-def _log_ratios(instance: Any) -> np.ndarray:
-    paths = instance.paths
-    return np.where(paths.mask, paths.chosen(instance.policy - instance.reference), 0.0)
 
 
 def of_a_batch(one: Mapping[str, Any]) -> list[Row]:
@@ -402,18 +337,16 @@ def of_a_batch(one: Mapping[str, Any]) -> list[Row]:
     distribution is that of one length convolved with itself.
     """
     instance, size = _instance(one["seed"]), one["batch_size"]
-    paths, chances, u = instance.paths, instance.rollout_weights("current"), _log_ratios(instance)
+    paths, chances = instance.paths, instance.rollout_weights("current")
+    u = along(instance, instance.policy - instance.reference)
     others = _sum_of_lengths(np.bincount(paths.lengths, chances), size - 1)
     totals = np.arange(len(others))
     share = np.array([(others / (length + totals)).sum() for length in paths.lengths])
     cost = u if one["normalised"] == "token-mean" else np.repeat(u.sum(axis=1, keepdims=True), u.shape[1], axis=1)
-    found = _scores(instance, size * (chances * share)[:, None] * cost)
+    found = of_rollouts(instance, size * (chances * share)[:, None] * cost)
     target = "local_reverse_kl" if one["normalised"] == "token-mean" else "reverse_kl"
     limit = gradient(target, instance) / value("expected_length", instance)
-    enumerated = None
-    if size <= ENUMERATED_BATCHES:
-        enumerated = norm(exact_batches(_loss(one["normalised"]), instance, size=size).gradient - found)
-    return [{"relative_distance": norm(found - limit) / norm(limit), "enumeration_error": enumerated}]
+    return [{"relative_distance": norm(found - limit) / norm(limit)}]
 
 
 def _sum_of_lengths(one: np.ndarray, times: int) -> np.ndarray:
@@ -427,95 +360,65 @@ def _sum_of_lengths(one: np.ndarray, times: int) -> np.ndarray:
     return result
 
 
-# What multiplies g_t where every rollout is divided by its own length L.
-FIELDS = ("whole return", "reward-to-go", "token k2", "token k3")
+# What multiplies g_t where every rollout is divided by its own length L, from log-ratios (B, T).
+FIELDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "whole return": lambda u: u.sum(dim=1, keepdim=True).expand_as(u),
+    "reward-to-go": lambda u: u.flip(1).cumsum(dim=1).flip(1),
+    "token k2": lambda u: u,
+    "token k3": lambda u: 1 - (-u).exp(),
+}
 
 
 def of_one_rollout(one: Mapping[str, Any]) -> list[Row]:
-    """Each rollout over its own length: is it the gradient of anything? And is k1 in the loss still zero?
+    """Each rollout over its own length: is it the gradient of anything?
 
-    The expected gradient is written out over all rollouts in torch, and its Jacobian taken by autograd; that it is the
-    estimator's own is checked where there is one.
+    The expected gradient is written out over all rollouts in torch, and its Jacobian taken by autograd.
     """
     instance = _instance(one["seed"])
     paths = instance.paths
     contexts, tokens, live = (torch.from_numpy(part) for part in (paths.contexts, paths.tokens, paths.mask))
-    lengths = live.sum(dim=1, keepdim=True)
-    reference = torch.from_numpy(instance.reference)
-    start = torch.from_numpy(instance.policy).clone()
+    start, reference = (torch.from_numpy(np.array(logits)) for logits in (instance.policy, instance.reference))
 
-    def parts(logits: Any) -> tuple[Any, Any, Any]:
-        log_probs = logits.log_softmax(-1)
+    def field(name: str, logits: torch.Tensor) -> torch.Tensor:
+        log_probs = logits.view_as(start).log_softmax(-1)
         logp = log_probs[contexts, tokens].where(live, 0.0)
         u = logp - reference[contexts, tokens].where(live, 0.0)
-        return log_probs, logp.sum(dim=1).exp(), u
+        weight = logp.sum(dim=1, keepdim=True).exp() * FIELDS[name](u) / live.sum(dim=1, keepdim=True)
+        table = torch.zeros_like(start).index_put((contexts, tokens), weight.where(live, 0.0), accumulate=True)
+        return (table - log_probs.exp() * table.sum(dim=1, keepdim=True)).reshape(-1)
 
-    def field(name: str, logits: Any) -> Any:
-        log_probs, chances, u = parts(logits)
-        weight = {
-            "whole return": lambda: u.sum(dim=1, keepdim=True).expand_as(u),
-            "reward-to-go": lambda: u.flip(1).cumsum(dim=1).flip(1),
-            "token k2": lambda: u,
-            "token k3": lambda: 1 - (-u).exp(),
-        }[name]()
-        weight = (chances[:, None] * weight / lengths).where(live, 0.0)
-        table = torch.zeros_like(log_probs).index_put((contexts, tokens), weight, accumulate=True)
-        return table - log_probs.exp() * table.sum(dim=1, keepdim=True)
-
-    def objective(logits: Any) -> Any:
-        _, chances, u = parts(logits)
-        return (chances * (u.sum(dim=1) - 1) / lengths[:, 0]).sum()
-
-    leaf = start.clone().requires_grad_()
-    objective(leaf).backward()
-    assert leaf.grad is not None
-    by_objective = leaf.grad.numpy()
-    estimator = exact(_loss("length-normalised"), instance).gradient
-    chances = instance.rollout_weights("current")
-    k1 = _scores(instance, np.repeat((chances / paths.lengths)[:, None], paths.shape[1], axis=1))
-    rows: list[Row] = []
-    for name in FIELDS:
-        matrix = jacobian(lambda flat, name=name: field(name, flat.view_as(start)).reshape(-1), start.reshape(-1))
-        rows.append({"field": name, "asymmetry": asymmetry(matrix.numpy())})
-    rows[0] |= {"objective_error": norm(estimator - by_objective), "k1_loss": norm(k1) / norm(estimator)}
-    return rows
+    matrices = {name: jacobian(partial(field, name), start.reshape(-1)) for name in FIELDS}
+    return [{"field": name, "asymmetry": asymmetry(matrix.numpy())} for name, matrix in matrices.items()]
 
 
 def ends(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
-    """Ends of exact training on E[R] − β·(the length-normalised penalty), beside its fixed point; and so for π*.
+    """Ends of exact training on E[R] − β·(the length-normalised penalty), beside its fixed point.
 
     Stationary: R − β·Σu/L is the same for all rollouts, so π(y) = ref(y)·e^{L(R − c)/β}, with c so that it sums to 1.
     Right is to end at once, and every answer that begins with the first token.
     """
-    environment = _task()
-    runs = []
-    for one in configurations:
-        # Even, the first time.
-        spread = 0.5 * np.random.default_rng([one["seed"], 31]).standard_normal(environment.reward.shape)
-        reference = spread if one["seed"] else np.zeros_like(spread)
-        for penalty in PENALTIES:
-            rate = OPTIMUM["learning_rate"] / max(one["beta"], 1.0)
-            runs.append(Run(Problem(environment, reference, reference), penalty, beta=one["beta"], learning_rate=rate))
-    history = train(runs, steps=OPTIMUM["steps"], record=OPTIMUM["steps"])
-    rows = []
-    for index, run in enumerate(runs):
-        measured = {name: float(getattr(history, name)[-1, index]) for name in ("kl", "gap")}
-        ended = {"gradient_norm": float(history.gradient_norm[-1, index]), **_ended(run, history.logits[index])}
-        rows.append({"penalty": run.estimator, **measured, **ended})
-    return [rows[first : first + len(PENALTIES)] for first in range(0, len(rows), len(PENALTIES))]
-
-
-def _task() -> Any:
     environment = ragged(OPTIMUM["vocabulary"], OPTIMUM["length"])
     reward = np.zeros((environment.n_contexts, environment.vocabulary))
     reward[0, 0] = reward[0, -1] = 1.0
-    return replace(environment, reward=reward)
+    environment = replace(environment, reward=reward)
+    runs = []
+    for one in configurations:
+        # Even, the first time.
+        spread = 0.5 * np.random.default_rng([one["seed"], 31]).standard_normal(reward.shape)
+        problem = Problem(environment, *[spread if one["seed"] else np.zeros_like(spread)] * 2)
+        rate = OPTIMUM["learning_rate"] / max(one["beta"], 1.0)
+        runs.append(Run(problem, "length-normalised", beta=one["beta"], learning_rate=rate))
+    history = train(runs, steps=OPTIMUM["steps"], record=OPTIMUM["steps"])
+    return [
+        [{"gradient_norm": float(history.gradient_norm[-1, index]), **_ended(run, history.logits[index])}]
+        for index, run in enumerate(runs)
+    ]
 
 
-def _ended(run: Any, logits: np.ndarray) -> Row:
+def _ended(run: Run, logits: np.ndarray) -> Row:
     """Lengths of answers at the end and under the reference, and the distance of the end from its fixed point."""
-    environment, reference = run.problem.environment, run.problem.reference
-    instance = Instance.of(environment, logits, reference)
+    environment = run.problem.environment
+    instance = Instance.of(environment, logits, run.problem.reference)
     paths = instance.paths
     earned, lengths = environment.returns(paths), paths.lengths
     log_ref = paths.log_probability(instance.reference)
@@ -524,10 +427,7 @@ def _ended(run: Any, logits: np.ndarray) -> Row:
     def at(c: float) -> np.ndarray:
         return np.exp(log_ref + lengths * (earned - c) / run.beta)
 
-    if run.estimator == "length-normalised":
-        wanted = at(brentq(lambda c: at(c).sum() - 1, 0.0, 1.0, xtol=1e-15))
-    else:
-        wanted = np.exp(paths.log_probability(optimum(environment, reference, run.beta).policy))
+    wanted = at(brentq(lambda c: at(c).sum() - 1, 0.0, 1.0, xtol=1e-15))
     found: Row = {"end_error": float(np.abs(chances[""] - wanted).sum())}
     for which, chance in chances.items():
         for words, kind in (("right", earned == 1), ("wrong", earned == 0)):
@@ -542,7 +442,6 @@ def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]
     """Rows of each configuration, in which its own settings stand first."""
     compute = {
         "head": bias,
-        "prefixes": on_prefixes,
         "drift": drift,
         "clamp": zones,
         "lead": at_a_lead,
