@@ -56,7 +56,7 @@ def _steering(axes: Axes, rows: DataFrame) -> None:
 
 def _discount(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="c  Discounting the KL to come", x="discount γ, or λ of a GAE without critic", y="relative bias")
-    alone = select(rows, what="discount", critic=0.0, steering=SHOWN[1:])
+    alone = select(rows, steering=SHOWN[1:])
     bands(axes, alone, "discount", "bias")
     for steering, mine in alone.groupby("steering"):
         start = mine.groupby("discount")["bias"].mean()

@@ -7,7 +7,7 @@ import pandas as pd
 from kltest.reproduce.bounds import Bound, above, at_least, below, near
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, known, mean, need, ordered, require, select
-from kltest.reproduce.numbers import Cited, Numbers, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, melted
 
 from .experiment import CONDITIONS, DISCOUNTS, EXACT, PARTS
 
@@ -42,32 +42,13 @@ for _words, _names, _column in (
         return {"share_off": found[column], "longest": found["length"].max()}
 
 
-@claims.measure(BLIND, "rounding", truth_off=near(0, 1e-12), local=near(0, 1e-15))
-def _root(rows: pd.DataFrame) -> Measured:
-    """at a blind root, a token whose own chances are the reference's, the truth is `p(1 − p)·d`, the local gradient
-    zero"""
-    found = need(rows, "root")
-    off = found["whole"] - found["chance"] * (1 - found["chance"]) * found["departure"]
-    return {"truth_off": off, "local": found["local"]}
-
-
 @claims.measure(BLIND, "rounding", to_go_off=near(0, 1e-12), the_others=near(0, 1e-15))
 def _root_seen(rows: pd.DataFrame) -> Measured:
-    """as implemented, k1 in the reward with credit for later tokens moves a blind root by that, token-level losses do
-    not move it"""
+    """a blind root, a token whose own chances are the reference's, is moved by k1 in the reward with credit for later
+    tokens, by `p(1 − p)·d`, and not by token-level losses"""
     right, blind = (need(rows, "root", estimator=names) for names in (RIGHT, (*LOCAL, "k3-loss")))
-    return {"to_go_off": right["found"] - right["whole"], "the_others": blind["found"]}
-
-
-claims.column(
-    "where no context is seen, at `κ = 0`, nothing is missed, for every length, vocabulary and draw",
-    OWN,
-    "rounding",
-    "missed",
-    near(0, EXACT),
-    ("length", "vocabulary"),
-    steering=0.0,
-)
+    truth = right["chance"] * (1 - right["chance"]) * right["departure"]
+    return {"to_go_off": right["found"] - truth, "the_others": blind["found"]}
 
 
 def _at_longest(rows: pd.DataFrame) -> pd.DataFrame:
@@ -113,15 +94,6 @@ def _levels_off(rows: pd.DataFrame, steering: Bound, memories: int) -> Measured:
 
 
 claims.column(
-    "what a persistent bigram misses has a closed form: a token decides the KL of `(1 − κⁿ)/(1 − κ)` later ones",
-    OWN,
-    SUMS,
-    "off_formula",
-    near(0, EXACT),
-    ("length", "vocabulary"),
-)
-
-claims.column(
     "for T from {length} on the last token alone has less than {bound}/T of the gradient",
     OWN,
     "a tenth: tokens differ in context",
@@ -137,7 +109,6 @@ claims.column(
     "rounding; a share below one percent would not be called missing",
     missed_if_so=near(0, EXACT),
     missed_else=above(CLEAR),
-    off_second_route=near(0, EXACT),
 )
 def _conditions(rows: pd.DataFrame) -> Measured:
     """a token-level loss misses nothing where the KL to come does not depend on the token (both policies context-free,
@@ -150,7 +121,6 @@ def _conditions(rows: pd.DataFrame) -> Measured:
     return {
         "missed_if_so": found[exact]["missed"],
         "missed_else": found[~exact]["missed"],
-        "off_second_route": found["off_again"],
         "means": [f"{name} {share:.2f}" for name, share in means.items()],
     }
 
@@ -158,7 +128,7 @@ def _conditions(rows: pd.DataFrame) -> Measured:
 @claims.measure(OWN, "an order in every draw; rounding", fall=above(0), bias_at_1=near(0, EXACT))
 def _discounted(rows: pd.DataFrame) -> Measured:
     """a discount γ goes from the local gradient to the whole: its bias falls in γ, to zero at `γ = 1`"""
-    found = need(rows, "credit", what="discount", critic=0.0)
+    found = need(rows, "credit")
     by = known(found[found["steering"] > 0]).pivot_table("bias", ["steering", "seed"], "discount")
     falls = pd.concat([by[one] - by[other] for one, other in pairwise(DISCOUNTS)])
     return {
@@ -166,15 +136,6 @@ def _discounted(rows: pd.DataFrame) -> Measured:
         "bias_at_1": by[1.0],
         "mean_at_γ": [f"{at:g}: {by[at].mean():.2f}" for at in (0.0, 0.9, 0.99)],
     }
-
-
-@claims.measure(OWN, "rounding", advantages_off=near(0, EXACT), bias_off=near(0, EXACT))
-def _critic(rows: pd.DataFrame) -> Measured:
-    """generalised advantages with a critic that knows a share α of the KL to come have `(1 − α)` times the bias of a
-    discount λ"""
-    formed = need(rows, "credit", what="rollout by rollout")["off_formula"]
-    by = need(rows, "credit", what="discount").pivot_table("bias", ["steering", "seed", "discount"], "critic")
-    return {"advantages_off": formed, "bias_off": pd.concat([by[critic] - (1 - critic) * by[0.0] for critic in by])}
 
 
 @claims.measure(
@@ -201,17 +162,13 @@ def _curl_without_bias(rows: pd.DataFrame) -> Measured:
 @claims.measure(
     OWN,
     "a Gauss-Legendre rule of 30 nodes an edge; a hundredth would be called little",
-    off_formula=near(0, EXACT),
     true_gradient=near(0, EXACT),
     size=above(CLEAR),
 )
 def _circulation(rows: pd.DataFrame) -> Measured:
-    """going round a rectangle of two logits a token-level loss gains Δp·ΔKL, more than {size} in size, ∇KL nothing"""
-    found = need(rows, "circulation")
-    local = known(found[found["field"].isin(("local_reverse_kl", "k2-loss"))])
-    whole = need(found, field="reverse_kl")["circulation"]
-    off = local["circulation"] - local["formula"]
-    return {"off_formula": off, "true_gradient": whole, "size": local["formula"].abs(), "rectangles": len(whole)}
+    """going round a rectangle of two logits a token-level loss gains more than {size} in size, ∇KL nothing"""
+    local, whole = (need(rows, "circulation", field=name)["circulation"] for name in ("local_reverse_kl", "reverse_kl"))
+    return {"true_gradient": whole, "size": local.abs(), "rectangles": len(whole)}
 
 
 @claims.measure(
@@ -248,20 +205,10 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
 @numbers.add
 def _of_lengths(rows: pd.DataFrame) -> Cited:
     longest = _at_longest(rows)
-    yield number("longest", longest["length"].max())
     share = longest.assign(relative=longest["missed"] / longest["kept"]).groupby("steering")
     yield from melted(share[["missed", "relative"]].mean(), {"missed": "missed", "relative": "missed against kept"})
-    for which, words in (("min", "lowest cosine"), ("max", "highest cosine")):
-        yield from melted(share[["cosine"]].agg(which), {"cosine": words})
     short = need(rows, "length", length=2).groupby("steering")[["missed"]].mean()
     yield from melted(short, {"missed": "missed by two tokens"})
 
 
-numbers.melt("credit", ["bias"], ["discount", "steering"], means=True, what="discount", critic=0.0)
-numbers.melt("conditions", ["missed", "asymmetry"], ["condition"], means=True)
-
-numbers.single(("length", "vocabulary"), {"recursion against formula": ("off_formula", "max")})
-numbers.single("field", {"largest asymmetry": ("asymmetry", "max")})
-numbers.melt("circulation", ["circulation"], ["field"], seed=0)
-
-numbers.single("ends", {"ends off rest": ("off_rest", "max"), "starts apart": ("starts_apart", "min")})
+numbers.melt("conditions", ["missed"], ["condition"], means=True)

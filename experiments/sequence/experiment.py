@@ -5,14 +5,15 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
 
 from kltest.environments import Instance, ngram, sequence
-from kltest.environments.policies import softmax_gradient, table
+from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
 from kltest.sweeps.settings import Settings
 from kltest.training import Problem, Run, train
-from kltest.truth import gradient, gradient_again, value
+from kltest.truth import gradient, value
 from kltest.truth.gradients import credit_pairs
 
 from ..arrays import cosine, generator, norm
@@ -73,11 +74,9 @@ VOCABULARY = 8
 LENGTH = 100
 STEERING = 0.9
 
-# Credit: a discount γ from 0 to 1, and critics that know this share of the KL that is still to come.
+# Credit: a discount γ from 0 to 1.
 CREDIT_LENGTH = 24
 DISCOUNTS = (0.0, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
-CRITICS = (0.0, 0.5, 0.9, 1.0)
-ENUMERATED = {"vocabulary": 3, "length": 5}  # where generalised advantages are formed rollout by rollout as well
 
 # Conditions: policies of whole prefixes, in an environment small enough to be enumerated.
 CONDITIONS = ("both context-free", "policy context-free", "reference context-free", "relabelled", "neither")
@@ -98,9 +97,7 @@ ENDS = {"vocabulary": 2, "length": 3, "starts": 6, "beta": 1.0, "steps": 4000, "
 EXACT = 1e-10
 
 
-# --- environments --- The environments of this experiment, and the closed form of what a token brings later in one of
-# them.
-#
+# --- environments ---
 # A *persistent* bigram: with chance κ, the steering, a token is followed by itself; else by a draw from b that no
 # context has a say in,
 #
@@ -116,23 +113,6 @@ def persistent(vocabulary: int, length: int, steering: float, seed: int) -> Inst
     policy = np.concatenate([b, (1 - steering) * b + steering * np.eye(vocabulary)])
     reference = np.concatenate([r, (1 - steering) * r + steering * rows])
     return Instance.of(ngram(vocabulary, length, 2), np.log(policy), np.log(reference))
-
-
-def memory(steering: float, tokens: np.ndarray) -> np.ndarray:
-    """W(n) = (1 − κⁿ)/(1 − κ): of how many tokens' KL a token decides, where n follow."""
-    return (1 - steering**tokens) / (1 - steering)
-
-
-def future_in_closed_form(instance: Instance, steering: float) -> np.ndarray:
-    """(C, V) `future_reverse_kl` of a persistent bigram, with neither a recursion over contexts nor enumeration."""
-    horizon = instance.environment.horizon
-    chances, u = np.exp(instance.policy), instance.policy - instance.reference
-    awaits = (chances * u).sum(axis=1)[1:]
-    start = memory(steering, np.array([horizon - 1.0]))[0]
-    # The first context is visited once, and each of the others as often as b draws it from then on.
-    visits = memory(steering, np.arange(horizon - 1.0)).sum() * chances[0]
-    weight = np.concatenate([[start], visits])
-    return weight[:, None] * chances * (awaits - (chances * awaits).sum(axis=1, keepdims=True))
 
 
 def prefixes(condition: str, vocabulary: int, length: int, seed: int) -> Instance:
@@ -157,13 +137,9 @@ def blind_root(chance: float, departure: float) -> Instance:
 
     After the first token the policy is the reference; after the second it is as far from a fair coin as `departure`.
     """
-    root = np.log([1 - chance, chance])
-    low, high = 0.0, 60.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        low, high = (middle, high) if coin_kl(middle) < departure else (low, middle)
-    fair = np.zeros(2)
-    return Instance.of(sequence(2, 2), np.stack([root, fair, [0.0, low]]), np.stack([root, fair, fair]))
+    root, fair = np.log([1 - chance, chance]), np.zeros(2)
+    logit = brentq(lambda logit: coin_kl(logit) - departure, 0.0, 60.0, xtol=1e-15, rtol=1e-15)
+    return Instance.of(sequence(2, 2), np.stack([root, fair, [0.0, logit]]), np.stack([root, fair, fair]))
 
 
 def coin_kl(logit: float) -> float:
@@ -183,8 +159,9 @@ def compute(configuration: Configuration) -> list[Row]:
     return [{**configuration, **row} for row in rows]
 
 
-def divided(whole: np.ndarray, local: np.ndarray, last: np.ndarray) -> Row:
+def divided(instance: Instance) -> Row:
     """Divide ∇KL(π‖ref) into what a token-level loss misses of it and what the last token alone has."""
+    whole, local, last = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_", "last_token_"))
     return {
         "missed": norm(whole - local) / norm(whole),
         "kept": norm(local) / norm(whole),
@@ -193,28 +170,8 @@ def divided(whole: np.ndarray, local: np.ndarray, last: np.ndarray) -> Row:
     }
 
 
-def parts(instance: Instance, truth: Callable[[str, Instance], np.ndarray]) -> list[np.ndarray]:
-    """∇KL(π‖ref), its local part, and the last token's, by one of the truth's two routes."""
-    return [truth(f"{name}reverse_kl", instance) for name in ("", "local_", "last_token_")]
-
-
-def _length(length: int, steering: float, seed: int) -> list[Row]:
-    return [_persistent(VOCABULARY, length, steering, seed)]
-
-
-def _vocabulary(vocabulary: int, steering: float, seed: int) -> list[Row]:
-    return [_persistent(vocabulary, LENGTH, steering, seed)]
-
-
-def _persistent(vocabulary: int, length: int, steering: float, seed: int) -> Row:
-    instance = persistent(vocabulary, length, steering, seed)
-    whole, local, last = parts(instance, gradient)
-    formula = future_in_closed_form(instance, steering)
-    return {
-        **divided(whole, local, last),
-        # What the recursion and the formula say of what is missed, relative to the whole gradient.
-        "off_formula": norm(whole - local - formula) / norm(whole),
-    }
+def _persistent(steering: float, seed: int, vocabulary: int = VOCABULARY, length: int = LENGTH) -> list[Row]:
+    return [divided(persistent(vocabulary, length, steering, seed))]
 
 
 def _estimators(length: int, estimator: str, seed: int) -> list[Row]:
@@ -231,52 +188,19 @@ def _estimators(length: int, estimator: str, seed: int) -> list[Row]:
 
 
 def _credit(steering: float, seed: int) -> list[Row]:
-    """Discounts and critics, from the parts of the gradient by how far ahead the log-ratio lies.
+    """Discounts, from the parts of the gradient by how far ahead the log-ratio lies.
 
     By lag n: G_n = E[Σ_t g_t u_(t+n)]. A discount γ gives Σ_n γⁿG_n. A generalised advantage with λ and the critic
-    α·V, V the KL still to come, gives G_0 + Σ_(n≥1) (α + (1 − α)·λⁿ)·G_n: discounted is what the critic does not know.
+    α·V, V the KL still to come, gives G_0 + Σ_(n≥1) (α + (1 − α)·λⁿ)·G_n: discounted is what the critic does not know,
+    so that its bias is 1 − α times that of a discount λ.
     """
-
     instance = persistent(VOCABULARY, CREDIT_LENGTH, steering, seed)
     lags = np.zeros((CREDIT_LENGTH, *instance.policy.shape))
     for (t, s), pair in credit_pairs(instance).items():
         lags[s - t] += pair
-    whole = lags.sum(axis=0)
-    ahead = np.arange(len(lags))
-    rows: list[Row] = []
-    for critic in CRITICS:
-        for discount in DISCOUNTS:
-            weight = critic + (1 - critic) * discount**ahead
-            weight[0] = 1.0
-            found = np.tensordot(weight, lags, axes=1)
-            bias = norm(found - whole) / norm(whole)
-            rows.append({"what": "discount", "critic": critic, "discount": discount, "bias": bias})
-    return rows + [_advantages(steering, seed, critic, discount) for critic in (0.0, 0.5) for discount in (0.0, 0.8)]
-
-
-def _advantages(steering: float, seed: int, critic: float, discount: float) -> Row:
-    """The same as a sum over all rollouts of Σ_t g_t·A_t, the advantages formed along each as a trainer does."""
-
-    instance = persistent(ENUMERATED["vocabulary"], ENUMERATED["length"], steering, seed)
-    paths, horizon = instance.paths, instance.environment.horizon
-    chances, u = np.exp(instance.policy), instance.policy - instance.reference
-    onward = np.zeros(len(u))
-    known = np.zeros((len(paths), horizon + 1))  # what the critic says at each position; nothing follows the last
-    for step in reversed(range(horizon)):
-        onward = (chances * (u + (instance.environment.transition @ onward).reshape(u.shape))).sum(axis=1)
-        known[:, step] = critic * onward[paths.contexts[:, step]]
-    advantage = np.zeros((len(paths), horizon + 1))
-    for step in reversed(range(horizon)):
-        surprise = u[paths.contexts[:, step], paths.tokens[:, step]] + known[:, step + 1] - known[:, step]
-        advantage[:, step] = surprise + discount * advantage[:, step + 1]
-    weighted = np.zeros(u.shape)
-    paths.collect(np.exp(paths.log_probability(instance.policy))[:, None] * advantage[:, :-1], weighted)
-    found = softmax_gradient(weighted, instance.policy)
-    expected = np.zeros(u.shape)
-    for (t, s), pair in credit_pairs(instance).items():
-        expected += pair * (1.0 if s == t else critic + (1 - critic) * discount ** (s - t))
-    off = norm(found - expected) / norm(found)
-    return {"what": "rollout by rollout", "critic": critic, "discount": discount, "off_formula": off}
+    whole, ahead = lags.sum(axis=0), np.arange(len(lags))
+    found = {discount: np.tensordot(discount**ahead, lags, axes=1) for discount in DISCOUNTS}
+    return [{"discount": at, "bias": norm(partial - whole) / norm(whole)} for at, partial in found.items()]
 
 
 def _conditions(seed: int) -> list[Row]:
@@ -284,10 +208,8 @@ def _conditions(seed: int) -> list[Row]:
     rows = []
     for condition in CONDITIONS:
         instance = prefixes(condition, **PREFIXES, seed=seed)
-        found, again = (divided(*parts(instance, route)) for route in (gradient, gradient_again))
-        off = max(abs(found[name] - again[name]) for name in found)
         asymmetric = asymmetry(jacobian("local_reverse_kl", instance))
-        rows.append({"condition": condition, **found, "off_again": off, "asymmetry": asymmetric})
+        rows.append({"condition": condition, **divided(instance), "asymmetry": asymmetric})
     return rows
 
 
@@ -299,10 +221,7 @@ def _root(estimator: str) -> list[Row]:
             instance = blind_root(chance, departure)
             kl = value("kl", instance) / chance
             found = float(exact(resolve(estimator), instance).gradient[0, 1])
-            whole, local = (float(gradient(f"{name}reverse_kl", instance)[0, 1]) for name in ("", "local_"))
-            rows.append(
-                {"chance": chance, "departure": departure, "kl": kl, "found": found, "whole": whole, "local": local}
-            )
+            rows.append({"chance": chance, "departure": departure, "kl": kl, "found": found})
     return rows
 
 
@@ -324,7 +243,7 @@ def _circulation(seed: int) -> list[Row]:
     (x0, x1), (y0, y1) = zip(low, low + sides, strict=True) if seed else CORNERS
     corners = [(x0, y0), (x1, y0), (x1, y1), (x0, y1), (x0, y0)]
 
-    def along(field: Callable[[Instance], np.ndarray]) -> list[float]:
+    def along(field: str) -> list[float]:
         sums = []
         for (xa, ya), (xb, yb) in pairwise(corners):
             total = 0.0
@@ -332,23 +251,13 @@ def _circulation(seed: int) -> list[Row]:
                 share = (1 + node) / 2
                 logits = np.zeros((3, 2))
                 logits[0, 1], logits[2, 1] = xa + share * (xb - xa), ya + share * (yb - ya)
-                found = field(Instance.of(environment, logits, fair))
+                found = gradient(field, Instance.of(environment, logits, fair))
                 total += float(weight / 2 * (found[0, 1] * (xb - xa) + found[2, 1] * (yb - ya)))
             sums.append(total)
         return sums
 
-    fields: dict[str, Callable[[Instance], np.ndarray]] = {
-        "local_reverse_kl": lambda instance: gradient("local_reverse_kl", instance),
-        "reverse_kl": lambda instance: gradient("reverse_kl", instance),
-        "k2-loss": lambda instance: exact(resolve("k2-loss"), instance).gradient,
-    }
-    chance = [1 / (1 + np.exp(-x)) for x in (x0, x1)]
-    formula = float((chance[1] - chance[0]) * (coin_kl(y1) - coin_kl(y0)))
-    rows = []
-    for name, field in fields.items():
-        edges = along(field)
-        rows.append({"field": name, "edges": edges, "circulation": sum(edges), "formula": formula})
-    return rows
+    edges = {field: along(field) for field in ("local_reverse_kl", "reverse_kl")}
+    return [{"field": field, "edges": found, "circulation": sum(found)} for field, found in edges.items()]
 
 
 def _ends(seed: int) -> list[Row]:
@@ -397,8 +306,8 @@ def _standing(matrix: np.ndarray) -> Row:
 
 
 COMPUTE: dict[str, Callable[..., list[Row]]] = {
-    "length": _length,
-    "vocabulary": _vocabulary,
+    "length": _persistent,
+    "vocabulary": _persistent,
     "estimators": _estimators,
     "credit": _credit,
     "conditions": _conditions,

@@ -30,12 +30,6 @@ tidy = ordered(PARTS)
 SUMS = "sums of thousands of rollouts in float64"
 EMPTY = "rounding stays far below; a part that is there may be small, but not as small as this"
 
-for _words, _column in (
-    ("dynamics cancel in the log-ratio of trajectories", "off_dynamics"),
-    ("two routes to the gradients agree", "off_again"),
-):
-    claims.column(_words, OWN, SUMS, _column, near(0, EXACT), "environments")
-
 for _words, _names, _column in (
     (
         "a token-level loss follows the local gradient `Σ_t E ∇KL_t`, states held fixed, under stochastic dynamics too",
@@ -44,19 +38,7 @@ for _words, _names, _column in (
     ),
     ("k1 in the reward with credit for later steps follows ∇KL(π‖ref)", RIGHT, "bias"),
 ):
-
-    @claims.measure(
-        TANG_MUNOS,
-        SUMS,
-        claim=_words,
-        off=near(0, EXACT),
-        off_by_enumeration=near(0, EXACT),
-        estimators=_names,
-        column=_column,
-    )
-    def _followed(rows: pd.DataFrame, estimators: tuple[str, ...], column: str) -> Measured:
-        found = need(rows, "estimators", estimator=estimators)
-        return {"off": found[column], "off_by_enumeration": found[["off_again", "off_value"]]}
+    claims.column(_words, TANG_MUNOS, SUMS, _column, near(0, EXACT), "estimators", estimator=_names)
 
 
 @claims.measure(TANG_MUNOS, EMPTY, missed_in_one_step=near(0, EXACT), missed_in_more=above(VISIBLE), slip=below(1))
@@ -108,11 +90,10 @@ def _many_betas(rows: pd.DataFrame) -> pd.Series:
 
 @claims.measure(
     OWN,
-    "counted at every β tried; the recursion in float64",
+    "counted at every β tried",
     settings_with_two_ends=above(0),
     ends_of_the_local=EVERY,
     ends_of_the_whole=exactly(1),
-    off_formula=near(0, EXACT),
 )
 def _several_ends(rows: pd.DataFrame) -> Measured:
     """where a state recurs, training with a token-level loss has one stable end or two, by β; ∇KL(π‖ref) always one"""
@@ -122,7 +103,6 @@ def _several_ends(rows: pd.DataFrame) -> Measured:
         "settings_with_two_ends": len(two),
         "ends_of_the_local": local.map(len).isin((1, 2)),
         "ends_of_the_whole": whole,
-        "off_formula": need(rows, "length")["off_formula"],
         "apart": two.map(lambda ends: ends[1] - ends[0]) if len(two) else 0.0,
     }
 
@@ -179,7 +159,6 @@ def _turns(rows: pd.DataFrame, processes: Bound) -> Measured:
 
 
 numbers.melt("environments", ["missed"], ["environment", "horizon", "slip"], means=True)
-numbers.single("environments", {"routes apart": ("off_again", "max")})
 
 numbers.single("picture", {"cells": ("kl", len), "cells where π = ref": ("kl", lambda kl: (kl < EXACT).sum())})
 

@@ -12,12 +12,11 @@ from scipy.special import expit, logit
 from kltest.environments import END, Environment, Instance, mdp, tabular
 from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
-from kltest.moments import dynamic, exact
+from kltest.moments import dynamic
 from kltest.sweeps.settings import Settings
-from kltest.truth import gradient, gradient_again, value
+from kltest.truth import gradient
 
-from ..arrays import cosine, generator, norm
-from ..enumerated import value_again
+from ..arrays import generator, norm
 from ..jacobians import asymmetry, jacobian
 
 # What each part varies; it takes no notice of the other settings.
@@ -74,8 +73,8 @@ GRID = (5, 4)  # columns, rows: right, up, left or down, or where one is at a wa
 RANDOM = {"states": 12, "actions": 3, "branches": 3}
 # Policy and reference have independent normal logits of these standard deviations around a common table.
 SPREAD = {"common": 0.7, "own": 0.7}
-# Rollouts are enumerated as well, and the estimators judged, up to this horizon and with this slip.
-ENUMERATED = {"horizon": 4, "slip": 0.25, "most": 200_000}
+# Where the estimators are judged.
+JUDGED = {"horizon": 4, "slip": 0.25}
 
 # The picture: where the reference drifts to the right, and the policy departs from it around a coin only.
 PICTURE = {"columns": 9, "rows": 5, "horizon": 14, "slip": 0.1, "drift": 1.0, "coin": (6, 3), "pull": 2.0}
@@ -287,45 +286,19 @@ def compute(configuration: Configuration) -> list[Row]:
 
 
 def _environments(environment: str, horizon: int, slip: float, seed: int) -> list[Row]:
-    """Share missed, and distance of the token-level gradient from any function's; enumerated if it fits."""
+    """Share missed, and distance of the token-level gradient from any function's."""
     instance = instance_of(environment, horizon, slip, seed)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))
-    row = {
-        "missed": norm(whole - local) / norm(whole),
-        "cosine": cosine(local, whole),
-        "asymmetry": asymmetry(jacobian("local_reverse_kl", instance)),
-        "off_again": None,
-        "off_dynamics": None,
-    }
-    if horizon <= ENUMERATED["horizon"] and instance.environment.count() <= ENUMERATED["most"]:
-        again = [gradient_again(f"{name}reverse_kl", instance) for name in ("", "local_")]
-        row["off_again"] = max(norm(found - second) for found, second in zip((whole, local), again, strict=True))
-        row["off_again"] /= norm(whole)
-        row["off_dynamics"] = _dynamics(instance)
-    return [row]
-
-
-def _dynamics(instance: Instance) -> float:
-    """Difference of log P_π − log P_ref, of whole trajectories with their dynamics, from the sum of log π − log ref."""
-    paths = instance.paths
-    with_dynamics = paths.log_probability(instance.policy) - paths.log_probability(instance.reference)
-    return float(np.abs(with_dynamics - paths.along(instance.policy - instance.reference)).max())
+    asymmetric = asymmetry(jacobian("local_reverse_kl", instance))
+    return [{"missed": norm(whole - local) / norm(whole), "asymmetry": asymmetric}]
 
 
 def _estimators(environment: str, estimator: str, seed: int) -> list[Row]:
-    """The expected gradient of an implementation, by dynamic programming and over all rollouts."""
-    instance = instance_of(environment, ENUMERATED["horizon"], ENUMERATED["slip"], seed)
+    """The expected gradient of an implementation, by dynamic programming."""
+    instance = instance_of(environment, JUDGED["horizon"], JUDGED["slip"], seed)
     whole, local = (gradient(f"{name}reverse_kl", instance) for name in ("", "local_"))
-    loss = resolve(estimator)
-    found, again = dynamic(loss, instance).gradient, exact(loss, instance).gradient
-    return [
-        {
-            "bias": norm(found - whole) / norm(whole),
-            "off_local": norm(found - local) / norm(whole),
-            "off_again": norm(found - again) / norm(whole),
-            "off_value": abs(value("kl", instance) / value_again("kl", instance) - 1),
-        }
-    ]
+    found = dynamic(resolve(estimator), instance).gradient
+    return [{"bias": norm(found - whole) / norm(whole), "off_local": norm(found - local) / norm(whole)}]
 
 
 def _picture() -> list[Row]:
@@ -356,43 +329,24 @@ def _length(beta: float, reference: float) -> list[Row]:
     """Rest points of going on or stopping, under the token-level loss and under ∇KL(π‖ref), in closed form.
 
     A policy has one number here, so that the sign of what training follows says where every start ends: dynamic
-    programming is asked at each rest point and on both of its sides.
+    programming is asked on both sides of each rest point.
     """
     rows = []
     band = dict(zip(("band_from", "band_to"), band_of(reference), strict=False))
     for followed, solve in (("local_reverse_kl", token_level), ("reverse_kl", true)):
         rests = solve(beta, reference)
         between = [-SIDE, *((one + other) / 2 for one, other in pairwise(rests)), SIDE]
-        asked = [(logit, *_pushes(beta, reference, logit, followed)) for logit in sorted([*rests, *between])]
-        off = max(abs(push - formula) for _, push, formula in asked)
-        for rest in rests:
-            at = next(index for index, (asked_at, _, _) in enumerate(asked) if asked_at == rest)
-            stable = asked[at - 1][1] > 0 > asked[at + 1][1]
-            chance = float(1 / (1 + np.exp(-rest)))
-            rows.append({"followed": followed, "chance": chance, "stable": stable, "off_formula": off, **band})
+        pushes = [push(beta, reference, logit, followed) for logit in between]
+        for rest, (below, above) in zip(rests, pairwise(pushes), strict=True):
+            stable = below > 0 > above
+            rows.append({"followed": followed, "chance": float(expit(rest)), "stable": stable, **band})
     return rows
 
 
-def _pull(beta: float, reference: float, logit: float, followed: str) -> float:
-    """logit ref + Q/β − logit p: what going on brings, against where one stands.
-
-    Under the token-level loss Q = 1/(1 − γp), the reward of going on and of all that follows it; under ∇KL(π‖ref) the
-    KL that follows is taken off.
-    """
-    stop, go = (float(one) for one in table(np.array([[0.0, logit]]))[0])
-    chance, own = np.exp(go), np.log(reference) - np.log1p(-reference)
-    kl = chance * (go - np.log(reference)) + np.exp(stop) * (stop - np.log1p(-reference))
-    follows = CONTINUES * (chance - (beta * kl if followed == "reverse_kl" else 0.0))
-    return float(own + (1 + follows / (1 - CONTINUES * chance)) / beta - logit)
-
-
-def _pushes(beta: float, reference: float, logit: float, followed: str) -> tuple[float, float]:
-    """Return the field of training at the logit, by dynamic programming and as β·p·(1 − p)/(1 − γp) of the pull."""
+def push(beta: float, reference: float, logit: float, followed: str) -> float:
+    """Return the field of training at the logit of going on."""
     instance = going_on(reference, logit)
-    found = gradient("expected_reward", instance) - beta * gradient(followed, instance)
-    stop, chance = np.exp(instance.policy[0])
-    scale = beta * chance * stop / (1 - CONTINUES * chance)
-    return float(found[0, 1]), float(scale * _pull(beta, reference, logit, followed))
+    return float((gradient("expected_reward", instance) - beta * gradient(followed, instance))[0, 1])
 
 
 def _rotation(beta: float, seed: int) -> list[Row]:
