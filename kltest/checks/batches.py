@@ -3,7 +3,6 @@
 Batches: the usual one, groups with chosen rewards, batches of two and of three, rollouts with chosen log-ratios.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,7 +21,7 @@ from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
 from kltest.loss.resolve import Variant
 from kltest.moments.caller import centred
-from kltest.moments.differentiate import LossExperiment, RowGradients, backward
+from kltest.moments.differentiate import RowGradients
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
@@ -228,19 +227,6 @@ def _logits(logp: Tensor, others: tuple[float, ...]) -> Tensor:
     """(B, T, V) normalised rows in which token 1 has this log-prob and the others share the rest."""
     left = torch.log(-torch.expm1(logp))[..., None] + torch.tensor(others).double().log()
     return torch.cat([left[..., :1], logp[..., None], left[..., 1:]], dim=-1)
-
-
-def received(experiment: LossExperiment, rollout: Rollout, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the gradient of one call at constant fields that are made trainable, for those that receive one."""
-    constants = {name: rollout.peek(name).detach().clone().requires_grad_() for name in names}
-    with warnings.catch_warnings():
-        # torch warns if a number is read from a tensor that requires grad; the caller's tensor does not.
-        warnings.simplefilter("ignore", UserWarning)
-        objective = experiment.loss(rollout.replace(**constants)).objective
-    if not objective.requires_grad:
-        return {}
-    found = backward(experiment.loss, objective, list(constants.values()))
-    return {name: part for name, part in zip(constants, found, strict=True) if part is not None}
 
 
 def with_gradient(loss: Loss, added: Callable[[Rollout], Mapping[str, Tensor]]) -> Variant:

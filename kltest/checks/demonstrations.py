@@ -11,13 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.checks.batches import received
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
 from kltest.loss.calling import Loss, bind
 from kltest.loss.outcome import Call
 from kltest.moments import exact, exact_batches
-from kltest.moments.differentiate import LossExperiment
+from kltest.moments.differentiate import LossExperiment, received
 from kltest.report import align, format_cell
 from kltest.rollout import Rollout
 from kltest.truth import combine, parse, value

@@ -1,6 +1,7 @@
 """One call of a loss and one backward pass: the gradient at every row's log-probs."""
 
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -183,3 +184,16 @@ def _live_only(name: str, rollout: Rollout, leaf: str, gradient: np.ndarray, liv
             "division whose derivative has no value there"
         )
     return gradient
+
+
+def received(experiment: LossExperiment, rollout: Rollout, names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the gradient of one call at constant fields that are made trainable, for those that receive one."""
+    constants = {name: rollout.peek(name).detach().clone().requires_grad_() for name in names}
+    with warnings.catch_warnings():
+        # torch warns if a number is read from a tensor that requires grad; the caller's tensor does not.
+        warnings.simplefilter("ignore", UserWarning)
+        objective = experiment.loss(rollout.replace(**constants)).objective
+    if not objective.requires_grad:
+        return {}
+    found = backward(experiment.loss, objective, list(constants.values()))
+    return {name: part for name, part in zip(constants, found, strict=True) if part is not None}

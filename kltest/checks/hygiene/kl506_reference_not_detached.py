@@ -15,11 +15,11 @@ reference that the loss computes from the policy, as a moving average, shows as 
 
 from torch import Tensor
 
-from kltest.checks.batches import received, usual_batch, with_gradient
+from kltest.checks.batches import usual_batch, with_gradient
 from kltest.checks.check import Found
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
-from kltest.moments.differentiate import LossExperiment
+from kltest.moments.differentiate import LossExperiment, received
 from kltest.rollout import LEAVES, Rollout
 
 SIDES = {"ref_": "the reference", "old_": "the sampler"}

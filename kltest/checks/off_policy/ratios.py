@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kltest.checks.batches import apart, gradient, limit, moves, norm, received, with_gradient
+from kltest.checks.batches import apart, gradient, limit, moves, norm, with_gradient
 from kltest.checks.check import shared
 from kltest.environments.policies import table
 from kltest.identify.findings import Findings
@@ -21,7 +21,7 @@ from kltest.identify.instances import instances
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
 from kltest.loss.resolve import Variant
-from kltest.moments.differentiate import LossExperiment
+from kltest.moments.differentiate import LossExperiment, received
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
