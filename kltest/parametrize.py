@@ -25,7 +25,7 @@ Reasons = Mapping[str, str]
 GRADIENT = "gradient"
 
 # The options of `kltest.grade` that may be given.
-TAKEN = {*OPTIONS, *RENAMED} - {"name", "expected_failures"}
+ALLOWED = {*OPTIONS, *RENAMED} - {"name", "expected_failures"}
 # Longest list among a partial's arguments that is written out in an id.
 ENTRIES_NAMED = 4
 
@@ -58,9 +58,9 @@ def parametrize_with_checks(
     Raises:
         UsageError: A loss, a code or an option is wrong.
     """
-    for name in options.keys() - TAKEN:
-        near = "give them as expected_failed_checks; " if name == "expected_failures" else did_you_mean(name, TAKEN)
-        known = ", ".join(sorted(TAKEN - RENAMED.keys()))
+    for name in options.keys() - ALLOWED:
+        near = "give them as expected_failed_checks; " if name == "expected_failures" else did_you_mean(name, ALLOWED)
+        known = ", ".join(sorted(ALLOWED - RENAMED.keys()))
         raise UsageError(f"parametrize_with_checks: {name} is no option of kltest.grade; {near}there are: {known}")
     options = renamed(options, stacklevel=3)
     if isinstance(losses, str) or not isinstance(losses, Iterable):

@@ -44,7 +44,7 @@ EPILOGS = {
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def answered(command: Callable[..., int | None]) -> Callable[..., NoReturn]:
+def with_exit_code(command: Callable[..., int | None]) -> Callable[..., NoReturn]:
     """Turn a command's errors into one message on standard error and an exit code."""
 
     @functools.wraps(command)
@@ -109,7 +109,7 @@ class LoadedWhenCalled(typer.core.TyperCommand):
         """The command made of its module."""
         found = vars(import_module(f"kltest.cli.{COMMANDS[str(self.name)][0]}"))
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(self.name)(answered(found.get("command") or found[str(self.name)]))
+        alone.command(self.name)(with_exit_code(found.get("command") or found[str(self.name)]))
         return typer.main.get_command(alone)
 
     # Setters ignore what Typer read from a function without parameters.

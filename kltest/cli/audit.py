@@ -33,7 +33,7 @@ def command(
     ] = None,
     rollouts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Rollouts as a training run kept them: JSON lines, or tensors of torch."),
+        typer.Option(metavar="FILE", help="Rollouts of a training run: JSON lines, or tensors of torch."),
     ] = None,
     units: Annotated[int, typer.Option(metavar="N", min=8, help="Most prompts to draw, each with its rollouts.")] = 256,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest rollout, in tokens.")] = 16,

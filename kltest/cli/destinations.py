@@ -99,7 +99,7 @@ def deliver(where: Iterable[Destination], text: Callable[[Destination, Terminal]
                 with destination.path.open("ab" if destination.adds else "wb") as file:
                     file.write(data)
             else:
-                say(data)
+                print_bytes(data)
         except BrokenPipeError:
             raise
         except OSError as error:
@@ -108,7 +108,7 @@ def deliver(where: Iterable[Destination], text: Callable[[Destination, Terminal]
         raise KltestError("the report could not be written to " + "; ".join(failed))
 
 
-def say(data: bytes) -> None:
+def print_bytes(data: bytes) -> None:
     """Write to standard output in UTF-8, as JSON and XML need it, whatever the encoding of the terminal."""
     stream = getattr(sys.stdout, "buffer", None)
     if stream is None:

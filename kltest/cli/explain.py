@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kltest.cli.destinations import say
+from kltest.cli.destinations import print_bytes
 from kltest.cli.listing import environments, follows, placement
 from kltest.errors import UsageError, did_you_mean
 from kltest.estimators import registry
@@ -42,7 +42,7 @@ def command(
         bool, typer.Option("--demo", help="Run a check's pitfall in the smallest environment that shows it.")
     ] = False,
 ) -> int:
-    say((demonstrate(name) if demo else explain(name)).encode("utf-8"))
+    print_bytes((demonstrate(name) if demo else explain(name)).encode("utf-8"))
     return 0
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kltest.cli.destinations import say
+from kltest.cli.destinations import print_bytes
 from kltest.estimators import registry
 from kltest.estimators.spec import Spec
 from kltest.render.tables import table
@@ -16,7 +16,7 @@ Entry = dict[str, Any]
 
 
 def command(json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> int:
-    say((as_json() if json else as_text()).encode("utf-8"))
+    print_bytes((as_json() if json else as_text()).encode("utf-8"))
     return 0
 
 

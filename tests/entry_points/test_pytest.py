@@ -16,7 +16,7 @@ from kltest import parametrize_with_checks
 from kltest.checks import CHECKS
 from kltest.errors import KltestWarning
 from kltest.estimators import registry
-from kltest.parametrize import TAKEN, loss_name
+from kltest.parametrize import ALLOWED, loss_name
 
 pytest_plugins = ["pytester"]
 
@@ -218,7 +218,7 @@ def test_an_excuse_that_meets_no_check_gives_a_warning(project, pytester):
 
 def test_every_option_of_grade_may_be_given():
     taken = set(inspect.signature(kltest.grade).parameters)
-    assert taken - {"loss", "name", "expected_failures"} == TAKEN
+    assert taken - {"loss", "name", "expected_failures"} == ALLOWED
 
 
 class Named:
