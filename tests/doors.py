@@ -51,3 +51,18 @@ def canned(*verdicts: str) -> Any:
             yield Graded(number, report, "value")
 
     return reports
+
+
+def toml(value: Any) -> str:
+    """Return a value in TOML's inline form; TypeError if it has none."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml(name)} = {toml(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    raise TypeError(value)

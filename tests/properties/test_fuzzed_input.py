@@ -1,11 +1,9 @@
 """Fuzz: whatever stands on the command line or in pyproject.toml, no traceback of ours and no unknown exit code."""
 
-import json
-import math
 import os
 
 import pytest
-from doors import GRADED, call, canned
+from doors import GRADED, call, canned, toml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -89,19 +87,6 @@ TABLE = st.dictionaries(NAMES | st.text(max_size=6), VALUE, max_size=4).flatmap(
         lambda more: {**table, **more}
     )
 )
-
-
-def toml(value):
-    """A value in TOML's inline form."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{toml(str(name))} = {toml(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml, value)) + "]"
-    if isinstance(value, float):
-        return repr(value) if math.isfinite(value) else str(value)
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=True).replace("\x7f", "\\u007f")
-    return json.dumps(value)
 
 
 def configured(folder, text):
