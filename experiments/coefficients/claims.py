@@ -543,8 +543,6 @@ def _of_exact_training(rows: pd.DataFrame) -> Cited:
                     yield number(what, getattr(found, what), estimator=name, environment=environment)
 
 
-numbers.melt("optimum", {"kl_to_optimum": "KL to π* of five tokens, length 4"}, ["estimator"], seed=0)
-
 numbers.melt("sampled", {"kl": "sampled KL"}, ["estimator", "environment", "beta"], seed=0)
 
 

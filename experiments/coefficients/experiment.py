@@ -301,6 +301,13 @@ def frontier(label: str, seed: int) -> Frontier:
     return Frontier(label, seed, kl, reward, measured(label, seed, problem(label, seed).reference)[1])
 
 
+def optima(label: str, seed: int) -> list[dict[str, float]]:
+    """The frontier to be drawn: what optima gain over the reference, and at which KL."""
+    curve = frontier(label, seed)
+    points = zip(FRONTIER[::2], curve.kl[::2], curve.reward[::2], strict=True)
+    return [{"beta": float(b), "kl": float(kl), "gain": float(reward - curve.floor)} for b, kl, reward in points]
+
+
 def _inverse(values: np.ndarray, wanted: float) -> float | None:
     """The coefficient at which a falling curve has a value, by monotone cubic interpolation of its logarithm."""
     finite = np.isfinite(values)
@@ -386,18 +393,11 @@ FLOORS = (1.0, 0.3, 0.1)
 
 def compute_batch(configurations: Sequence[Configuration]) -> list[list[Row]]:
     part = configurations[0]["part"]
-    if part == "frontier":
-        return [_frontier(one) for one in configurations]
-    if part == "limit":
-        return [[{**one, **row} for row in limit(one["environment"], one["seed"])] for one in configurations]
-    together = {
-        "exact": _exact,
-        "sampled": _sampled,
-        "budget": _budget,
-        "fixed-points": _fixed_points,
-        "optimum": _optimum,
-    }[part]
-    return [[row] for row in together(configurations)]
+    if part in ("frontier", "limit"):
+        rows = {"frontier": optima, "limit": limit}[part]
+        return [[{**one, **row} for row in rows(one["environment"], one.get("seed", 0))] for one in configurations]
+    together = {"exact": _exact, "sampled": _sampled, "budget": _budget, "fixed-points": _short, "optimum": _short}
+    return [[{**one, **row}] for one, row in zip(configurations, together[part](configurations), strict=True)]
 
 
 def _estimator(one: Configuration) -> str | None:
@@ -411,7 +411,7 @@ def _exact(configurations: Sequence[Configuration]) -> list[Row]:
     rows = []
     for index, one in enumerate(configurations):
         found = _measured(history, index, one)
-        rows.append({**one, **found, **_against(one, history.logits[index], found)})
+        rows.append({**found, **_against(one, history.logits[index], found)})
     return rows
 
 
@@ -478,13 +478,6 @@ def _beside_frontier(environment: str, seed: int, kl: float, reward: float) -> R
     }
 
 
-def _frontier(one: Configuration) -> list[Row]:
-    """The frontier itself: what optima gain over the reference, and at which KL."""
-    curve = frontier(one["environment"], 0)
-    points = zip(FRONTIER[::2], curve.kl[::2], curve.reward[::2], strict=True)
-    return [{**one, "beta": float(b), "kl": float(kl), "gain": float(reward - curve.floor)} for b, kl, reward in points]
-
-
 def _repeated(one: Configuration, beta: float, rate: float, *name: object, first: int = 0) -> list[Run]:
     """The runs of a configuration, each with random numbers of its own."""
     which, numbers = problem(one["environment"], one["seed"]), range(first, first + one["runs"])
@@ -502,7 +495,7 @@ def _sampled(configurations: Sequence[Configuration]) -> list[Row]:
     for index, one in enumerate(configurations):
         floor = measured(one["environment"], one["seed"], problem(one["environment"], one["seed"]).reference)[1]
         ends = [_measured(history, index * one["runs"] + number, one) for number in range(one["runs"])]
-        row = {**one, "collapsed": sum(end["collapsed"] for end in ends), "diverged": sum(e["diverged"] for e in ends)}
+        row = {name: sum(end[name] for end in ends) for name in ("collapsed", "diverged")}
         for end in ends:
             end["gain"] = end["reward"] - floor
         for name in ("gain", "kl", "kl_to_optimum"):
@@ -529,31 +522,14 @@ def _budget(configurations: Sequence[Configuration]) -> list[Row]:
         optimal = best(one["environment"], BUDGET_BETA, one["seed"])
         rows.append(
             {
-                **one,
                 "kl_to_optimum": float(by_run.mean()),
                 "standard_error": float(by_run.std(ddof=1) / np.sqrt(len(by_run))),
-                **_bias_and_spread(one["environment"], one["seed"], history.logits[mine]),
+                "at_end": float(history.kl_to_optimum[-1, mine].mean()),
                 "predicted_bias": distance(one["environment"], one["seed"], settled, optimal),
                 "noise": noise(one["environment"], one["estimator"], BUDGET_BETA, one["batch_size"], one["seed"]),
-                "diverged": int((history.diverged[mine] >= 0).sum()),
             }
         )
     return rows
-
-
-def _bias_and_spread(environment: str, seed: int, logits: np.ndarray) -> Row:
-    """With π̄ the mixture of runs i as rollouts go, mean KL(π_i‖π*) = KL(π̄‖π*) + mean KL(π_i‖π̄), exactly."""
-    paths = problem(environment, seed).environment.enumerate()
-    ends = np.array([paths.log_probability(table(one)) for one in logits])
-    mixture, target = (
-        logsumexp(ends, axis=0) - np.log(len(ends)),
-        paths.log_probability(best(environment, BUDGET_BETA, seed)),
-    )
-    return {
-        "at_end": float((np.exp(ends) * (ends - target)).sum(axis=1).mean()),
-        "bias": float(np.exp(mixture) @ (mixture - target)),
-        "spread": float((np.exp(ends) * (ends - mixture)).sum(axis=1).mean()),
-    }
 
 
 def noise(environment: str, estimator: str, beta: float, batch: int, seed: int = 0) -> float:
@@ -595,37 +571,23 @@ def noise(environment: str, estimator: str, beta: float, batch: int, seed: int =
     return float(alone + (spread * scores + (push**2).sum()) / (batch - 1))
 
 
-def _fixed_points(configurations: Sequence[Configuration]) -> list[Row]:
-    """Short sequences, exact ascent: how far from where theory says the end is."""
-    problems = [problem("short", one["seed"]) for one in configurations]
+def _short(configurations: Sequence[Configuration]) -> list[Row]:
+    """Exact ascent from the reference: how far the end is from π*, and from where theory says it is."""
+    label, chosen = {"fixed-points": ("short", FIXED_POINTS), "optimum": ("long", OPTIMUM)}[configurations[0]["part"]]
+    problems = [problem(label, one["seed"]) for one in configurations]
     names = [one["estimator"] for one in configurations] + [None] * len(configurations)
-    runs = [Run(*which, **_training(FIXED_POINTS)) for which in zip(problems * 2, names, strict=True)]
-    ended = train(runs, steps=FIXED_POINTS["steps"])
+    rates = {name: chosen[name] for name in ("beta", "learning_rate")}
+    runs = [Run(which, name, **rates) for which, name in zip(problems * 2, names, strict=True)]
+    ended = train(runs, steps=chosen["steps"])
     rows = []
-    for index, (one, which) in enumerate(zip(configurations, problems, strict=True)):
+    for index, one in enumerate(configurations):
+        # k1 in the loss ends where training without a penalty does.
         expected = ended.logits[len(configurations) + index]
         if one["estimator"] != "k1-loss":
-            expected = predicted("short", one["estimator"], FIXED_POINTS["beta"], one["seed"])
-        rows.append(
-            {
-                **one,
-                "kl_to_predicted": distance("short", one["seed"], ended.logits[index], expected),
-                "moved": distance("short", one["seed"], ended.logits[index], which.start),
-                "kl_to_optimum": float(ended.kl_to_optimum[-1, index]),
-            }
-        )
+            expected = predicted(label, one["estimator"], chosen["beta"], one["seed"])
+        off = distance(label, one["seed"], ended.logits[index], expected)
+        rows.append({"kl_to_predicted": off, "kl_to_optimum": float(ended.kl_to_optimum[-1, index])})
     return rows
-
-
-def _optimum(configurations: Sequence[Configuration]) -> list[Row]:
-    """V = 5, L = 4: KL(π‖π*) at the end of exact ascent from the reference."""
-    runs = [Run(problem("long", one["seed"]), one["estimator"], **_training(OPTIMUM)) for one in configurations]
-    ends = train(runs, steps=OPTIMUM["steps"]).kl_to_optimum[-1]
-    return [{**one, "kl_to_optimum": float(kl)} for one, kl in zip(configurations, ends, strict=True)]
-
-
-def _training(constants: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: constants[name] for name in ("beta", "learning_rate")}
 
 
 def _seed(*parts: object) -> int:

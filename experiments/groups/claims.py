@@ -1,30 +1,35 @@
 """Effects of masks, baselines and normalisation on the penalty: claims and the numbers that the paper cites."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pandas as pd
+from scipy.optimize import brentq
 
 from kltest.reproduce.bounds import Bound, above, at_least, below, near
 from kltest.reproduce.claims import OWN, Claims, Measured
-from kltest.reproduce.frames import Row, frame, known, mean, need
-from kltest.reproduce.numbers import Cited, Numbers, extremes, number
+from kltest.reproduce.frames import Row, known, mean, need, ordered
+from kltest.reproduce.numbers import Numbers, extremes, number
 
-ORDER = ("part", "estimator", "group_size", "success", "push", "batch_size", "beta", "seed")
+from .experiment import PARTS
+
 MASKS = "TRL #5588 and #5640"
 EXACT = 1e-11  # a few thousand terms of size one, by two routes in float64
 # Exact training has settled where its gradient is shorter than 1e-9; what it reached is then known to REACHED.
 REACHED = 1e-7
 SETTLED = {"batch_size": 0, "gradient_norm": below(1e-9)}
 
+PUSHES = ("normalised", "plain")
+# Without noise at π*, and with it.
+NOISE = ("leave-one-out", "k2-loss-sequence")
+
 claims = Claims("groups")
 numbers = Numbers()
 
 
 def tidy(rows: Sequence[Row]) -> pd.DataFrame:
-    """Rows in a fixed order; if exact training has a fixed point in closed form, `predicted` is P(right) there."""
-    found = [{**row, "predicted": predicted(row)} if row["part"] == "training" else dict(row) for row in rows]
-    return frame(sorted(found, key=lambda row: [(row.get(name) is not None, str(row.get(name))) for name in ORDER]))
+    """Rows part by part; if exact training has a fixed point in closed form, `predicted` is P(right) there."""
+    return ordered(PARTS)([row | {"predicted": predicted(row)} if row["part"] == "training" else row for row in rows])
 
 
 def predicted(row: Row, size: int = 4) -> float | None:
@@ -32,57 +37,33 @@ def predicted(row: Row, size: int = 4) -> float | None:
 
     c_R is 1 − 1/n for the mean with self, 1 − P(the others of the group earn R) for masked ties, and 1 without either.
     """
-    weights = {
-        "k2-loss-sequence": lambda right: (1.0, 1.0),
-        "leave-one-out": lambda right: (1.0, 1.0),
+    weights: dict[str, Callable[[float], tuple[float, float]]] = {
+        **dict.fromkeys(("k2-loss-sequence", "leave-one-out"), lambda right: (1.0, 1.0)),
         "group-mean": lambda right: (1 - 1 / size, 1 - 1 / size),
         "tied-groups-masked": lambda right: (1 - right ** (size - 1), 1 - (1 - right) ** (size - 1)),
-    }.get(row["estimator"])
-    if weights is None:
+    }
+    if row["estimator"] not in weights:
         return None
-    low, high = row["success"], 1 - 1e-15
-    for _ in range(200):
-        right = (low + high) / 2
-        hit, miss = weights(right)
-        pull = hit * math.log(right / row["success"]) - miss * math.log((1 - right) / (1 - row["success"]))
-        low, high = (right, high) if row["beta"] * pull < 1 else (low, right)
-    return (low + high) / 2
+
+    def pull(right: float) -> float:
+        hit, miss = weights[row["estimator"]](right)
+        apart = hit * math.log(right / row["success"]) - miss * math.log((1 - right) / (1 - row["success"]))
+        return row["beta"] * apart - 1
+
+    return float(brentq(pull, row["success"], 1 - 1e-15, xtol=1e-16))
 
 
-for _sentence, _column, _bound, _where in (
-    (
-        "masking tied groups loses `E[1{{tied}}·KL term]` of the gradient, in every group size and difficulty",
-        "closed_form_error",
-        near(0, EXACT),
-        {},
-    ),
-    (
-        "in evaluation groups of {group_size} sample the whole KL term is masked",
-        "lost",
-        near(1, EXACT),
-        {"group_size": 1},
-    ),
-):
-    claims.column(_sentence, MASKS, "sums over all groups in float64", _column, _bound, "masking", **_where)
-
-claims.column(
-    "every fixed point is the predicted one (π*, `π* at (1 − 1/n)β`, and that of the mask)",
-    OWN,
-    "P(right) where the gradient has settled",
-    "right - predicted",
-    near(0, REACHED),
-    "training",
-    **SETTLED,
-)
+@claims.measure(OWN, "P(right) where the gradient has settled", off=near(0, REACHED))
+def _fixed_points(rows: pd.DataFrame) -> Measured:
+    """every fixed point is the predicted one (π*, `π* at (1 − 1/n)β`, and that of the mask)"""
+    found = need(rows, "training", **SETTLED).dropna(subset=["predicted"])
+    return {"off": found["right"] - found["predicted"].astype(float)}
 
 
 def _times_the_kl(rows: pd.DataFrame) -> pd.Series:
     """KL of settled runs with masked ties over that of those without a mask of the same reference and β."""
-    masked, right = (
-        need(rows, "training", **SETTLED, estimator=name) for name in ("tied-groups-masked", "k2-loss-sequence")
-    )
-    pairs = known(masked.merge(right, on=["success", "beta"], suffixes=("", "_right")))
-    return pairs["kl"] / pairs["kl_right"]
+    kl = need(rows, "training", **SETTLED).set_index(["success", "beta", "estimator"])["kl"].unstack()
+    return known((kl["tied-groups-masked"] / kl["k2-loss-sequence"]).dropna())
 
 
 @claims.measure(f"{MASKS}; the numbers: {OWN}", "exact training, groups of four, settled", times_the_kl=above(1))
@@ -102,32 +83,17 @@ def _push(rows: pd.DataFrame, kind: str) -> pd.Series:
 def _cancels(rows: pd.DataFrame, push: Bound) -> Measured:
     """in tied groups std-normalisation cancels β: for β from {push} on, well above `ε = 1e-4`, the smallest push is
     more than {smallest_over_largest} of the largest"""
-    large = _push(rows, "normalised")[lambda size: push(size.index)]
-    known(large[1:])
+    large = known(_push(rows, "normalised")[lambda size: push(size.index)])
     return {"smallest_over_largest": large.min() / large.max()}
 
 
-@claims.measure(OWN, "float64", spread_of_the_push_over_β=near(0, 1e-9))
-def _proportional(rows: pd.DataFrame) -> Measured:
-    """without normalisation the push is proportional to β"""
-    ratio = _push(rows, "plain").pipe(lambda plain: plain / plain.index)
-    return {"spread_of_the_push_over_β": ratio.max() / ratio.min() - 1}
-
-
 # Below β = 0.3 π* is all but certain, and there is nothing left to blow up.
-claims.column(
-    "with the KL in a std-normalised reward even exact training at a constant step does not settle for β from {beta} "
-    "on: its gradient stays above {bound}, since near π* all regularised rewards are equal, and the division blows up "
-    "what is left",
-    OWN,
-    "a million times that of settled runs",
-    "gradient_norm",
-    above(1e-3),
-    "training",
-    batch_size=0,
-    estimator="group-std",
-    beta=at_least(0.3),
-)
+@claims.measure(OWN, "a million times that of settled runs", gradient=above(1e-3), beta=at_least(0.3))
+def _blows_up(rows: pd.DataFrame, beta: Bound) -> Measured:
+    """with the KL in a std-normalised reward even exact training at a constant step does not settle for β from {beta}
+    on: its gradient stays above {gradient}, since near π* all regularised rewards are equal, and the division blows up
+    what is left"""
+    return {"gradient": need(rows, "training", batch_size=0, estimator="group-std", beta=beta)["gradient_norm"]}
 
 
 def _gap(rows: pd.DataFrame, name: str) -> float:
@@ -140,7 +106,7 @@ def _gap(rows: pd.DataFrame, name: str) -> float:
 def _noise(rows: pd.DataFrame) -> Measured:
     """sampled, k1 in the reward with a leave-one-out baseline has no noise left at π*, since R − β·u is the same for
     all rollouts there: it loses less than {share_of_the_loss} of what k2 in the loss loses to its noise"""
-    without, noisy = (_gap(rows, name) for name in ("leave-one-out", "k2-loss-sequence"))
+    without, noisy = (_gap(rows, name) for name in NOISE)
     return {"share_of_the_loss": without / noisy, "lost": without, "lost_to_noise": noisy}
 
 
@@ -148,10 +114,5 @@ numbers.melt("masking", {"lost": "lost", "ties": "tied"}, ["group_size", "succes
 numbers.add(lambda rows: extremes("KL ratio of masked", _times_the_kl(rows)))
 
 
-@numbers.add
-def _of_pushes_and_samples(rows: pd.DataFrame) -> Cited:
-    for kind in ("normalised", "plain"):
-        for push, size in _push(rows, kind).items():
-            yield number("push", size, kind=kind, beta=push)
-    for name in ("k2-loss-sequence", "leave-one-out"):
-        yield number("sampled gap", _gap(rows, name), estimator=name)
+numbers.add(lambda rows: [number("push", it, kind=of, beta=at) for of in PUSHES for at, it in _push(rows, of).items()])
+numbers.add(lambda rows: [number("sampled gap", _gap(rows, name), estimator=name) for name in NOISE])

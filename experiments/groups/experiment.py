@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from kltest.environments import Instance, bandit
+from kltest.environments.policies import table
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments import exact_batches
@@ -14,6 +15,8 @@ from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Settings
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient
+
+from ..arrays import norm
 
 # The environment: one prompt and four answers, of which the first is right. The reference's shares of the wrong ones.
 WRONG = (0.5, 0.3, 0.2)
@@ -63,11 +66,8 @@ Row = dict[str, Any]
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
     part = configurations[0]["part"]
-    found = (
-        _training(configurations)
-        if part == "training"
-        else map({"masking": _masking, "std": _push}[part], configurations)
-    )
+    each = {"masking": _masking, "std": _push}
+    found = map(each[part], configurations) if part in each else _training(configurations)
     return [[{**one, **row}] for one, row in zip(configurations, found, strict=True)]
 
 
@@ -84,19 +84,11 @@ def _expected(name: str, instance: Any, size: int, **call: Any) -> np.ndarray:
 
 
 def _masking(one: Mapping[str, Any]) -> Row:
-    """Return what masking removes from the gradient, also in closed form: E[1{tied}·u·g]."""
+    """What masking removes from the gradient, and how many groups tie."""
     instance, size = instance_of(one["success"], one["seed"]), one["group_size"]
-    truth = gradient("reverse_kl", instance)
-    lost = truth - _expected("tied-groups-masked", instance, size)
-    policy, u = np.exp(instance.policy[0]), (instance.policy - instance.reference)[0]
-    # A rollout's group is tied where the other n − 1 earn what it earns.
-    weight = policy * np.where(np.arange(4) == 0, policy[0], 1 - policy[0]) ** (size - 1) * u
-    norm = np.linalg.norm(truth)
-    return {
-        "ties": float(policy[0] ** size + (1 - policy[0]) ** size),
-        "lost": float(np.linalg.norm(lost) / norm),
-        "closed_form_error": float(np.linalg.norm(lost - (weight - policy * weight.sum())) / norm),
-    }
+    truth, right = gradient("reverse_kl", instance), float(np.exp(instance.policy[0, 0]))
+    lost = norm(truth - _expected("tied-groups-masked", instance, size)) / norm(truth)
+    return {"ties": right**size + (1 - right) ** size, "lost": lost}
 
 
 def _push(one: Mapping[str, Any]) -> Row:
@@ -104,11 +96,8 @@ def _push(one: Mapping[str, Any]) -> Row:
     instance, beta = instance_of(0.5, one["seed"]), one["push"]
     instance = replace(instance, environment=replace(ENVIRONMENT, reward=np.zeros((1, 4))))
     # The moments of a loss that takes β are those of its KL part, the change with β over β.
-    steps = {
-        "normalised": beta * _expected("group-std", instance, SIZE, beta=beta),
-        "plain": beta * _expected("group-mean", instance, SIZE),
-    }
-    return {name: float(np.linalg.norm(step)) for name, step in steps.items()}
+    normalised, plain = _expected("group-std", instance, SIZE, beta=beta), _expected("group-mean", instance, SIZE)
+    return {"normalised": beta * norm(normalised), "plain": beta * norm(plain)}
 
 
 def _training(configurations: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -122,8 +111,9 @@ def _training(configurations: Sequence[Mapping[str, Any]]) -> list[Row]:
         runs.append(Run(problem, one["estimator"], beta=one["beta"], learning_rate=rate, seed=one["seed"], whole=whole))
     steps, size = configurations[0]["steps"], configurations[0]["batch_size"] or None
     history = train(runs, steps=steps, batch_size=size, group_size=SIZE, record=steps)
-    measured = ("kl", "gap", "kl_to_optimum", "gradient_norm")
-    rows = [{name: float(getattr(history, name)[-1, at]) for name in measured} for at in range(len(runs))]
-    for row, logits in zip(rows, history.logits, strict=True):
-        row["right"] = float(np.exp(logits[0, 0] - np.logaddexp.reduce(logits[0])))
-    return rows
+    measured = ("kl", "gap", "gradient_norm")
+    right = np.exp(table(history.logits[:, 0]))[:, 0]
+    return [
+        {name: float(getattr(history, name)[-1, at]) for name in measured} | {"right": float(right[at])}
+        for at in range(len(runs))
+    ]

@@ -9,7 +9,6 @@ from kltest.reproduce.numbers import Numbers, number
 
 from .experiment import CONTROLLER, PARTS
 
-SLIME = "slime #2114"
 ZIEGLER = "Ziegler et al. 2019, §2.2"
 SCHULMAN = "Schulman 2020"
 TARGET = CONTROLLER["target"]
@@ -20,45 +19,21 @@ claims = Claims("metrics")
 numbers = Numbers()
 tidy = ordered(PARTS)
 
-for _sentence, _source, _column, _part, _bound, _where in (
-    (
-        "k1 in the reward made in place: at every step what was recorded as the KL reads, per rollout, as the "
-        "objective E[R] − β·KL itself",
-        f"{SLIME}; {OWN}",
-        "read - objective",
-        "mutation",
-        EXACT,
-        {},
-    ),
-    ("what was recorded before was right, the KL(π‖ref)", SLIME, "recorded - kl", "mutation", EXACT, {}),
-    (
-        "an adaptive β that goes by the true KL meets its target",
-        ZIEGLER,
-        f"kl / {TARGET:g}",
-        "controller",
-        near(1, 1e-6),
-        {"read": "kl", **ENDED},
-    ),
-    (
-        "along a run k1 and k3 have the KL as their mean",
-        SCHULMAN,
-        "mean - kl",
-        "logged",
-        EXACT,
-        {"estimator": ("k1-loss", "k3-loss")},
-    ),
-    # Close to the reference u has variance 2·KL; the next order in √KL remains.
-    (
-        "near the reference, KL below {kl}, k1's standard deviation is within {bound:±.0%} of `√(2·KL)`, far more than "
-        "the KL",
-        SCHULMAN,
-        "std / (2 * kl) ** 0.5",
-        "logged",
-        near(1, 0.1),
-        {"estimator": "k1-loss", "kl": below(0.05)},
-    ),
-):
-    claims.column(_sentence, _source, "sums of float64, or the next order", _column, _bound, _part, **_where)
+IN_PLACE = (
+    "k1 in the reward made in place: at every step what was recorded as the KL reads, per rollout, as the objective "
+    "E[R] − β·KL itself"
+)
+claims.column(IN_PLACE, f"slime #2114; {OWN}", "sums of float64", "read - objective", EXACT, "mutation")
+MET = "an adaptive β that goes by the true KL meets its target"
+claims.column(MET, ZIEGLER, "solved for", f"kl / {TARGET:g}", near(1, 1e-6), "controller", read="kl", **ENDED)
+
+
+@claims.measure(SCHULMAN, "the next order in √KL remains", std_over_root=near(1, 0.1), kl=below(0.05))
+def _close(rows: pd.DataFrame, kl: Bound) -> Measured:
+    """near the reference, KL below {kl}, k1's standard deviation is within {std_over_root:±.0%} of `√(2·KL)`, far more
+    than the KL"""
+    found = need(rows, "logged", estimator="k1-loss", kl=kl)
+    return {"std_over_root": found["std"] / (2 * found["kl"]) ** 0.5}
 
 
 @claims.measure(
@@ -103,16 +78,8 @@ def _crossing(rows: pd.DataFrame, near_kl: Bound, far_kl: Bound) -> Measured:
     return {"near_ratio": known(ratio[near_kl(pairs["kl"])]), "far_ratio": known(ratio[far_kl(pairs["kl"])])}
 
 
-@claims.measure(OWN, "a thousandth of a nat", lowest=below(-1e-3), kl_there=above(0))
-def _below_zero(rows: pd.DataFrame) -> Measured:
-    """the mean over rollouts of k1's mean per token is E[Σu/L], no divergence: it comes to read less than {lowest}"""
-    found = need(rows, "logged", estimator="k1-loss")
-    low = found.loc[found["over_own_length"].idxmin()]
-    return {"lowest": low["over_own_length"], "kl_there": low["kl"], "at_step": int(low["step"])}
-
-
 numbers.add(lambda rows: [number("target", TARGET)])
 numbers.melt("mutation", ["kl", "read"], ["step", "beta"], seed=0)
 numbers.melt("controller", {"kl": "kl at the end"}, ["read", "offset"], round=CONTROLLER["rounds"], seed=0)
-numbers.melt("logged", ["mean", "std", "kl"], ["estimator", "step", "beta"], seed=0)
+numbers.melt("logged", ["std", "kl"], ["estimator", "step", "beta"], seed=0)
 numbers.single("logged", {"lowest mean of token means": ("over_own_length", "min")}, estimator="k1-loss")

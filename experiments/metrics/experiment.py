@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from kltest.estimators import find
 from kltest.rollout import Rollout
 from kltest.sweeps.settings import Settings
 from kltest.training import Problem
-from kltest.truth import gradient, optimum, value
+from kltest.truth import optimum, value
+
+from ..paths import ascents
 
 PARTS: dict[str, Mapping[str, str]] = {
     "mutation": {"beta": "beta", "seed": "seed"},
@@ -63,14 +66,11 @@ def token_rewards(logged: torch.Tensor, lengths: torch.Tensor, reward: torch.Ten
     return logged
 
 
-def _run(one: Mapping[str, Any], steps: int) -> Iterator[Instance]:
+def _run(one: Mapping[str, Any], steps: int) -> list[Instance]:
     """The policies of plain ascent on E[R] − β·KL with exact gradients, the start first."""
     problem = problem_of(one["seed"])
-    logits = np.array(problem.start)
-    for _ in range(steps + 1):
-        instance = Instance.of(problem.environment, logits, problem.reference)
-        yield instance
-        logits = logits + gradient("expected_reward", instance) - one["beta"] * gradient("reverse_kl", instance)
+    logits = ascents([problem], steps, beta=one["beta"], learning_rate=1.0)[:, 0]
+    return [Instance.of(problem.environment, each, problem.reference) for each in logits]
 
 
 def _mutation(one: Mapping[str, Any]) -> Iterator[Row]:
@@ -109,17 +109,13 @@ def _controller(one: Mapping[str, Any]) -> Iterator[Row]:
 
 def _logged(one: Mapping[str, Any]) -> Iterator[Row]:
     """Exact mean and standard deviation of what k1, k2 and k3 log for one rollout, along a run."""
-    for step, instance in enumerate(_run(one, max(LOOKS))):
-        if step not in LOOKS:
-            continue
+    run = _run(one, max(LOOKS))
+    for step, name in product(LOOKS, ("k1-loss", "k2-loss", "k3-loss")):
+        instance = run[step]
         batch, chances, lengths = Rollout.of(instance), instance.rollout_weights("current"), instance.paths.lengths
-        truth = {name: value(name, instance) for name in ("kl", "kl_per_token")}
-        for name in ("k1-loss", "k2-loss", "k3-loss"):
-            tokens = find(name).function(batch.logp, batch.ref_logp).where(batch.mask != 0, 0.0).detach()
-            sums = tokens.numpy().sum(axis=1)
-            mean = float(chances @ sums)
-            found = {"mean": mean, "std": float(np.sqrt(chances @ (sums - mean) ** 2))}
-            yield {
-                **{"step": step, "estimator": name, **truth, **found},
-                "over_own_length": float(chances @ (sums / lengths)),
-            }
+        tokens = find(name).function(batch.logp, batch.ref_logp).where(batch.mask != 0, 0.0)
+        sums = tokens.detach().numpy().sum(axis=1)
+        mean = float(chances @ sums)
+        found = {which: value(which, instance) for which in ("kl", "kl_per_token")}
+        found |= {"mean": mean, "std": float(np.sqrt(chances @ (sums - mean) ** 2))}
+        yield {"step": step, "estimator": name, **found, "over_own_length": float(chances @ (sums / lengths))}

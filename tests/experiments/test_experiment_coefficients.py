@@ -153,19 +153,10 @@ def test_the_noise_at_the_optimum_by_brute_force(estimator, batch):
     assert (second < 1e-25) == (estimator == "leave-one-out")
 
 
-def test_the_distance_to_the_optimum_is_bias_and_spread():
-    one = {"part": "budget", "environment": "sequence", "estimator": "k2-loss", "seed": 0, "learning_rate": 1.0}
-    ((row,),) = compute_all(CHECKOUT, "coefficients", [{**one, "batch_size": 8, "runs": 6, "steps": 40}])
-    assert row["at_end"] == pytest.approx(row["bias"] + row["spread"], rel=1e-10)
-    assert row["bias"] > 0
-    assert row["spread"] > 0
-
-
 def test_all_five_fixed_points_are_reached_and_apart():
     configurations = [{"part": "fixed-points", "estimator": name, "seed": 0} for name in MODULE.IN_FIXED_POINTS]
     rows = [row for found in compute_all(CHECKOUT, "coefficients", configurations) for row in found]
     assert all(row["kl_to_predicted"] < 1e-8 for row in rows)
-    assert all(row["moved"] > 0.05 for row in rows)
     ends = {row["estimator"]: row["kl_to_optimum"] for row in rows}
     assert ends["k1-reward"] < 1e-12
     assert min(kl for name, kl in ends.items() if name not in ("k1-reward", "k2-loss-sequence")) > 1e-6

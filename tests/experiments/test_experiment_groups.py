@@ -39,7 +39,6 @@ def test_the_lost_share_by_brute_force(rows, size):
         lost += step * (len({one == 0 for one in group}) == 1)
     row = row_of(rows, part="masking", group_size=size)
     assert row["lost"] == pytest.approx(np.linalg.norm(lost) / np.linalg.norm(truth), rel=1e-12)
-    assert row["closed_form_error"] < 1e-13
 
 
 def test_where_training_ends(rows):
