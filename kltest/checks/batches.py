@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.checks.check import shared
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.case import target
-from kltest.identify.findings import Findings, Row
+from kltest.identify.findings import Findings, Row, shared
 from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
 from kltest.loss.calling import Loss

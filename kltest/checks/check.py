@@ -3,10 +3,9 @@
 import ast
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import update_wrapper
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from kltest.report import Level
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from kltest.checks.demonstrations import Demonstration
     from kltest.identify.findings import Findings, Row
 
-T = TypeVar("T")
 LOSSES = "kltest.checks.losses"
 ROOT = Path(__file__).parents[2]
 
@@ -29,11 +27,6 @@ class Found:
     message: str
     status: Literal["pass", "fail", "skip", "inconclusive"] = "fail"
     level: Level | None = None
-
-
-def shared(experiment: Callable[..., T]) -> Callable[..., T]:
-    """Decorate an experiment that several checks need: it is made once for each loss and the arguments after it."""
-    return update_wrapper(lambda findings, *given: findings.once(experiment, *given), experiment)
 
 
 def signed(number: float, digits: int = 6) -> str:

@@ -10,11 +10,10 @@ from math import isclose
 from typing import Literal
 
 from kltest.checks.batches import apart, gradient, limit, norm, share_by_size, single_tokens, usual_batch
-from kltest.checks.check import shared
 from kltest.checks.sequences.larger_batches import groups_apart
 from kltest.checks.sequences.lengths import influence
 from kltest.errors import KltestError
-from kltest.identify.findings import Findings, Row, multiple, proportion
+from kltest.identify.findings import Findings, Row, multiple, proportion, shared
 from kltest.identify.graded import Rest
 from kltest.identify.measure import Measure
 from kltest.loss.placement import ROW_FIELDS

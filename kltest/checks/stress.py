@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kltest.checks.batches import norm
-from kltest.checks.check import Found, shared, signed
+from kltest.checks.check import Found, signed
 from kltest.environments import END, Environment, Instance, Paths, bandit, sequence
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target
-from kltest.identify.findings import Findings, Row
+from kltest.identify.findings import Findings, Row, shared
 from kltest.identify.instances import with_ties
 from kltest.moments.tolerances import TOLERANCES, Tolerances
 from kltest.report import Level

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -86,3 +87,8 @@ class Findings:
         if "stale" in self.samplers:
             return None
         return "graded with the sampler equal to the policy only; ask for --sampler both"
+
+
+def shared(experiment: Callable[..., T]) -> Callable[..., T]:
+    """Decorate an experiment that several checks need: it is made once for each loss and the arguments after it."""
+    return update_wrapper(lambda findings, *given: findings.once(experiment, *given), experiment)

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.checks.check import Found, shared
+from kltest.checks.check import Found
 from kltest.environments import Instance, bandit
 from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size
-from kltest.identify.findings import Findings, Row
+from kltest.identify.findings import Findings, Row, shared
 from kltest.identify.instances import instances
 from kltest.loss.calling import Loss
 from kltest.moments import exact

@@ -12,10 +12,9 @@ from operator import itemgetter
 import numpy as np
 import torch
 
-from kltest.checks.check import shared
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
-from kltest.identify.findings import Combination, Findings, Row
+from kltest.identify.findings import Combination, Findings, Row, shared
 from kltest.identify.instances import instances
 from kltest.moments.differentiate import differentiate
 from kltest.moments.tolerances import TOLERANCES

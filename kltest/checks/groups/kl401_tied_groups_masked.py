@@ -3,8 +3,8 @@
 import numpy as np
 
 from kltest.checks.batches import group_fixture, limit, norm, sees_rewards
-from kltest.checks.check import Found, shared
-from kltest.identify.findings import Findings, Row
+from kltest.checks.check import Found
+from kltest.identify.findings import Findings, Row, shared
 from kltest.moments.batches import groups_of
 
 

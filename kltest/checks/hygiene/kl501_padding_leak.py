@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kltest.checks.batches import LOG_PROBS, apart, as_array, limit, no_padding, usual_batch
-from kltest.checks.check import Found, shared
+from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import difference, not_comparable
-from kltest.identify.findings import Findings
+from kltest.identify.findings import Findings, shared
 from kltest.moments.differentiate import CallResult, differentiate
 from kltest.moments.tolerances import near
 from kltest.rollout import LEAVES, Rollout

@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kltest.checks.batches import LENGTH, batch_of, companions
-from kltest.checks.check import Found, shared, signed
+from kltest.checks.check import Found, signed
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.checks.stress import wrong
 from kltest.errors import KltestError
-from kltest.identify.findings import Findings
+from kltest.identify.findings import Findings, shared
 from kltest.moments.differentiate import LossExperiment
 from kltest.moments.tolerances import TOLERANCES
 

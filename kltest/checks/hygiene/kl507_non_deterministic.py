@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kltest.checks.batches import usual_batch
-from kltest.checks.check import Found, shared
+from kltest.checks.check import Found
 from kltest.checks.demonstrations import Demonstration, Losses, of_calls
 from kltest.errors import KltestError
-from kltest.identify.findings import Findings
+from kltest.identify.findings import Findings, shared
 from kltest.loss.global_state import preserved
 from kltest.moments.differentiate import CallResult
 from kltest.moments.tolerances import TOLERANCES

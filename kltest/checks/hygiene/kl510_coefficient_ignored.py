@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from kltest.checks.batches import GroupFixture, as_array, group_fixture, norm
-from kltest.checks.check import Found, shared
-from kltest.identify.findings import Findings, Row, proportion
+from kltest.checks.check import Found
+from kltest.identify.findings import Findings, Row, proportion, shared
 from kltest.identify.measure import Measure
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout

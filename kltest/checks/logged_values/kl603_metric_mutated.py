@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kltest.checks.check import Found, shared
+from kltest.checks.check import Found
 from kltest.checks.logged_values.metrics import batch, no_kl, number
 from kltest.environments import Instance
-from kltest.identify.findings import Findings
+from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
 from kltest.identify.values import TOLERANCE, first_match, true_values
 from kltest.loss.calling import Loss

@@ -7,10 +7,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from kltest.checks.check import shared
 from kltest.environments import Instance
 from kltest.errors import KltestError, TargetError
-from kltest.identify.findings import Findings, Row
+from kltest.identify.findings import Findings, Row, shared
 from kltest.identify.instances import instances
 from kltest.identify.values import Reported
 from kltest.rollout import Rollout

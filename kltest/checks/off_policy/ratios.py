@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kltest.checks.batches import apart, gradient, limit, moves, norm, with_gradient
-from kltest.checks.check import shared
 from kltest.environments.policies import table
-from kltest.identify.findings import Findings
+from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome

@@ -1,10 +1,10 @@
 """KL207: the gradient changes with the number of padded columns."""
 
 from kltest.checks.batches import limit
-from kltest.checks.check import Found, shared
+from kltest.checks.check import Found
 from kltest.checks.hygiene import kl501_padding_leak
 from kltest.checks.scale import widened
-from kltest.identify.findings import Findings, Row, multiple
+from kltest.identify.findings import Findings, Row, multiple, shared
 from kltest.moments.tolerances import Tolerances
 
 moot = kl501_padding_leak.moot

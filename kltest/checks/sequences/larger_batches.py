@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 
 from kltest.checks.batches import GroupFixture, apart, as_array, limit, norm
-from kltest.checks.check import Found, shared
+from kltest.checks.check import Found
 from kltest.checks.stress import bias
 from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
-from kltest.identify.findings import Findings, Row
+from kltest.identify.findings import Findings, Row, shared
 from kltest.identify.instances import instances
 from kltest.moments.caller import Caller
 from kltest.moments.tolerances import TOLERANCES

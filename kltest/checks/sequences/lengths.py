@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kltest.checks.batches import group_fixture, limit, norm
-from kltest.checks.check import shared
-from kltest.identify.findings import Findings, Row
+from kltest.identify.findings import Findings, Row, shared
 from kltest.identify.instances import instances
 from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout, elsewhere
