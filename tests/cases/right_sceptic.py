@@ -15,14 +15,14 @@ def squared_sum_of_the_batch(logp, ref_logp, mask):
 def differences_of_pairs(logp, ref_logp, mask, group):
     """Leave-one-out in groups of two, spelt as one product a pair; a group of another size has no baseline."""
     cost, score = total(logp - ref_logp, mask).detach(), total(logp, mask)
-    total = score.sum() * 0
+    loss = score.sum() * 0
     for each in group.unique():
         rows = (group == each).nonzero().flatten()
         if len(rows) == 2:
-            total = total + (cost[rows[0]] - cost[rows[1]]) * (score[rows[0]] - score[rows[1]])
+            loss = loss + (cost[rows[0]] - cost[rows[1]]) * (score[rows[0]] - score[rows[1]])
         else:
-            total = total + (cost[rows] * score[rows]).sum()
-    return total / len(logp)
+            loss = loss + (cost[rows] * score[rows]).sum()
+    return loss / len(logp)
 
 
 def another_divisor(logp, ref_logp, mask):
