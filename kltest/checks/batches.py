@@ -140,11 +140,6 @@ def as_array(found: RowGradients, rollout: Rollout) -> np.ndarray:
     return joint
 
 
-def sees_rewards(findings: Findings) -> bool:
-    """Return True if the loss reads rewards or advantages."""
-    return bool(findings.observed.uses & {"reward", "advantage"})
-
-
 def limit(findings: Findings) -> float:
     """Relative distance up to which gradients count as equal at the loss's precision."""
     return TOLERANCES[findings.observed.dtype].groups
@@ -193,13 +188,10 @@ def batch_of(log_ratios: list[float], companions: int, *, length: int) -> Rollou
     Every log-prob is at most 0, rows of logits are normalised, and the sampler is the policy, so that importance ratios
     are 1 and only u = logp − ref_logp is extreme. The mild rollouts are there for losses that couple rollouts.
     """
-    count = len(log_ratios)
-    u = torch.zeros(count + companions, LENGTH, dtype=torch.float64)
+    live = (np.arange(LENGTH) < length).astype(float)
+    u = torch.from_numpy(np.concatenate([np.outer(log_ratios, live), np.resize(MILD, (companions, LENGTH))]))
     mask = torch.ones_like(u)
-    u[:count] = torch.tensor(log_ratios, dtype=torch.float64)[:, None]
-    u[:count, length:], mask[:count, length:] = 0.0, 0.0
-    mild = torch.tensor(MILD).double().repeat(companions * LENGTH)
-    u[count:] = mild[: companions * LENGTH].reshape(companions, LENGTH)
+    mask[: len(log_ratios)] = torch.from_numpy(live)
     # With the likelier of the two at −1/2 the other one's log-prob is legal.
     logp, ref_logp = LIKELY + u.clamp(max=0.0), LIKELY - u.clamp(min=0.0)
     rows = torch.arange(len(u))

@@ -218,6 +218,11 @@ def _log_ratios(off: Off) -> str:
     return f"In a bandit with the log-ratios {ratios}"
 
 
+def _apart_by(shifts: Sequence[Setting], tolerance: str, code: str) -> Stress:
+    settings = [*zip(("reference", "policy"), shifts, strict=True)]
+    return Stress(_bandit_rows, lambda row: settings, _moved, tolerance, _log_ratios, (code,), apart=True)
+
+
 # Tokens that are all but certain
 
 
@@ -362,25 +367,9 @@ def _in_long_rollouts(findings: Findings) -> tuple[str, str] | None:
 
 
 STRESS = {
-    "far apart": Stress(
-        _bandit_rows,
-        lambda row: [*zip(("reference", "policy"), FAR, strict=True)],
-        _moved,
-        "gradient",
-        _log_ratios,
-        ("KL504",),
-        apart=True,
-    ),
+    "far apart": _apart_by(FAR, "gradient", "KL504"),
     # In bandits that are less far, beyond what a small constant makes there.
-    "less far apart": Stress(
-        _bandit_rows,
-        lambda row: [*zip(("reference", "policy"), NEARER, strict=True)],
-        _moved,
-        "far",
-        _log_ratios,
-        ("KL105",),
-        apart=True,
-    ),
+    "less far apart": _apart_by(NEARER, "far", "KL105"),
     "near-deterministic": Stress(
         lambda findings: _row_of(findings, findings.samplers[0]),
         _sure_settings,

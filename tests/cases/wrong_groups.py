@@ -98,6 +98,12 @@ def as_a_temperature(logp, ref_logp, mask, beta):
     return torch.expm1(beta * k2(logp, ref_logp, mask))
 
 
+def k3_with_its_coefficient_squared(logp, ref_logp, mask, beta):
+    """A wrong gradient and a wrong coefficient are both reported."""
+    delta = torch.where(mask.bool(), ref_logp - logp, 0.0).clamp(-20, 20)
+    return beta**2 * (delta.expm1() - delta)
+
+
 def switch(logp, ref_logp, mask, kl_coeff=0.0):
     return k2(logp, ref_logp, mask) if kl_coeff else torch.zeros_like(logp[:, 0])
 
@@ -165,6 +171,7 @@ CASES = [
     wrong("KL404", skips_groups_of_one),
     wrong("KL510", as_a_temperature, also=("KL503",)),
     wrong("KL510", switch),
+    wrong("KL510", k3_with_its_coefficient_squared, also=("KL102", "KL504"), options={"beta": 0.5}),
     wrong("KL203", leave_one_out_over_lengths),
     wrong("KL103", leave_one_out_upside_down, slow=True),
     wrong("KL206", over_the_longest, also=("KL204",)),

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from kltest.checks.batches import group_fixture, limit, norm, sees_rewards
+from kltest.checks.batches import group_fixture, limit, norm
 from kltest.checks.check import Found
 from kltest.identify.findings import Findings, Row, shared
+from kltest.loss.placement import ROW_FIELDS
 from kltest.moments.batches import groups_of
 
 
@@ -30,7 +31,7 @@ def examine(findings: Findings) -> Found | None:
 
 
 def moot(findings: Findings) -> str | None:
-    return None if sees_rewards(findings) else "the loss sees neither rewards nor advantages"
+    return None if findings.observed.uses & ROW_FIELDS else "the loss sees neither rewards nor advantages"
 
 
 @shared

@@ -1,9 +1,10 @@
 """KL404: in groups of one the term is zero, without an error."""
 
-from kltest.checks.batches import group_fixture, limit, norm, sees_rewards
+from kltest.checks.batches import group_fixture, limit, norm
 from kltest.checks.check import Found
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
+from kltest.loss.placement import ROW_FIELDS
 
 # Number of rollouts that are tried as groups of their own.
 SINGLES = 3
@@ -15,7 +16,7 @@ def examine(findings: Findings) -> Found | None:
     A baseline taken from the group leaves nothing of a group of equal rollouts either. So their rewards differ, and
     nothing else does: a mask on tied rewards lets such a group through.
     """
-    if not (findings.observed.coupled or sees_rewards(findings)):
+    if not (findings.observed.coupled or findings.observed.uses & ROW_FIELDS):
         return None
     fixture, small = group_fixture(findings), limit(findings)
     pairs: dict[str, list[tuple[float, float]]] = {"KL term": [], "logged KL": []}

@@ -37,12 +37,12 @@ def examine(findings: Findings) -> Found | None:
         found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, count), group), unit)
         if found.moved <= max(Tolerances.guard, limit(findings)):
             return noisier(findings)
-        expected = _in_expectation(findings)
         longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
         rewarded = not grouped and findings.observed.uses & ROW_FIELDS
         # A group is one call, and its baseline is made of all of it.
         if rewarded and _moved(findings, _batch(fixture, longest, ALIKE), 1).moved > limit(findings):
             raise TargetError("it couples rollouts of equal length, through their rewards")
+        expected = _in_expectation(findings)
     except KltestError as error:
         if grouped:
             raise
@@ -78,8 +78,8 @@ def _in_expectation(findings: Findings) -> bool:
     small, large = (
         exact_batches(findings.loss, instance, size=size, padding=findings.seed, logs=False).gradient for size in SIZES
     )
-    kept, as_sum = norm(small - large), norm(small / SIZES[0] - large / SIZES[1]) * SIZES[1]
-    return min(kept, as_sum) > max(Tolerances.guard, limit(findings)) * norm(large)
+    off = min(apart(share * small, large) for share in (1.0, SIZES[1] / SIZES[0]))
+    return off > max(Tolerances.guard, limit(findings))
 
 
 def _of_all_lengths(lengths: np.ndarray, count: int) -> np.ndarray:
