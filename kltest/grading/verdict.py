@@ -128,10 +128,12 @@ def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = 
 def as_specified(findings: Findings, spec: Spec) -> Iterator[str]:
     """Yield a sentence that says whether a registered estimator follows what its SPEC names, if that names anything."""
     compared, other = 0, []
+    batched = {(row.environment, row.sampler) for row in findings.rows if row.batch > 1}
     for row in findings.rows:
         wanted = spec.expectation(row.environment, row.sampler)
-        # What couples the rows of a batch says nothing of a batch of one.
-        if wanted is None or row.method == "sampled" or (spec.couples and row.batch == 1):
+        # Where rows are coupled, the SPEC speaks of the larger batches.
+        alone = row.batch == 1 and (row.environment, row.sampler) in batched
+        if wanted is None or row.method == "sampled" or alone:
             continue
         factor = proportion(row.identified, findings.measure.case(row).spelt(dict(wanted)))
         compared += 1
