@@ -58,21 +58,14 @@ def environments(identified: Mapping[str, Any]) -> list[str]:
     return sorted(identified, key=lambda environment: (environment != "bandit", environment))
 
 
-def _described(spec: Spec) -> dict[str, Any]:
-    return {
-        "name": spec.name,
-        "aliases": list(spec.aliases),
-        "placement": spec.placement,
-        "credit": None if spec.placement == "loss" else spec.credit,
-        "formula": spec.formula,
-        "claims": spec.claims,
-        "known_false": spec.known_false,
-        "source": spec.source,
-        "follows": {
-            sampler: {environment: None if row is None else plain(row) for environment, row in rows.items()}
-            for sampler, rows in spec.identified.items()
-        },
+def _described(spec: Spec) -> Entry:
+    names = ("name", "aliases", "placement", "credit", "formula", "claims", "known_false", "source")
+    follows = {
+        sampler: {environment: None if row is None else plain(row) for environment, row in rows.items()}
+        for sampler, rows in spec.identified.items()
     }
+    found = {name: getattr(spec, name) for name in names}
+    return {**found, "credit": None if spec.placement == "loss" else spec.credit, "follows": follows}
 
 
 def _estimators() -> list[Entry]:
