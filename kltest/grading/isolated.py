@@ -3,7 +3,7 @@
 A child runs a generator function and sends what it yields, one step at a time. It may loop for ever, leave the
 process, crash the interpreter, exhaust memory or print without end: the parent gets a `Step` that says so. A child
 whose time is over dumps its stack and ends itself, whether or not its parent is still there. `Children` runs several
-at once.
+at once. `time_limit` is the limit on code that runs in this process.
 
 No process pool reports the frame in which a child hangs or crashed, keeps the end of its output below Python's level,
 or ends the processes that it started.
