@@ -20,6 +20,9 @@ class Table(nn.Module):
         self.successors = torch.from_numpy(environment.successors[:, :, 0].copy())
         self.start, self.logits = int(environment.start[0]), nn.Parameter(torch.tensor(logits))
 
+    def get_input_embeddings(self):
+        return SimpleNamespace(num_embeddings=self.logits.shape[1] + 1)
+
     def forward(self, input_ids):
         context, rows = torch.full(input_ids.shape[:1], self.start), []
         for step in range(input_ids.shape[1]):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from kltest.auditing.models import PROMPTS, as_language
+from kltest.auditing.models import PROMPTS
 from kltest.auditing.passes import CutModel, Models
 from kltest.auditing.report import Audit
 from kltest.auditing.run import LEAST, UNITS, Auditing
@@ -84,8 +84,8 @@ def audit(
     """
     given = {"expect": expect, "placement": placement, "credit": credit, "arguments": arguments, "beta": beta}
     options = Options.of(**given, error_rate=error_rate, margin=margin, seed=seed, group_size=group_size, name=name)
-    policy, reference = as_language(model), as_language(ref)
-    drawing = None if sampler is None else as_language(sampler)
+    policy, reference = LanguageModel.of(model), LanguageModel.of(ref)
+    drawing = None if sampler is None else LanguageModel.of(sampler)
     if batch is not None:
         found = of_batch(batch, policy, group_size)
         source: Iterable[Rollouts] = found
@@ -93,15 +93,8 @@ def audit(
         if units < LEAST:
             raise UsageError(f"{units} prompts with rollouts are too few for intervals; give at least {LEAST}")
     else:
-        texts = list(prompts) or PROMPTS
-        source = drawn(
-            drawing or policy,
-            texts,
-            group_size=group_size,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-        )
+        lengths = {"group_size": group_size, "max_new_tokens": max_new_tokens}
+        source = drawn(drawing or policy, list(prompts) or PROMPTS, **lengths, temperature=temperature, seed=seed)
     with still(policy, reference, drawing):
         third = None if drawing is None else CutModel(drawing)
         run = Auditing(loss, Models(CutModel(policy), CutModel(reference), third, temperature), options, sketch, units)

@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from transformers import TrainerCallback
 
 from kltest.auditing.audit import still
-from kltest.auditing.models import as_language
 from kltest.auditing.passes import CutModel, Models
 from kltest.auditing.report import Audit
 from kltest.auditing.run import FIRST_LOOK, LEAST, Auditing
@@ -27,6 +26,7 @@ from kltest.auditing.units import narrowed
 from kltest.errors import KltestError, UsageError
 from kltest.grading.options import Options
 from kltest.language_models.generation import Rollouts
+from kltest.language_models.language import LanguageModel
 from kltest.loss.global_state import preserved
 from kltest.samples.sketch import SIZE
 
@@ -195,8 +195,8 @@ class KLAuditCallback(TrainerCallback):
         trainer, step = self.trainer, _joined(self.taken)
         gradient, now, rows = step.pop("gradient"), step.pop("now"), len(step["group"])
         rollouts = Rollouts(**step, sampled_logp=torch.zeros_like(gradient))
-        policy = as_language(trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class)
-        ref = as_language(self.ref, trainer.processing_class)
+        plain = trainer.accelerator.unwrap_model(trainer.model)
+        policy, ref = (LanguageModel.of(one, trainer.processing_class) for one in (plain, self.ref))
         with _aside(trainer), still(policy, ref):
             if self.audit is None:
                 models = Models(CutModel(policy), CutModel(ref), None, float(trainer.temperature))

@@ -1,6 +1,5 @@
-"""Models of an audit: loaded, or tiny ones made here, and what a user has in memory."""
+"""Models of an audit: loaded, or tiny ones made here."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,21 +62,3 @@ def _tiny(name: str, role: str, seed: int) -> tuple[Any, Any]:
             for one in matrices:
                 one += STEPS[role] * one.square().mean().sqrt() * torch.randn_like(one)
     return model, tokenizer
-
-
-def as_language(model: Any, tokenizer: Any = None) -> LanguageModel:
-    """Return a model that a user has in memory; its configuration names the end and padding tokens.
-
-    Raises:
-        UsageError: Neither the configuration nor the tokenizer names an end token.
-    """
-    if isinstance(model, LanguageModel):
-        return model
-    configuration = getattr(model, "generation_config", None) or getattr(model, "config", None)
-    end = getattr(configuration, "eos_token_id", None)
-    end = getattr(tokenizer, "eos_token_id", None) if end is None else end
-    if end is None:
-        raise UsageError("the model's configuration names no end token (eos_token_id); set it, or give a LanguageModel")
-    ends: Sequence[int] = end if isinstance(end, list | tuple) else [int(end)]
-    pad = getattr(configuration, "pad_token_id", None)
-    return LanguageModel(model, tokenizer, tuple(ends), ends[0] if pad is None else int(pad))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from kltest.errors import KltestError
@@ -104,41 +104,35 @@ class Audit:
         estimated = [row for row in self.named if row.coefficient is not None]
         rows = [[row.name, _shown(row.coefficient), _shown(row.cosine), row.note] for row in estimated]
         heads = ("named gradient", "coefficient", "cosine", "")
-        others = {
-            row.note: [one.name for one in self.named if one not in estimated and one.note == row.note]
-            for row in self.named
-            if row not in estimated
-        }
-        level = f"{100 * (1 - self.error_rate):g} %"
+        others: dict[str, list[str]] = {}
+        for row in self.named:
+            if row.coefficient is None:
+                others.setdefault(row.note, []).append(row.name)
         lines = [
-            *_first_lines(self),
+            *self._first_lines(),
             "",
             *([table(heads, rows, right=heads[1:3], whole=heads[:3], terminal=terminal)] if rows else []),
             *(f"{note[0].upper()}{note[1:]}: {', '.join(names)}." for note, names in others.items()),
             "",
-            f"All intervals hold together at {level}. {self.units} prompts, {self.rollouts} rollouts, "
-            f"{self.tokens:,} tokens, {self.parameters:,} weights, {self.seconds:.0f} s.",
+            f"All intervals hold together at {100 * (1 - self.error_rate):g} %. {self.units} prompts, {self.rollouts} "
+            f"rollouts, {self.tokens:,} tokens, {self.parameters:,} weights, {self.seconds:.0f} s.",
             *_of_rollouts(self.facts),
             *self.notes,
         ]
         return "\n".join(lines).rstrip() + "\n"
 
-
-def _first_lines(audit: Audit) -> list[str]:
-    lines = [f"{audit.verdict.upper()}: {audit.target} follows {words(audit.follows)}; declared: {audit.expect}"]
-    if audit.follows and audit.follows.rivals:
-        others = ", ".join(" and ".join(one) for one in audit.follows.rivals[:4])
-        lines.append(f"Not distinguishable from that: {others}.")
-    low, high = 100 * audit.distance.low, 100 * audit.distance.high
-    lines.append(
-        f"Distance from the declared gradient: {100 * audit.distance.value:.1f} % [{low:.1f}, {high:.1f}] of its norm; "
-        f"margin {100 * audit.margin:g} %."
-    )
-    if audit.needed is not None:
-        lines.append(f"About {audit.needed:,} units may decide (--units).")
-    noise = f"Signal to noise of these rollouts: {audit.signal_to_noise:.3g}"
-    crossing = "" if audit.crossing is None else f"; bias overtakes noise at {max(audit.crossing, 1):,.0f} rollouts"
-    return [*lines, f"{noise}{crossing}."]
+    def _first_lines(self) -> Iterator[str]:
+        yield f"{self.verdict.upper()}: {self.target} follows {words(self.follows)}; declared: {self.expect}"
+        if self.follows and self.follows.rivals:
+            others = ", ".join(" and ".join(one) for one in self.follows.rivals[:4])
+            yield f"Not distinguishable from that: {others}."
+        value, low, high = (100 * end for end in astuple(self.distance))
+        margin = f"margin {100 * self.margin:g} %"
+        yield f"Distance from the declared gradient: {value:.1f} % [{low:.1f}, {high:.1f}] of its norm; {margin}."
+        if self.needed is not None:
+            yield f"About {self.needed:,} units may decide (--units)."
+        crossing = "" if self.crossing is None else f"; bias overtakes noise at {max(self.crossing, 1):,.0f} rollouts"
+        yield f"Signal to noise of these rollouts: {self.signal_to_noise:.3g}{crossing}."
 
 
 def _of_rollouts(facts: dict[str, float | None]) -> Iterator[str]:

@@ -3,9 +3,8 @@
 import math
 import platform
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -61,7 +60,7 @@ class Auditing:
         self.parts: list[Part] = []
         self.blocks = Blocks()
         self.units, self.rollouts = 0, 0
-        self.weights: dict[str, list[torch.Tensor]] = {"reference": [], "policy": [], "square": []}
+        self.weights: dict[str, list[torch.Tensor]] = defaultdict(list)
         self.facts: Counter[str] = Counter()
         self.misfits: Counter[float] = Counter()
         self.controls = range(0)
@@ -86,15 +85,13 @@ class Auditing:
             self._begin(rollouts)
         unit = measure(self.loss, self.models, rollouts, self.parts, self.sketch, divisor=self.divisor)
         self.units, self.rollouts = self.units + 1, self.rollouts + len(rollouts)
-        at, drawn = unit.tokens, unit.tokens.old_logp.sum(1)
-        self.weights["reference"].append((at.ref_logp.sum(1) - drawn).cpu())
-        self.weights["policy"].append((at.logp.sum(1) - drawn).cpu())
-        self.weights["square"].append((at.logp.sum(1) - drawn + at.total).cpu())
-        gap = (at.logp - at.old_logp).abs()
-        counts = {"tokens": float(at.live.sum()), "gap": float(gap.sum()), **unit.facts}
-        ended = torch.isin(rollouts.tokens, torch.tensor(self.models.policy.language.end, device=gap.device))
-        counts["ended"] = float((ended & rollouts.mask).any(1).sum())
-        self.facts.update(counts)
+        at, gap = unit.tokens, (unit.tokens.logp - unit.tokens.old_logp).abs()
+        ratio = at.ref_logp - at.old_logp, at.logp - at.old_logp, 2 * at.logp - at.old_logp - at.ref_logp
+        for kind, logs in zip(("reference", "policy", "square"), ratio, strict=True):
+            self.weights[kind].append(logs.sum(1).cpu())
+        ended = rollouts.ended(self.models.policy.language.end)
+        self.facts.update(unit.facts)
+        self.facts.update(tokens=float(at.live.sum()), gap=float(gap.sum()), ended=float(ended.sum()))
         self.misfits.update(unit.misfits)
         self.largest_gap = max(self.largest_gap, float(gap.max()))
         self.blocks.add(unit.vectors.numpy())
@@ -139,9 +136,8 @@ class Auditing:
         options, sample = self.options, Sample(self.blocks.vectors).controlled(self.controls)
         rate = options.error_rate / (2 * self.looks)
         raw, own = np.eye(2 + len(self.parts))[:2]
-        truth = self.vector({"reverse_kl": 1.0})
-        declared = self.vector(options.expect)
-        columns = {name: self.vector({name: 1.0}) for name in self.names}
+        declared, columns = self.vector(options.expect), {name: self.vector({name: 1.0}) for name in self.names}
+        unit = declared if declared.any() else columns["reverse_kl"]
         hopeless = self._hopeless()
         each = rate / (3 * len(columns) + 4)
         rows = [self._row(sample, own, name, column, each, hopeless.get(name, "")) for name, column in columns.items()]
@@ -149,17 +145,16 @@ class Auditing:
         follows = None
         if sample.interval(norm(own), each).low > 0 and usable:
             follows = nearest(sample, own, {n: c for n, c in usable.items() if n not in ALONE}, each, options.margin)
-        d, unit = own - declared, declared if declared.any() else truth
-        named = np.stack([*usable.values(), unit])
-        away = distance(sample, d, unit, named, self.controls, rate)
+        away = distance(sample, own - declared, unit, np.stack([*usable.values(), unit]), self.controls, rate)
         row = self._row(sample, own, plain(options.expect), unit, each)
-        verdict: Verdict = "confirmed" if away.high <= options.margin else "inconclusive"
-        if away.low > options.margin:
-            verdict = "refuted"
+        verdict: Verdict = "refuted" if away.low > options.margin else "inconclusive"
+        if away.high <= options.margin:
+            verdict = "confirmed"
         notes = self.loss.notes
         if TOO_SHORT in row.note:
             notes.append(f"The interval of the declared gradient {row.note}; draw more (--units)")
-        if unknown := [name for name in options.expect if name in hopeless]:
+        unknown = [name for name in options.expect if name in hopeless]
+        if unknown:
             verdict = "inconclusive"
             notes.append(f"Nothing can be said of the distance from {unknown[0]}: {hopeless[unknown[0]]}")
         if verdict == "refuted" and not self.loss.takes_beta and row.coefficient and row.coefficient.low > 0:
@@ -170,9 +165,9 @@ class Auditing:
                     f"It takes no coefficient and agrees up to a factor of {row.coefficient.value:.3g}; `kltest grade` "
                     "tells if that factor is the same for all lengths and batches"
                 )
-        square, error = sample.estimate(norm(d))
         noise, size = (float(x @ sample.noise @ x) * self.blocks.each for x in (raw - declared, raw))
-        signal = float(own @ sample.products @ own)
+        signal, square = float(norm(own)(sample.products)), float(norm(own - declared)(sample.products))
+        undecided = verdict == "inconclusive" and not unknown
         return Audit(
             target=self.name,
             expect=plain(options.expect),
@@ -192,9 +187,7 @@ class Auditing:
             sketch_error=self.sketch.error,
             signal_to_noise=signal * self.units / size if size > 0 else math.inf,
             crossing=noise / square * self.rollouts / self.units if away.low > 0 else None,
-            needed=self._needed(square, error, float(unit @ sample.products @ unit), rate, len(sample))
-            if verdict == "inconclusive" and not unknown
-            else None,
+            needed=self._needed(sample, own - declared, unit) if undecided else None,
             facts=self._facts(),
             notes=notes,
             versions={"kltest": VERSION, "python": platform.python_version(), "torch": str(torch.__version__)},
@@ -208,14 +201,14 @@ class Auditing:
             return NamedRow(name, note=note)
         if sample.interval(norm(column), rate).low <= 0:
             return NamedRow(name, note="not distinguishable from zero")
-        found = NamedRow(name, sample.interval(coefficient(own, column), rate))
+        found = sample.interval(coefficient(own, column), rate)
         if sample.interval(norm(own), rate).low <= 0:
-            return replace(found, note="the loss's gradient is not distinguishable from zero: no direction")
+            return NamedRow(name, found, note="the loss's gradient is not distinguishable from zero: no direction")
         near, carry = angle(sample, own, column, rate), sample.effective(coefficient(own, column))
-        few = found.coefficient and found.coefficient.width > ROUNDING and carry < HEAVY * len(sample)
         notes = ["above 1 by noise"] * (near.value > SEEN)
-        notes += [f"{TOO_SHORT}: {carry:.0f} of {len(sample)} blocks of prompts carry the noise"] * bool(few)
-        return replace(found, cosine=near, note="; ".join(notes))
+        if found.width > ROUNDING and carry < HEAVY * len(sample):
+            notes.append(f"{TOO_SHORT}: {carry:.0f} of {len(sample)} blocks of prompts carry the noise")
+        return NamedRow(name, found, near, "; ".join(notes))
 
     def _hopeless(self) -> dict[str, str]:
         """Reasons, by name, why a named gradient that needs weights of whole rollouts is not estimated."""
@@ -231,12 +224,14 @@ class Auditing:
                 found |= {name: note for name in weighted if name not in found}
         return found
 
-    def _needed(self, square: float, error: float, unit: float, rate: float, blocks: int) -> int | None:
-        gap = abs(square - self.options.margin**2 * unit)
+    def _needed(self, sample: Sample, d: np.ndarray, unit: np.ndarray) -> int | None:
+        """Number of units that may decide if ‖E d‖ is within the margin."""
+        (square, error), bound = sample.estimate(norm(d)), self.options.margin**2 * norm(unit)(sample.products)
+        gap = abs(square - bound)
         if gap == 0 or not math.isfinite(error):
             return None
         ratio = max(3.5 * error / gap, 1.0)
-        more = self.units * ratio ** (1 if square < self.options.margin**2 * unit else 2)
+        more = self.units * ratio ** (1 if square < bound else 2)
         return math.ceil(more) if more > self.units else 2 * self.units
 
     def _facts(self) -> dict[str, float | None]:

@@ -1,7 +1,7 @@
 """Units of sampling: a prompt with its rollouts, drawn from a model or read from what a training run has kept."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,24 @@ from kltest.names import FIELDS
 
 # Units that are generated together.
 TOGETHER = 16
+# Names under which trainers and files keep the fields of Rollouts, the usual ones first, then those that losses use.
+_USUAL = {
+    "tokens": ("completion_ids", "tokens", "response_ids", "completion"),
+    "mask": ("completion_mask", "mask"),
+    "old_logp": ("old_per_token_logps", "old_logp", "sampling_per_token_logps"),
+    "reward": ("rewards", "reward", "advantages", "advantage"),
+    "group": ("group",),
+}
+# An attention mask is one of prompt and completion, and a reward a token is no reward a rollout.
+_OTHERS = {"attention_mask", "full_attention_mask", "token_level_scores"}
+KEYS = {
+    "prompts": ("prompt_ids", "prompts", "prompt_tokens", "prompt"),
+    "prompt_mask": ("prompt_mask", "prompt_attention_mask"),
+    **{
+        name: tuple(dict.fromkeys(key for key in (*usual, *FIELDS[name].aliases) if key not in _OTHERS))
+        for name, usual in _USUAL.items()
+    },
+}
 
 
 def drawn(
@@ -52,77 +70,91 @@ def narrowed(rollouts: Rollouts) -> Rollouts:
     return replace(rollouts, prompts=rollouts.prompts[:, first:], prompt_mask=rollouts.prompt_mask[:, first:])
 
 
-def read(path: Path) -> list[Mapping[str, Any]]:
+def read_prompts(path: Path) -> list[str]:
+    """Return the prompts of a file: one a line, or of JSON lines with `prompt`.
+
+    Raises:
+        UsageError: The file cannot be read, or holds something else.
+    """
+    lines = [line for line in _lines(path, "--prompts") if line.strip()]
+    if not lines:
+        raise UsageError(f"--prompts {path} has no prompt: write one a line")
+    if not lines[0].lstrip().startswith("{"):
+        return lines
+    found = _objects(lines, f"--prompts {path}", "a text `prompt`", lambda row: isinstance(row["prompt"], str))
+    return [row["prompt"] for row in found]
+
+
+def read_rollouts(path: Path) -> list[Mapping[str, Any]]:
     """Return the batches of a file: tensors by name, or a list of such, as torch.save writes them, or JSON lines.
 
     Raises:
         UsageError: The file cannot be read, or holds something else.
     """
-    if not path.is_file():
-        raise UsageError(f"--rollouts {path}: there is no such file")
-    if path.suffix != ".jsonl":
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            words = str(error).splitlines()[0]
-            raise UsageError(
-                f"--rollouts {path} is neither JSON lines (.jsonl) nor tensors of torch: {words}"
-            ) from None
-        return found if isinstance(found, list) else [found]
+    if path.suffix == ".jsonl":
+        return [_stacked(_lines(path, "--rollouts"), f"--rollouts {path}")]
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise UsageError(f"--rollouts {path} cannot be read: {error.strerror}") from None
+    except Exception as error:
+        words = str(error).splitlines()[0]
+        raise UsageError(f"--rollouts {path} is neither JSON lines (.jsonl) nor tensors of torch: {words}") from None
+    return found if isinstance(found, list) else [found]
+
+
+def _lines(path: Path, option: str) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{option} {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _objects(lines: Sequence[str], place: str, wanted: str, has: Callable[[Any], bool]) -> list[dict[str, Any]]:
+    """Return the JSON objects of some lines; UsageError for the first line without what is wanted."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-            rows.append({name: next((row[key] for key in keys if key in row), None) for name, keys in KEYS.items()})
-            if not all(rows[-1][name] for name in ("prompts", "tokens")):
-                raise KeyError
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(
-                f"--rollouts {path}: line {number} is no JSON object with prompt_ids and completion_ids, lists of ids"
-            ) from None
-    return [_stacked(rows, path)]
+            rows.append(json.loads(line))
+            right = has(rows[-1])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            right = False
+        if not right:
+            raise UsageError(f"{place}: line {number} is no JSON object with {wanted}")
+    return rows
 
 
-def _stacked(rows: Sequence[Mapping[str, Any]], path: Path) -> dict[str, Any]:
-    """Lists of rows as padded tensors: prompts on the left, the rest on the right."""
+def _fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of Rollouts in a mapping, under whichever of their KEYS."""
+    present = {key for key, value in given.items() if value is not None}
+    found = {name: [key for key in keys if key in present] for name, keys in KEYS.items()}
+    return {name: given[keys[0]] for name, keys in found.items() if keys}
+
+
+def _stacked(lines: Sequence[str], place: str) -> dict[str, torch.Tensor]:
+    """Lines of rollouts as padded tensors: prompts on the left, the rest on the right."""
+    wanted = "prompt_ids and completion_ids, lists of ids"
+    objects = _objects(lines, place, wanted, lambda row: all(_fields(row)[name] for name in ("prompts", "tokens")))
+    rows = [
+        {"mask": [1] * len(row["tokens"]), "prompt_mask": [1] * len(row["prompts"]), **row}
+        for row in map(_fields, objects)
+    ]
     if not rows:
-        raise UsageError(f"--rollouts {path} has no rollout")
-    given = {name for name in KEYS if rows[0][name] is not None} | {"mask", "prompt_mask"}
-    lists = {name: [row[name] for row in rows] for name in given}
-    lists["mask"] = [row["mask"] or [1] * len(row["tokens"]) for row in rows]
-    lists["prompt_mask"] = [row["prompt_mask"] or [1] * len(row["prompts"]) for row in rows]
-    found: dict[str, Any] = {}
-    for name, values in lists.items():
+        raise UsageError(f"{place} has no rollout")
+    found = {}
+    for name in rows[0]:
+        values = [row.get(name) for row in rows]
         if any(value is None for value in values):
-            raise UsageError(f"--rollouts {path}: only some lines have {KEYS[name][0]}")
-        if name in ("group", "reward"):
-            names = {value: number for number, value in enumerate(dict.fromkeys(values))}
-            found[name] = torch.tensor([names[value] for value in values] if name == "group" else values)
-            continue
-        side = "left" if name.startswith("prompt") else "right"
-        sequences = [torch.tensor(value) for value in values]
-        found[name] = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side=side)
+            raise UsageError(f"{place}: only some lines have {KEYS[name][0]}")
+        if name == "group":
+            found[name] = torch.from_numpy(np.unique(values, return_inverse=True)[1])
+        elif name == "reward":
+            found[name] = torch.tensor(values)
+        else:
+            side = "left" if name.startswith("prompt") else "right"
+            sequences = [torch.tensor(value) for value in values]
+            found[name] = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side=side)
     return found
-
-
-# Names under which trainers and files keep the fields of Rollouts, the usual ones first, then those that losses use.
-_USUAL = {
-    "tokens": ("completion_ids", "tokens", "response_ids", "completion"),
-    "mask": ("completion_mask", "mask"),
-    "old_logp": ("old_per_token_logps", "old_logp", "sampling_per_token_logps"),
-    "reward": ("rewards", "reward", "advantages", "advantage"),
-    "group": ("group",),
-}
-# An attention mask is one of prompt and completion, and a reward a token is no reward a rollout.
-_OTHERS = {"attention_mask", "full_attention_mask", "token_level_scores"}
-KEYS = {
-    "prompts": ("prompt_ids", "prompts", "prompt_tokens", "prompt"),
-    "prompt_mask": ("prompt_mask", "prompt_attention_mask"),
-    **{
-        name: tuple(dict.fromkeys(key for key in (*usual, *FIELDS[name].aliases) if key not in _OTHERS))
-        for name, usual in _USUAL.items()
-    },
-}
 
 
 def of_batch(batch: Any, language: LanguageModel, group_size: int) -> list[Rollouts]:
@@ -151,41 +183,31 @@ def _of_mapping(batch: Mapping[str, Any], language: LanguageModel, group_size: i
         raise UsageError(
             f"a batch of rollouts is a mapping of tensors, or a list of them; it is {type(batch).__name__}"
         )
-    found = {
-        name: next((batch[key] for key in keys if batch.get(key) is not None), None) for name, keys in KEYS.items()
-    }
+    found = {name: torch.as_tensor(value) for name, value in _fields(batch).items()}
     for name in ("prompts", "tokens"):
-        if found[name] is None:
+        if name not in found:
             raise UsageError(f"the rollouts have no {KEYS[name][0]} (or {', '.join(KEYS[name][1:])}): (B, length) ids")
-    prompts, tokens = (torch.as_tensor(found[name]).long() for name in ("prompts", "tokens"))
+        found[name] = found[name].long()
+    tokens = found["tokens"]
     rows, width = tokens.shape
+    for name, shape in {"mask": (rows, width), "old_logp": (rows, width), "reward": (rows,)}.items():
+        if name in found and tuple(found[name].shape) != shape:
+            actual = tuple(found[name].shape)
+            raise UsageError(f"{KEYS[name][0]} has shape {actual}; the completions have {(rows, width)}")
     ends = torch.isin(tokens, torch.tensor(language.end))
-    given = found["mask"]
-    mask = (ends.cumsum(1) - ends.long() == 0) if given is None else torch.as_tensor(given).bool()
-    prompt_mask = found["prompt_mask"]
-    prompt_mask = prompts != language.pad if prompt_mask is None else torch.as_tensor(prompt_mask).bool()
-    old, reward, group = (
-        None if found[n] is None else torch.as_tensor(found[n]) for n in ("old_logp", "reward", "group")
-    )
-    for name, one, shape in (
-        ("mask", mask, (rows, width)),
-        ("old_logp", old, (rows, width)),
-        ("reward", reward, (rows,)),
-    ):
-        if one is not None and tuple(one.shape) != shape:
-            raise UsageError(f"{KEYS[name][0]} has shape {tuple(one.shape)}; the completions have {(rows, width)}")
-    if old is not None and not bool(old[mask].isfinite().all()):
+    found["mask"] = found.get("mask", ends.cumsum(1) - ends.long() == 0).bool()
+    found["prompt_mask"] = found.get("prompt_mask", found["prompts"] != language.pad).bool()
+    if "old_logp" in found and not bool(found["old_logp"][found["mask"]].isfinite().all()):
         raise UsageError(f"{KEYS['old_logp'][0]} are not finite at every token")
-    for name, ids, live in (("prompts", prompts, prompt_mask), ("tokens", tokens, mask)):
-        if not bool(live.any(1).all()):
-            raise UsageError(f"{KEYS[name][0]}: rollout {int((~live.any(1)).nonzero()[0])} has no token")
-        size = getattr(getattr(language.model, "config", None), "vocab_size", None)
-        if size is not None and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            wrong = int(ids.max()) if int(ids.max()) >= size else int(ids.min())
-            raise UsageError(f"{KEYS[name][0]}: the id {wrong} is not in the model's vocabulary of {size}")
-    if group is None:
+    size = getattr(getattr(language.model, "config", None), "vocab_size", None)
+    for name, mask in (("prompts", "prompt_mask"), ("tokens", "mask")):
+        empty, ids = ~found[mask].any(1), found[name]
+        if bool(empty.any()):
+            raise UsageError(f"{KEYS[name][0]}: rollout {int(empty.nonzero()[0])} has no token")
+        if size is not None and bool((outside := ids[(ids < 0) | (ids >= size)]).numel()):
+            raise UsageError(f"{KEYS[name][0]}: the id {int(outside[0])} is not in the model's vocabulary of {size}")
+    if "group" not in found:
         if rows % group_size:
             raise UsageError(f"{rows} rollouts do not divide into groups of {group_size}: give the group size")
-        group = torch.arange(rows) // group_size
-    nothing = torch.zeros(rows, width)
-    return Rollouts(prompts, prompt_mask, tokens, mask, nothing, group, reward, old_logp=old)
+        found["group"] = torch.arange(rows) // group_size
+    return Rollouts(**found, sampled_logp=torch.zeros(rows, width))

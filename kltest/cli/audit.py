@@ -1,6 +1,5 @@
 """`kltest audit`: measure the gradient that a target follows on a real language model, by sampling."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,7 +47,7 @@ def command(
     where = destinations(output or ["text"], FORMATS)
     from kltest.auditing.audit import audit
     from kltest.auditing.models import DTYPES, load
-    from kltest.auditing.units import read
+    from kltest.auditing.units import read_prompts, read_rollouts
     from kltest.language_models.models import is_tiny
     from kltest.sweeps.progress import Progress
 
@@ -59,12 +58,12 @@ def command(
         raise UsageError(f"--temperature: give a positive number; it is {temperature:g}")
     if ref is None and not is_tiny(model):
         raise UsageError("--ref is missing: give the reference, the model that the KL is measured against")
-    texts = _prompts(prompts) if prompts else []
-    if not texts and rollouts is None and not is_tiny(model):
+    if prompts is None and rollouts is None and not is_tiny(model):
         raise UsageError("--prompts is missing: give a file of prompts, one a line, or --rollouts")
-    if texts and rollouts is not None:
+    if prompts is not None and rollouts is not None:
         raise UsageError("--prompts and --rollouts exclude each other; give one of them")
-    batch = None if rollouts is None else read(rollouts)
+    texts = [] if prompts is None else read_prompts(prompts)
+    batch = None if rollouts is None else read_rollouts(rollouts)
     loading: dict[str, Any] = {"seed": chosen.get("seed", 0), "dtype": dtype, "device": device}
     roles = {"model": model, "ref": ref or model, "sampler": sampler}
     found = {role: load(name, role, **loading) for role, name in roles.items() if name is not None}
@@ -96,24 +95,3 @@ take(
         replace(OPTIONS["seed"], help="Seed of the rollouts."),
     ],
 )
-
-
-def _prompts(path: Path) -> list[str]:
-    """Return the prompts of a file: one a line, or of JSON lines with `prompt`."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompts {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not lines:
-        raise UsageError(f"--prompts {path} has no prompt: write one a line")
-    if not lines[0].lstrip().startswith("{"):
-        return lines
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(json.loads(line)["prompt"])
-        except (ValueError, KeyError, TypeError):
-            found.append(None)
-        if not isinstance(found[-1], str):
-            raise UsageError(f"--prompts {path}: line {number} is no JSON object with a text `prompt`")
-    return found

@@ -41,22 +41,28 @@ class LanguageModel:
 
     @classmethod
     def of(
-        cls, model: Any, tokenizer: Any, compute_dtype: torch.dtype | None = None, *, chat: bool = False
+        cls, model: Any, tokenizer: Any = None, compute_dtype: torch.dtype | None = None, *, chat: bool = False
     ) -> "LanguageModel":
         """Return a model with the end and padding ids that its configuration or tokenizer names.
+
+        A LanguageModel is returned as it is.
 
         Raises:
             UsageError: There is no end token, so that no rollout would end, or it is none of the model's ids; or there
                 is no template for a chat.
         """
+        if isinstance(model, cls):
+            return model
         if chat and not getattr(tokenizer, "chat_template", None):
             raise UsageError("chat: the model's tokenizer has no chat template; set chat=false")
-        configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-        named = tokenizer.eos_token_id if configured is None else configured
+        configuration = getattr(model, "generation_config", None) or getattr(model, "config", None)
+        named = getattr(configuration, "eos_token_id", None)
+        named = getattr(tokenizer, "eos_token_id", None) if named is None else named
         if named is None:
-            raise UsageError("the model and its tokenizer name no end token (eos_token_id); give the tokenizer one")
+            raise UsageError("the model and its tokenizer name no end token (eos_token_id); give one of them one")
         end = tuple(named) if isinstance(named, list | tuple) else (int(named),)
-        pad = end[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
+        pad = getattr(configuration if tokenizer is None else tokenizer, "pad_token_id", None)
+        pad = end[0] if pad is None else int(pad)
         made = cls(model, tokenizer, end, pad, compute_dtype, chat=chat)
         if not 0 <= min(end) <= max(end) < made.vocabulary:
             raise UsageError(

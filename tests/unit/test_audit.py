@@ -18,7 +18,7 @@ from kltest.auditing import passes
 from kltest.auditing.models import load
 from kltest.auditing.named import Part, controls_of, parts_of
 from kltest.auditing.passes import CutModel, measure
-from kltest.auditing.units import drawn, of_batch
+from kltest.auditing.units import drawn, of_batch, read_rollouts
 from kltest.cli import app
 from kltest.environments import Instance, ragged, sequence
 from kltest.errors import UsageError
@@ -206,6 +206,26 @@ def test_intervals_that_hang_on_few_rollouts_say_so():
     assert "distance" not in plain + few
 
 
+@pytest.mark.parametrize("form", ["rollouts.pt", "rollouts.jsonl"])
+def test_what_a_file_holds_is_what_the_training_run_had(tiny, form, tmp_path):
+    batch = {**kept(tiny), "group": torch.arange(16) // 2}
+    if form == "rollouts.pt":
+        torch.save(batch, tmp_path / form)
+    else:
+        # Without a mask a line has the tokens alone.
+        live = batch.pop("completion_mask").bool()
+        lines = [{name: one[row].tolist() for name, one in batch.items()} for row in range(16)]
+        for line, tokens in zip(lines, live, strict=True):
+            line |= {name: line[name][: int(tokens.sum())] for name in ("completion_ids", "old_per_token_logps")}
+        (tmp_path / form).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found, expected = of_batch(read_rollouts(tmp_path / form), tiny[0], 1), of_batch(kept(tiny), tiny[0], 2)
+    assert len(found) == len(expected) == 8
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.tokens.where(one.mask, 0), other.tokens.where(other.mask, 0))
+        assert torch.equal(one.old_logp.where(one.mask, 0), other.old_logp.where(other.mask, 0))
+        assert torch.equal(one.prompts, other.prompts)
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -227,7 +247,7 @@ def test_a_batch_that_cannot_be_used_is_refused_in_words(tiny, changed, words):
         (("--model", "tiny", "--device", "nowhere"), "--device 'nowhere' cannot be used"),
         (("--model", "/nowhere", "--prompts", "p.txt"), "--ref is missing"),
         (("--model", "tiny", "--prompts", "none.txt"), "cannot be read"),
-        (("--model", "tiny", "--rollouts", "none.pt"), "there is no such file"),
+        (("--model", "tiny", "--rollouts", "none.pt"), "none.pt cannot be read"),
         (("--model", "tiny", "--rollouts", "p.jsonl"), "line 1 is no JSON object with prompt_ids"),
         (("--model", "tiny", "--output", "xml"), "no output format 'xml'"),
         (("--model", "tiny", "--output", "json:nowhere/audit.json"), "cannot be written (No such file or directory)"),
