@@ -9,7 +9,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -90,7 +90,7 @@ class KLAuditCallback(TrainerCallback):
         self.audits: dict[int, Audit] = {}
         self.audit: Auditing | None = None
         self.own: dict[str, Callable[..., Any]] = {}
-        self.taken: list[dict[str, Tensor]] = []
+        self.batches: list[dict[str, Tensor]] = []
         self.open, self.groups = False, 0
 
     @property
@@ -107,16 +107,16 @@ class KLAuditCallback(TrainerCallback):
         """Leave the trainer as it was."""
         for name in self.own:
             vars(self.trainer).pop(name, None)
-        self.own, self.taken, self.audit, self.open = {}, [], None, False
+        self.own, self.batches, self.audit, self.open = {}, [], None, False
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Begin an audit if it is time."""
         self.open |= state.global_step % self.every == 0
-        self.taken = []
+        self.batches = []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Measure what this step was computed on; the weights are still the same."""
-        if self.taken:
+        if self.batches:
             with self._not_in_the_way():
                 self._measure(state)
 
@@ -131,15 +131,15 @@ class KLAuditCallback(TrainerCallback):
         trainer, score = self.trainer, self.own[SCORE]
         if not (self.open and trainer.model.training):
             return score(inputs)
-        with ExitStack() as stack:
-            for name in ("_generate", "_calculate_rewards"):
-                stack.enter_context(mock.patch.object(trainer, name, _once(getattr(trainer, name))))
+        answers: dict[str, list[Any]] = {"_generate": [], "_calculate_rewards": []}
+        recorded = {name: _recorded(getattr(trainer, name), answers[name]) for name in answers}
+        with mock.patch.multiple(trainer, **recorded):
             found = score(inputs)
-            more = {}
-            if found.get("ref_per_token_logps") is None:
-                with _aside(trainer):
-                    trainer.beta = 0.0
-                    more[WITHOUT] = score(inputs)["advantages"]
+        more = {}
+        if found.get("ref_per_token_logps") is None:
+            with _aside(trainer):
+                vars(trainer).update({name: mock.Mock(return_value=answers[name][0]) for name in answers}, beta=0.0)
+                more[WITHOUT] = score(inputs)["advantages"]
         if self.reuse > 1 and found.get("old_per_token_logps") is None:
             ids, mask = (torch.cat([found[f"prompt_{one}"], found[f"completion_{one}"]], 1) for one in ("ids", "mask"))
             with _aside(trainer), torch.no_grad():
@@ -155,23 +155,23 @@ class KLAuditCallback(TrainerCallback):
         if self.open and self.trainer.model.training and GROUP in inputs:
             plain = self.trainer.accelerator.unwrap_model(model)
             with self._not_in_the_way():
-                self.taken.append(self._taken(inputs, lambda given: own(plain, given, *args, **kwargs)))
+                self.batches.append(self._batch(inputs, lambda given: own(plain, given, *args, **kwargs)))
         return own(model, inputs, *args, **kwargs)
 
-    def _taken(self, inputs: Any, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    def _batch(self, inputs: Any, loss: Callable[[Any], Tensor]) -> dict[str, Tensor]:
         """Return the rollouts of a batch, and the gradient of its loss's KL part at their log-probs."""
         trainer, beta = self.trainer, self.trainer.beta
         without = {**inputs, "advantages": inputs[WITHOUT]} if WITHOUT in inputs else inputs
         found: list[Tensor] = []
         for coefficient, given in ((beta, inputs), (0.0, without)):
-            passed: list[Tensor] = []
+            passed: list[Any] = []
             with _aside(trainer):  # random numbers, as those of dropout, are the same both times
-                vars(trainer)[FORWARD] = _heard(getattr(trainer, FORWARD), passed)
+                vars(trainer)[FORWARD] = _recorded(getattr(trainer, FORWARD), passed)
                 trainer.beta = coefficient
                 computed = loss(dict(given))
                 if not passed:
                     raise UsageError(f"the loss of {self.options.name} does not call {FORWARD}")
-                found += torch.autograd.grad(computed, passed[-1], allow_unused=True, materialize_grads=True)
+                found += torch.autograd.grad(computed, passed[-1][0], allow_unused=True, materialize_grads=True)
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if scaled is None:
             scaled = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
@@ -192,7 +192,7 @@ class KLAuditCallback(TrainerCallback):
         }
 
     def _measure(self, state: Any) -> None:
-        trainer, step = self.trainer, _joined(self.taken)
+        trainer, step = self.trainer, _joined(self.batches)
         gradient, now, rows = step.pop("gradient"), step.pop("now"), len(step["group"])
         rollouts = Rollouts(**step, sampled_logp=torch.zeros_like(gradient))
         plain = trainer.accelerator.unwrap_model(trainer.model)
@@ -244,28 +244,15 @@ class KLAuditCallback(TrainerCallback):
             yield
         except KltestError as error:
             warnings.warn(f"kltest audits no longer: {error}", stacklevel=2)
-            self.every, self.open, self.audit, self.taken = 2**63, False, None, []
+            self.every, self.open, self.audit, self.batches = 2**63, False, None, []
 
 
-def _once(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method the first time, and gives the same answer ever after."""
-    found: list[Any] = []
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if not found:
-            found.append(method(*args, **kwargs))
-        return found[0]
-
-    return called
-
-
-def _heard(method: Callable[..., Any], passed: list[Tensor]) -> Callable[..., Any]:
-    """Return the method; the first of what it returns is kept."""
+def _recorded(method: Callable[..., Any], answers: list[Any]) -> Callable[..., Any]:
+    """Return the method; what it returns is added to `answers`."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        answer = method(*args, **kwargs)
-        passed.append(answer[0])
-        return answer
+        answers.append(method(*args, **kwargs))
+        return answers[-1]
 
     return called
 
