@@ -9,10 +9,10 @@ so that a rerun finds the same.
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +42,7 @@ SIMPLE: dict[int, tuple[Probabilities, ...]] = {
     3: ((0.25, 0.25, 0.5), (0.5, 0.25, 0.25), (0.25, 0.5, 0.25), (0.4, 0.4, 0.2), (0.2, 0.4, 0.4), (0.6, 0.2, 0.2)),
     4: ((0.25,) * 4, (0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4), (0.4, 0.2, 0.2, 0.2), (0.2, 0.2, 0.2, 0.4)),
 }
+# Tokens and actions.
 SIZES = ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2), (3, 3))
 # Bounds of |log π/ref| and |log π/sampler| along a rollout. They are those of grading, so that a loss fails here for
 # the reason for which it failed there.
@@ -51,30 +52,6 @@ MOST_CALLS, MOST_BATCHES = 600, 100
 # Smallest relative difference that counts as a failure: it shows in six decimals.
 VISIBLE = 1e-3
 GIVES_REWARDS = frozenset({"reward", "advantage", "group", "rollout"})
-
-
-class Shape(NamedTuple):
-    """Size and kind of an environment; if `moved`, the sampler is another policy."""
-
-    length: int
-    actions: int
-    ends: bool
-    moved: bool
-    batch: int
-
-    @property
-    def contexts(self) -> int:
-        """Number of contexts."""
-        return sum(self._branches**depth for depth in range(self.length))
-
-    @property
-    def rollouts(self) -> int:
-        """Number of rollouts of one prompt."""
-        return self.contexts * self.ends + self._branches**self.length
-
-    @property
-    def _branches(self) -> int:
-        return self.actions - self.ends
 
 
 def smallest_failure(findings: Findings) -> CounterExample | None:
@@ -92,8 +69,8 @@ def example(findings: Findings) -> CounterExample | None:
     length = 1 if set(findings.environments) <= {"bandit"} else 2
     whole = max((row.batch for row in findings.rows), default=1)
     for tokens, batch in ((length, 2), (1, whole)) if findings.observed.coupled else ((length, 1),):
-        shape = Shape(tokens, 2, ends=False, moved=sampler == "stale", batch=batch)
-        environment = unrelated(shape, 0, rewarded=bool(loss.takes & GIVES_REWARDS))
+        rewarded = bool(loss.takes & GIVES_REWARDS)
+        environment = unrelated(tokens, 2, moved=sampler == "stale", rewarded=rewarded)
         with suppress(KltestError):
             summed = adds_up(loss, environment, sampler, batch)
             answer = counter_example(loss, findings.expect, environment, sampler, batch, 0.0, summed=summed)
@@ -102,50 +79,47 @@ def example(findings: Findings) -> CounterExample | None:
     return None
 
 
-@dataclass
 class Shrinking:
     """Search for the smallest environment in which a row still fails; `calls` counts the calls of the loss."""
 
-    findings: Findings
-    row: Row
-    calls: int = 0
-    _summed: dict[int, bool] = field(default_factory=dict)
-    _failing: dict[tuple[SmallEnvironment, int], bool] = field(default_factory=dict)
-
-    @property
-    def limit(self) -> float:
-        """Relative bias above which an environment still fails."""
-        return min(VISIBLE, self.row.relative_bias / 10)
+    def __init__(self, findings: Findings, row: Row) -> None:
+        self.findings, self.row, self.calls = findings, row, 0
+        # Relative bias above which an environment still fails.
+        self.limit = min(VISIBLE, row.relative_bias / 10)
+        self._summed: dict[int, bool] = {}
+        self._failing: dict[tuple[SmallEnvironment, int], bool] = {}
 
     def smallest(self) -> CounterExample | None:
         """Return the counter-example with its program, None if no environment that is tried fails."""
-        loss, expect = self.findings.loss, self.findings.expect
-        for shape, variant in product(self.shapes(), range(2)):
-            environment = unrelated(shape, variant, rewarded=bool(loss.takes & GIVES_REWARDS))
-            if not self.fails(environment, shape.batch):
+        loss, expect, sampler = self.findings.loss, self.findings.expect, self.row.sampler
+        for environment, batch in self.candidates():
+            if not self.fails(environment, batch):
                 continue
-            environment = self.simplified(environment, shape)
+            environment = self.simplified(environment, batch)
             with suppress(KltestError):
-                sampler, summed = self.row.sampler, self._adds_up(environment, shape.batch)
-                answer = counter_example(loss, expect, environment, sampler, shape.batch, self.limit, summed=summed)
+                summed = self._adds_up(environment, batch)
+                answer = counter_example(loss, expect, environment, sampler, batch, self.limit, summed=summed)
                 if answer.differs:
                     return with_program(loss, expect, environment, answer.example, answer.dtype)
             return None
         return None
 
-    def shapes(self) -> Iterator[Shape]:
-        """Shapes to try, smallest first, without the kinds of environment in which the gradient agreed."""
+    def candidates(self) -> Iterator[tuple[SmallEnvironment, int]]:
+        """Environments and batches to try, smallest first, without the kinds in which the gradient agreed."""
         batches = sorted({2, self.row.batch}) if self.row.batch > 1 else [1]
         samplers = (False, True) if self.row.sampler == "stale" else (False,)
-        for size, ends, moved, batch in product(SIZES, (False, True), samplers, batches):
-            shape = Shape(*size, ends, moved, batch)
-            possible = (shape.length > 1 or not ends) and (batch == 1 or shape.rollouts**batch <= MOST_BATCHES)
-            if possible and not self._agreed(shape):
-                yield shape
+        rewarded = bool(self.findings.loss.takes & GIVES_REWARDS)
+        for (length, actions), ends, moved, batch, variant in product(
+            SIZES, (False, True), samplers, batches, range(2)
+        ):
+            if (ends and length == 1) or self._agreed(kind(length, ends), "stale" if moved else "current"):
+                continue
+            environment = unrelated(length, actions, ends=ends, moved=moved, rewarded=rewarded, variant=variant)
+            if batch == 1 or len(environment.instance().paths) ** batch <= MOST_BATCHES:
+                yield environment, batch
 
-    def _agreed(self, shape: Shape) -> bool:
-        where = (kind(shape.length, shape.ends), "stale" if shape.moved else "current")
-        same = [row for row in self.findings.rows if (row.environment, row.sampler) == where]
+    def _agreed(self, environment: str, sampler: str) -> bool:
+        same = [row for row in self.findings.rows if (row.environment, row.sampler) == (environment, sampler)]
         return bool(same) and not any(row.refutes or row.agrees is None for row in same)
 
     def fails(self, environment: SmallEnvironment, batch: int) -> bool:
@@ -175,16 +149,16 @@ class Shrinking:
             self._summed[batch] = adds_up(self.findings.loss, environment, self.row.sampler, batch)
         return self._summed[batch]
 
-    def simplified(self, environment: SmallEnvironment, shape: Shape) -> SmallEnvironment:
+    def simplified(self, environment: SmallEnvironment, batch: int) -> SmallEnvironment:
         """Give each context, the last first, the simplest probabilities with which the loss fails, repeatedly."""
-        options = list(_options(shape))
+        options = list(_options(len(environment.policy[0]), moved=environment.sampler is not None))
         before = None
         while environment != before:
             before = environment
-            for context in reversed(range(shape.contexts)):
+            for context in reversed(range(len(environment.policy))):
                 simpler = (_with_rows(environment, context, rows) for rows in options)
-                environment = self._first(environment, simpler, shape.batch)
-            environment = self._first(environment, _with_rewards(environment, shape), shape.batch)
+                environment = self._first(environment, simpler, batch)
+            environment = self._first(environment, _with_rewards(environment), batch)
         return environment
 
     def _first(self, present: SmallEnvironment, simpler: Iterable[SmallEnvironment], batch: int) -> SmallEnvironment:
@@ -192,35 +166,38 @@ class Shrinking:
         return next((other for other in simpler if other == present or self.fails(other, batch)), present)
 
 
-def unrelated(shape: Shape, variant: int, *, rewarded: bool) -> SmallEnvironment:
-    """Return an environment with simple unrelated probabilities: whatever can differ in it does."""
-    near = _near(shape.actions, MILD / shape.length)
-    ratios = _near(shape.actions, MILD_RATIO / shape.length)
-    generator = np.random.default_rng([variant, shape.length, shape.actions, shape.ends])
+def unrelated(
+    length: int, actions: int, *, ends: bool = False, moved: bool = False, rewarded: bool = False, variant: int = 0
+) -> SmallEnvironment:
+    """Return an environment with simple unrelated probabilities: whatever can differ in it does.
+
+    If `moved`, the sampler is another policy than the graded one.
+    """
+    near, ratios = _near(actions, MILD / length), _near(actions, MILD_RATIO / length)
+    generator = np.random.default_rng([variant, length, actions, ends])
+    contexts = range(sum((actions - ends) ** depth for depth in range(length)))
 
     def one_of(choices: list[Probabilities]) -> Probabilities:
         return choices[generator.integers(len(choices))]
 
-    policy = tuple(one_of([p for p in near if p in ratios or not shape.moved]) for _ in range(shape.contexts))
-    reward = tuple(tuple(float(c % shape.actions == a) for a in range(shape.actions)) for c in range(shape.contexts))
+    policy = tuple(one_of([p for p in near if p in ratios or not moved]) for _ in contexts)
     return SmallEnvironment(
         policy=policy,
         reference=tuple(one_of(near[p]) for p in policy),
-        sampler=tuple(one_of(ratios[p]) for p in policy) if shape.moved else None,
-        length=shape.length,
-        ends=shape.ends,
-        reward=reward if rewarded else None,
+        sampler=tuple(one_of(ratios[p]) for p in policy) if moved else None,
+        length=length,
+        ends=ends,
+        reward=tuple(tuple(float(c % actions == a) for a in range(actions)) for c in contexts) if rewarded else None,
     )
 
 
-def _options(shape: Shape) -> Iterator[Rows]:
+def _options(actions: int, *, moved: bool) -> Iterator[Rows]:
     """(policy, reference, sampler) of one context, the simplest first."""
-    uniform, *others = SIMPLE[shape.actions]
-    equal = [(uniform, uniform), *((other, other) for other in others[:2])]
-    apart = [(other, uniform) for other in others] + [(uniform, other) for other in others]
-    pairs = [*equal, *apart]
-    yield from ((policy, reference, policy if shape.moved else None) for policy, reference in pairs)
-    if shape.moved:
+    uniform, *others = SIMPLE[actions]
+    pairs = [(one, one) for one in (uniform, *others[:2])]
+    pairs += [(other, uniform) for other in others] + [(uniform, other) for other in others]
+    yield from ((policy, reference, policy if moved else None) for policy, reference in pairs)
+    if moved:
         samplers = (uniform, *others[:3])
         yield from ((policy, reference, mu) for policy, reference in pairs for mu in samplers if mu != policy)
 
@@ -233,13 +210,12 @@ def _with_rows(environment: SmallEnvironment, context: int, rows: Rows) -> Small
     return replace(environment, **tables)
 
 
-def _with_rewards(environment: SmallEnvironment, shape: Shape) -> Iterator[SmallEnvironment]:
+def _with_rewards(environment: SmallEnvironment) -> Iterator[SmallEnvironment]:
     """Environments without rewards, then with a reward for the first choice only."""
     if environment.reward is not None:
-        nothing = (0.0,) * shape.actions
-        rest = (nothing,) * (shape.contexts - 1)
-        yield replace(environment, reward=(nothing, *rest))
-        yield replace(environment, reward=((1.0, *nothing[1:]), *rest))
+        first, *rest = ((0.0,) * len(row) for row in environment.reward)
+        yield replace(environment, reward=(first, *rest))
+        yield replace(environment, reward=((1.0, *first[1:]), *rest))
 
 
 @lru_cache(maxsize=32)

@@ -11,7 +11,7 @@ from pages import BROWSER, Strict, opened
 
 import kltest
 from kltest.counterexample.environment import SmallEnvironment, counter_example
-from kltest.counterexample.shrink import Shape, unrelated
+from kltest.counterexample.shrink import unrelated
 from kltest.loss.calling import bind
 from kltest.render import pictures as _pictures
 from kltest.render import render
@@ -21,13 +21,13 @@ from kltest.report import CounterExample, Prefix
 HOSTILE = "</pre></svg><script>alert(1)</script>\x1b\u202e&\"'<img src=x onerror=alert(1)>"
 
 
-def drawn(length, actions, ends, moved, batch=1) -> SmallEnvironment:
-    return unrelated(Shape(length, actions, ends, moved, batch), 0, rewarded=False)
+def drawn(length, actions, ends, moved) -> SmallEnvironment:
+    return unrelated(length, actions, ends=ends, moved=moved)
 
 
 def example(length=1, actions=2, ends=False, moved=False, batch=1) -> CounterExample:
     """An environment in which nothing is equal, with the numbers of a loss that is wrong everywhere."""
-    environment = drawn(length, actions, ends, moved, batch)
+    environment = drawn(length, actions, ends, moved)
     sampler = "stale" if moved else "current"
     answer = counter_example(bind(losses.k3_of_sequences), {"reverse_kl": 1.0}, environment, sampler, batch, 0.0)
     return answer.example

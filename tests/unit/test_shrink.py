@@ -18,7 +18,7 @@ import torch
 import kltest
 from kltest.counterexample.environment import counter_example
 from kltest.counterexample.program import with_program
-from kltest.counterexample.shrink import MILD, MILD_RATIO, Shape, unrelated
+from kltest.counterexample.shrink import MILD, MILD_RATIO, unrelated
 from kltest.counterexample.sources import NoSourceError, source_of
 from kltest.loss.calling import bind
 from kltest.render import render
@@ -210,12 +210,10 @@ def test_where_nothing_is_wrong_an_example_shows_that(name):
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize(("length", "actions"), [(1, 2), (1, 4), (2, 2), (2, 3), (3, 2), (3, 3)])
 def test_environments_to_begin_with_are_mild_and_nowhere_equal(length, actions, moved, ends):
-    shape = Shape(length, actions, ends and length > 1, moved, 1)
-    environment = unrelated(shape, 0, rewarded=True)
+    environment = unrelated(length, actions, ends=ends and length > 1, moved=moved, rewarded=True)
     instance = environment.instance()
     paths = instance.paths
-    assert len(paths) == shape.rollouts
-    assert len(environment.policy) == shape.contexts == instance.environment.n_contexts
+    assert len(environment.policy) == instance.environment.n_contexts
     assert np.abs(paths.along(instance.policy - instance.reference)).max() < MILD
     assert np.abs(paths.along(instance.policy - instance.sampler)).max() < MILD_RATIO
     assert all(p != q for p, q in zip(environment.policy, environment.reference, strict=True))
@@ -262,7 +260,7 @@ def test_a_loss_that_draws_random_numbers_is_not_shrunk():
 @pytest.mark.parametrize("name", ATLAS)
 def test_every_named_gradient_can_be_declared_in_a_program(name, ends):
     """The line for each is plain torch; the program is given only where it prints what the truth says."""
-    environment = unrelated(Shape(2, 2, ends, True, 1), 0, rewarded=True)
+    environment = unrelated(2, 2, ends=ends, moved=True, rewarded=True)
     declared = {name: 0.5, **({} if name == "reverse_kl" else {"reverse_kl": 1.0})}
     loss = bind(losses.square_root)
     answer = counter_example(loss, declared, environment, "stale", 1, 0.0)
