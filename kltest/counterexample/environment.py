@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,16 +48,12 @@ class SmallEnvironment:
     def words(self) -> str:
         """Describe the environment: its size, then the probabilities of every context on a line."""
         tables = {"π": self.policy, "ref": self.reference, "sampler": self.sampler}
-        lines = []
+        length = f"{self.length} token{'s' * (self.length > 1)}{' at most' * self.ends}"
+        lines = [f"{length} of {len(self.policy[0])} actions"]
         for context in range(len(self.policy)):
-            parts = [
-                f"{name} = ({', '.join(f'{p:.6g}' for p in table[context])})"
-                for name, table in tables.items()
-                if table is not None
-            ]
-            lines.append(f"  {self.prefix(context)}: {', '.join(parts)}")
-        kind = f"{self.length} token{'s' * (self.length > 1)}{' at most' * self.ends}"
-        return "\n".join([f"{kind} of {len(self.policy[0])} actions", *lines])
+            rows = {name: ", ".join(f"{p:.6g}" for p in table[context]) for name, table in tables.items() if table}
+            lines.append(f"  {self.prefix(context)}: {', '.join(f'{name} = ({row})' for name, row in rows.items())}")
+        return "\n".join(lines)
 
     def prefix(self, context: int) -> str:
         """Name a context by the actions that lead to it."""
@@ -152,19 +148,12 @@ def counter_example(
     instance = environment.instance()
     found, std, called = measure(loss, instance, sampler, batch, summed=summed)
     truth = combine(declared, instance)
-    contexts = [
-        Prefix(
-            prefix=environment.prefix(context),
-            policy=list(environment.policy[context]),
-            reference=list(environment.reference[context]),
-            sampler=None if environment.sampler is None else list(environment.sampler[context]),
-            reward=None if environment.reward is None else list(environment.reward[context]),
-            truth=_plain(truth[context]),
-            found=_plain(found[context]),
-            std=_plain(std[context]),
-        )
-        for context in range(len(environment.policy))
-    ]
+    contexts = []
+    for context in range(len(environment.policy)):
+        tables = (environment.policy, environment.reference, environment.sampler, environment.reward)
+        rows: list[Any] = [table and list(table[context]) for table in tables]
+        numbers = (_plain(one[context]) for one in (truth, found, std))
+        contexts.append(Prefix(environment.prefix(context), *rows, *numbers))
     name, actions = kind(environment.length, environment.ends), len(environment.policy[0])
     size = (environment.length, actions, environment.ends, batch)
     example = CounterExample(name, sampler, *size, called.outcome.returned, summed, contexts)

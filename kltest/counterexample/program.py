@@ -35,7 +35,7 @@ TEMPLATE = Path(__file__).parent / "templates" / "program.py.j2"
 ROWS = "ijklmn"
 TABLES = ("torch", "logits", "ref", "old", "at", "y", "mask", "logp", "ref_logp", "old_logp", "reward")
 NAMES = frozenset({*TABLES, "u", "p", "q", "true", "expected", "of", *ROWS, "call", "beta"})
-WIDTH = 110
+WIDTH = 130
 # Largest difference, relative to the largest derivative: in float64 that of another order of summation.
 TOLERANCES = {"float64": 1e-9}
 LOW_PRECISION = 1e-4
@@ -95,13 +95,13 @@ class Program:
 
     def text(self, first: str = "", start: str = "") -> str:
         """Return the program; `first` picks the loss from what is returned, `start` is added to the expectation."""
-        environment, takes, lines, paths = self.environment, self.loss.takes, self.source.lines, self.instance.paths
+        environment, takes, paths = self.environment, self.loss.takes, self.instance.paths
         tables = {"logits": environment.policy, "ref": environment.reference, "old": environment.sampler}
         rewarded = (takes & ROW_FIELDS and not self.loss.unrewarded) or "expected_reward" in self.declared
         call, expected = self._expected(first, start)
         text = template(TEMPLATE).render(
-            future=FUTURE if FUTURE in lines else "",
-            definitions=[line for line in lines if line != FUTURE],
+            future=FUTURE,
+            definitions=self.source.lines,
             tables={name: _rows(table) for name, table in tables.items() if table is not None},
             width=WIDTH,
             paths=paths,
@@ -119,44 +119,39 @@ class Program:
         return str(text).rstrip("\n")
 
     def _expected(self, first: str, start: str) -> tuple[str, str]:
-        """A lambda, "" if none is needed, and the sum over all batches that may use it."""
-        call = f"{'-' * self.loss.shaped}{self._call()}{first}"
-        if not self.loss.takes_beta and self.loss.placement != "both":
-            whole = start + self._sum(call)
-            if len(f"expected = {whole}") <= WIDTH:
-                return "", whole
-            return f"{self.rows}: {call}", start + self._sum(f"call({self.rows})")
-        beta = self.loss.fixed_beta or 1.0
-        cost = f"call({self.rows}, {beta!r})"
+        """The lambda that calls the loss, without its keyword, and the sum over all batches that calls it."""
+        rows, beta = self.rows, self.loss.fixed_beta or 1.0
+        call, cost = f"{'-' * self.loss.shaped}{self._call()}{first}", f"call({rows})"
+        parameters = rows
         if self.loss.takes_beta:
-            cost = f"({cost} - call({self.rows}, 0.0))" if self.loss.less else cost
+            parameters, cost = f"{rows}, beta", f"call({rows}, {beta!r})"
+            cost = f"({cost} - call({rows}, 0.0))" if self.loss.less else cost
             cost = f"({cost} / {beta!r})" if beta != 1 else cost
-        return f"{self.rows}, beta: {call}", start + self._sum(cost)
-
-    def _sum(self, cost: str) -> str:
-        rows = ROWS[: self.batch]
-        chance = " * ".join(f"{self.chance}[{row}]" for row in rows)
-        loops = " ".join(f"for {row} in range({len(self.instance.paths)})" for row in rows)
-        return f"sum({chance} * {self._placed(cost)} {loops})"
+        chance = " * ".join(f"{self.chance}[{row}]" for row in rows.split(", "))
+        loops = " ".join(f"for {row} in range({len(self.instance.paths)})" for row in rows.split(", "))
+        return f"{parameters}: {call}", f"{start}sum({chance} * {self._placed(cost)} {loops})"
 
     def _placed(self, cost: str) -> str:
-        """The scalar whose gradient one batch gives, for a placement and a credit."""
+        """The scalar whose gradient one batch gives, for a placement and a credit.
+
+        Scores need no mask: at padding nothing depends on the policy.
+        """
         mask, logp, fixed, credit = self.mask, f"logp{self.at}", f"{cost}.detach()", self.loss.credit
-        mean = ".sum()" if self.batch == 1 else ".mean()"
         tokens = self.returned == "tokens"
         whole, whole_fixed = (summed(each, mask) if tokens else each for each in (cost, fixed))
-        as_loss = whole if self.returned == "scalar" else f"{whole}{mean}"
-        if credit == "return" or not tokens:
+        if tokens and credit == "immediate":
+            charged = f"({fixed} * {logp}).sum(-1)"
+        elif tokens and credit == "to-go":
+            live = f"({fixed} * {mask})" if mask else fixed
+            charged = f"({live}.flip(1).cumsum(1).flip(1) * {logp}).sum(-1)"
+        elif credit == "immediate":
             last = f"[{mask}.cumsum(-1) == {mask}.sum(-1, keepdim=True)]" if mask else "[:, -1]"
-            score = f"{logp}{last}" if credit == "immediate" else summed(logp, mask)
-            as_reward = f"({whole_fixed} * {score}){mean}"
+            charged = f"({fixed} * {logp}{last})"
         else:
-            live, score = (f"({each} * {mask})" if mask else each for each in (fixed, logp))
-            charged = f"{live}.flip(1).cumsum(1).flip(1)" if credit == "to-go" else live
-            as_reward = f"({charged} * {score}).sum(-1){mean}"
-        placed = {"loss": as_loss, "reward": as_reward}.get(self.loss.placement, f"({as_loss} + {as_reward})")
+            charged = f"({whole_fixed} * {logp}.sum(-1))"
+        placed = {"loss": whole, "reward": charged}.get(self.loss.placement, f"({whole} + {charged})")
         share = f" / {self.batch}" if self.summed else ""
-        return placed.replace(".sum(-1).sum()", ".sum()") + share
+        return placed + (".mean()" if self.returned != "scalar" else "") + share
 
     def _call(self) -> str:
         """The call with its arguments: by position until a parameter is left out, then by name."""

@@ -118,10 +118,11 @@ def _parsed(function: Any) -> tuple[list[str], list[str]]:
     kind = ast.Lambda if function.__name__ == "<lambda>" else ast.FunctionDef
     try:
         text = inspect.findsource(function)[0]
-        starting = _starting("".join(text)).get(function.__code__.co_firstlineno, ())
+        nodes = [node for node in ast.walk(_tree("".join(text))) if isinstance(node, kind)]
     except (OSError, TypeError, SyntaxError):
-        starting = ()
-    found = [copy.deepcopy(node) for node in starting if isinstance(node, kind)]
+        nodes = []
+    first = function.__code__.co_firstlineno
+    found = [copy.deepcopy(each) for each in nodes if first in _beginnings(each)]
     if len(found) != 1:
         raise NoSourceError("it is one of several lambdas on a line" if found else UNREADABLE)
     node: Any = found[0]
@@ -149,14 +150,13 @@ def _parsed(function: Any) -> tuple[list[str], list[str]]:
 
 
 @lru_cache(maxsize=32)
-def _starting(text: str) -> dict[int, list[ast.Lambda | ast.FunctionDef]]:
-    """Lambdas and functions of a file by the lines that they, or their decorators, begin in."""
-    found: dict[int, list[ast.Lambda | ast.FunctionDef]] = {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Lambda | ast.FunctionDef):
-            for line in {node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))}:
-                found.setdefault(line, []).append(node)
-    return found
+def _tree(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def _beginnings(node: ast.Lambda | ast.FunctionDef) -> set[int]:
+    """The lines that a function, or one of its decorators, begins in."""
+    return {node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))}
 
 
 def _definition(name: str, value: Any, seen: set[str]) -> Iterator[str]:
