@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kltest.errors import UsageError
-from kltest.render.words import gradient, number, one_line
+from kltest.render.words import UNNAMED, number, one_line
 from kltest.report import READABLE, SCHEMA, Report
+from kltest.truth import render
 
 # The same loss on another machine differs by rounding: relative to a number, or up to a bias that counts as zero.
 ROUNDING, NO_BIAS = 1e-6, 1e-9
 SETTINGS = ("expect", "placement", "credit", "seed")
 """Settings whose change is reported, since it explains the others."""
-FAILING = {"fail", "fail, excused"}
+GRADIENT, FAILING = "gradient, ", "fail"
 
 
 @dataclass(frozen=True)
@@ -88,16 +89,14 @@ def _fault(report: object) -> str:
         return "it is not an object"
     if report.get("schema") not in READABLE:
         return f"its schema is {report.get('schema')!r}, not {SCHEMA!r}"
-    for key in ("target", "verdict"):
-        if not isinstance(report.get(key), str):
-            return f"its {key} is not a text"
-    parts = (("gradients", ("environment", "sampler")), ("checks", ("code", "status")))
-    for key, needed in parts:
-        entries = report.get(key)
-        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-            return f"its {key} are not a list of objects"
-        if not all(isinstance(entry.get(name), str) for entry in entries for name in needed):
-            return f"one of its {key} lacks {' or '.join(needed)}"
+    parts = {"gradients": ("environment", "sampler"), "checks": ("code", "status")}
+    if lacking := [key for key in parts if not isinstance(report.get(key), list)]:
+        return f"its {lacking[0]} are not a list"
+    entries = {"report": [report], **{key: report[key] for key in parts}}
+    for key, needed in {"report": ("target", "verdict"), **parts}.items():
+        for entry in entries[key]:
+            if not isinstance(entry, dict) or not all(isinstance(entry.get(name), str) for name in needed):
+                return f"one of its {key} lacks {' or '.join(needed)}"
     for row in report["gradients"]:
         identified = row.get("identified")
         if not (identified is None or (isinstance(identified, dict) and all(map(is_number, identified.values())))):
@@ -126,64 +125,46 @@ def compare(path: str, old: Sequence[Mapping[str, Any]], reports: Sequence[Repor
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Difference]:
-    for key in ("verdict", *SETTINGS):
-        if key in old and old[key] != new[key]:
-            yield Difference(key, _words(old[key]), _words(new[key]))
-    rows, earlier = _by_place(new["gradients"]), _by_place(old["gradients"])
-    for place in {**rows, **earlier}:
-        yield from _of_row(place, earlier.get(place), rows.get(place))
-    checks, before = ({check["code"]: check for check in report["checks"]} for report in (new, old))
-    for code in sorted({*checks, *before}):
-        was, now = (_status(found.get(code)) for found in (before, checks))
-        # A check that is new, or not selected any more, is worth a line only if it failed or fails.
-        if was != now and (FAILING & {was, now} or {"pass", "skip", "inconclusive"} >= {was, now}):
-            name = (checks.get(code) or before[code]).get("name", "")
-            yield Difference(one_line(f"{code} {name}"), was, now)
+    earlier, present = _facts(old), _facts(new)
+    for name in {**present, **earlier}:
+        (was, before), (now, after) = (facts.get(name, (None, "")) for facts in (earlier, present))
+        # What only one of them has is worth a line if it is a gradient or a failure.
+        notable = name.startswith(GRADIENT) or (before or after).startswith(FAILING)
+        if not _same(was, now) if before and after else notable:
+            yield Difference(name, before, after)
 
 
-def _of_row(place: str, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> Iterator[Difference]:
-    if not (old and new and _same_gradient(old.get("identified"), new.get("identified"))):
-        yield Difference(f"gradient, {place}", _identified(old), _identified(new))
-    for key, least in (("relative_bias", NO_BIAS), ("relative_variance", 0.0)):
-        if old and new and key in old and not _same_number(old[key], new[key], least):
-            yield Difference(f"{key.replace('_', ' ')}, {place}", _number(old[key]), _number(new[key]))
+def _facts(report: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return what is compared by its name, with its words."""
+    facts = {key: (report[key], _words(report[key])) for key in ("verdict", *SETTINGS) if key in report}
+    for row in report["gradients"]:
+        batches = f", batches of {row['batch']}" if row.get("batch", 1) != 1 else ""
+        place = one_line(f"{row['environment']} ({row['sampler']}{batches})")
+        facts[GRADIENT + place] = (row.get("identified") or None, _identified(row.get("identified")))
+        for key in ("relative_bias", "relative_variance"):
+            if key in row:
+                value = row[key] if is_number(row[key]) else None
+                facts[f"{key.replace('_', ' ')}, {place}"] = (value, number(None if value is None else float(value)))
+    for check in report["checks"]:
+        status = "fail, excused" if check["status"] == FAILING and check.get("excused") else check["status"]
+        facts[one_line(f"{check['code']} {check.get('name', '')}")] = (status, status)
+    return facts
 
 
-def _status(check: Mapping[str, Any] | None) -> str:
-    if check is None:
-        return ""
-    return "fail, excused" if check["status"] == "fail" and check.get("excused") else check["status"]
-
-
-def _by_place(rows: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    places = {}
-    for row in rows:
-        batch = row.get("batch", 1)
-        batches = f", batches of {batch}" if batch != 1 else ""
-        places[one_line(f"{row['environment']} ({row['sampler']}{batches})")] = row
-    return places
-
-
-def _identified(row: Mapping[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    names = row.get("identified")
+def _identified(names: Mapping[str, float] | None) -> str:
     try:
-        return one_line(gradient(names))
+        return render(dict(names)) if names else UNNAMED
     except (KeyError, UsageError):  # a name of another version
         return one_line(json.dumps(names, ensure_ascii=False))
 
 
-def _same_gradient(old: Mapping[str, float] | None, new: Mapping[str, float] | None) -> bool:
-    if not old or not new:
-        return not old and not new
-    return old.keys() == new.keys() and all(_same_number(old[name], new[name]) for name in old)
-
-
-def _same_number(old: object, new: object, least: float = 0.0) -> bool:
-    if not is_number(old) or not is_number(new):
-        return not is_number(old) and not is_number(new)
-    return abs(old - new) <= max(least, ROUNDING * max(abs(old), abs(new)))
+def _same(old: Any, new: Any) -> bool:
+    """True if two values are equal, numbers and those of combinations up to rounding."""
+    if is_number(old) and is_number(new):
+        return abs(old - new) <= max(NO_BIAS, ROUNDING * max(abs(old), abs(new)))
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return old.keys() == new.keys() and all(_same(old[name], new[name]) for name in old)
+    return bool(old == new)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -192,10 +173,6 @@ def is_number(value: object) -> TypeGuard[int | float]:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:
         return False
-
-
-def _number(value: object) -> str:
-    return number(float(value) if is_number(value) else None)
 
 
 def _words(value: object) -> str:

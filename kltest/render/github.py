@@ -1,13 +1,10 @@
 """GitHub Actions annotations: `::error` for a failed check, `::warning` for a warning, `::notice` for the rest."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from markupsafe import Markup
-
 from kltest.render import PLAIN, Terminal
-from kltest.render.sarif import in_checkout
+from kltest.render.sarif import VERDICTS, Finding, findings, in_checkout
 from kltest.render.words import visible
 from kltest.report import Report
 
@@ -16,22 +13,18 @@ PROPERTY = {**DATA, **str.maketrans({":": "%3A", ",": "%2C"})}
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
-    from kltest.render.templating import environment  # Jinja2 is loaded when something is rendered
-
-    made = environment(lambda text: visible(text, keep="\r\n").translate(DATA))
-    made.filters |= {"property": _property, "place": _place}
-    return made.get_template("report.github.j2").render(reports=reports)
+    return "\n".join(_annotation(found) for report in reports for found in findings(report))
 
 
-def _property(text: str) -> Markup:
-    return Markup(visible(text, keep="\r\n").translate(PROPERTY))
+def _annotation(found: Finding) -> str:
+    # What could not be told is an error too: the exit code is not 0.
+    level = "error" if found.code in VERDICTS else found.level.replace("note", "notice")
+    place = ""
+    # GitHub knows a file by its path from the root of the checkout.
+    if found.file and not Path(path := in_checkout(found.file)).is_absolute():
+        place = f"file={_escaped(path, PROPERTY)}," + (f"line={found.first}," if found.first else "")
+    return f"::{level} {place}title={_escaped(found.title, PROPERTY)}::{_escaped(found.text, DATA)}"
 
 
-def _place(report: Report) -> Markup:
-    """File and line of the loss, its path from the root of the checkout as GitHub wants it; "" if it lies elsewhere."""
-    given = re.match(r"(.+\.py):\w", report.target)
-    path, line = report.source or (given[1] if given else "", 0)
-    if not path or Path(inside := in_checkout(path)).is_absolute():
-        return Markup("")
-    file = _property(inside)
-    return Markup(f"file={file},line={line}," if line else f"file={file},")
+def _escaped(text: str, table: dict[int, str]) -> str:
+    return visible(text, keep="\r\n").translate(table)

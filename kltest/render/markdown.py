@@ -9,8 +9,8 @@ from markupsafe import Markup
 
 from kltest.render.changes import Changes
 from kltest.render.tables import PLAIN, Terminal
-from kltest.render.words import note_of, one_line, visible
-from kltest.report import GradientRow, Report
+from kltest.render.words import one_line, visible
+from kltest.report import Report
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -37,15 +37,8 @@ def _templates() -> "Environment":
     from kltest.render.templating import environment
 
     made = environment(lambda text: escape(one_line(text)))
-    made.filters |= {"agreement": _agreement, "code": _code, "fenced": _fenced, "row": _row}
+    made.filters |= {"code": _code, "fenced": _fenced, "row": _row}
     return made
-
-
-def _agreement(row: GradientRow) -> Markup:
-    agrees = {True: "yes", False: "**no**", None: "not judged"}[row.agrees]
-    agrees = f"expected failure: {', '.join(row.excused)}" if row.excused else agrees
-    note = note_of(row)
-    return Markup(f"{agrees}: {escape(note)}" if note else agrees)
 
 
 def _row(cells: Iterable[str]) -> Markup:

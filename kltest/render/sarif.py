@@ -17,6 +17,8 @@ from kltest.version import VERSION
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 LEVELS = ("error", "warning", "note")
+CONFIRMED = "kltest-confirmed"
+"""Code of a finding that says that nothing is wrong, which is no result."""
 MOST_RESULTS = 5000
 """Results that code scanning of GitHub shows of one run."""
 # Findings that are no check's.
@@ -31,7 +33,7 @@ VERDICTS = {
 class Finding:
     """One finding: a check's code, or a key of VERDICTS, on lines of a file ("" if it has none).
 
-    `known_by` says which finding it is whatever its lines are, which move.
+    `known_by` says which finding it is whatever its lines are, which move. A line of 0 is not known.
     """
 
     code: str
@@ -42,10 +44,11 @@ class Finding:
     last: int
     function: str
     known_by: Sequence[str]
+    title: str = ""
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
-    return document(found for report in reports for found in _findings(report))
+    return document(found for report in reports for found in findings(report) if found.code != CONFIRMED)
 
 
 def document(found: Iterable[Finding]) -> str:
@@ -67,24 +70,27 @@ def in_checkout(file: str) -> str:
     return (path.relative_to(root) if path.is_relative_to(root) else path).as_posix()
 
 
-def _findings(report: Report) -> Iterator[Finding]:
+def findings(report: Report) -> Iterator[Finding]:
+    """Yield a finding for each check that failed or passed unexpectedly, and for the verdict if none explains it."""
     from kltest.render import screen, words
 
     given = re.match(r"(.+\.py):\w", report.target)
-    path, line = report.source or (given[1] if given else "", 1)
+    path, line = report.source or (given[1] if given else "", 0)
+    target = in_checkout(given[1]) + report.target[given.end(1) :] if given else report.target
 
-    def found(code: str, level: str, text: str) -> Finding:
-        target = in_checkout(given[1]) + report.target[given.end(1) :] if given else report.target
-        return Finding(code, level, f"{report.target}: {text}", path, line, line, report.target, (target, code))
+    def found(code: str, level: str, text: str, title: str) -> Finding:
+        text = f"{report.target}: {text}"
+        return Finding(code, level, text, path, line, line, report.target, (target, code), title)
 
     for check in (*report.failed, *report.unexpected_passes):
         warns = check.warns and not check.passed_unexpectedly
-        yield found(check.code, "warning" if warns else "error", words.reason(check))
+        yield found(check.code, "warning" if warns else "error", words.reason(check), f"{check.code} {check.name}")
     for check, text in zip(report.expected_failures, words.expected_failures(report), strict=True):
-        yield found(check.code, "note", f"expected failure: {text}")
-    if report.verdict != "confirmed" and not (report.errors or report.unexpected_passes):
-        level = "warning" if report.verdict == "inconclusive" else "error"
-        yield found(f"kltest-{report.verdict}", level, report.error or screen.headline(report))
+        yield found(check.code, "note", f"expected failure: {text}", f"{check.code} {check.name}")
+    if not (report.errors or report.unexpected_passes):
+        level = {"confirmed": "note", "inconclusive": "warning"}.get(report.verdict, "error")
+        words_of_it = report.error or screen.headline(report)
+        yield found(f"kltest-{report.verdict}", level, words_of_it, f"kltest {report.verdict}")
 
 
 def _rule(code: str) -> dict[str, Any]:

@@ -4,11 +4,9 @@ Formats that people read begin with these lines; the rest comes after, or with `
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from kltest.errors import UsageError
-from kltest.render.words import cosine, listed, number, one_line, reach
+from kltest.render.words import by_reason, cosine, expected_failures, gradient_of, listed, number, one_line, reach
 from kltest.report import CheckResult, GradientRow, Report
 from kltest.truth import ATLAS, parse, plain, render
 
@@ -35,14 +33,6 @@ SYMBOLS = {
 """The symbols of a formula explained, each printed if it occurs."""
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of the first screen: its label, and one text or several."""
-
-    label: str
-    texts: tuple[str, ...]
-
-
 def title(report: Report) -> str:
     """Return the verdict; beside an expected failure it names what is followed, which is not what was declared."""
     if report.verdict != "confirmed" or not report.expected_failures:
@@ -51,23 +41,31 @@ def title(report: Report) -> str:
     return f"confirmed with {'expected failures' if many else 'an expected failure'}: follows {followed(report)}"
 
 
-def screen(report: Report) -> list[Line]:
-    """Return the lines of the first screen after the verdict, in the order of reading."""
+def screen(report: Report) -> dict[str, list[str]]:
+    """Return the texts of the first screen after the verdict by their labels, in the order of reading."""
     if not report.gradients and not report.unfinished:
-        return []
-    return [Line(label, tuple(texts)) for label, texts in _lines(report) if texts]
+        return {}
+    lines = {
+        "follows": [_followed_in_words(report)],
+        "declared": [_meant(parse(report.expect)) + _called(report) + _instead(report)],
+        "expected": expected_failures(report),
+        "errors": _at_most(MOST_ERRORS, _errors(report)),
+        "warnings": [_warnings(report)],
+        "open": _at_most(MOST_OPEN, _open(report)),
+        "looked at": [reach(report)] if report.reach else [],
+    }
+    return {label: texts for label, texts in lines.items() if texts}
 
 
-def _lines(report: Report) -> Iterator[tuple[str, list[str]]]:
-    yield "follows", [_followed_in_words(report)]
-    instead = _instead(report)
-    yield "declared", [f"{_meant(declared_combination(report), one_line(report.expect))}{_called(report)}{instead}"]
-    expected = report.expected_failures
-    yield "expected", [f"{check.code} {check.name} fails as expected: {check.excused}" for check in expected]
-    yield "errors", _errors(report)
-    yield "warnings", [_warnings(report)]
-    yield "open", _open(report)
-    yield "looked at", [far] if (far := reach(report)) else []
+def _at_most(most: int, texts: list[str]) -> list[str]:
+    return [*texts[:most], f"and {len(texts) - most} more (--verbose)"] if len(texts) > most else texts
+
+
+def _called(report: Report) -> str:
+    """Return how the loss was called if it was not as a plain loss."""
+    if report.placement == "loss":
+        return ""
+    return f" · placement {report.placement}" + (f", credit {report.credit}" if report.credit else "")
 
 
 def _instead(report: Report) -> str:
@@ -81,18 +79,9 @@ def _instead(report: Report) -> str:
     return f" · if what it follows is meant: --expect={option.replace(' ', '')}"
 
 
-def declared_combination(report: Report) -> dict[str, float] | None:
-    """Return the declared gradient, None if it cannot be read."""
-    try:
-        return parse(report.expect)
-    except UsageError:
-        return None
-
-
 def declared(report: Report) -> str:
-    """Return the declared gradient as a formula, or as it was written if it cannot be read."""
-    combination = declared_combination(report)
-    return one_line(report.expect) if combination is None else render(combination)
+    """Return the declared gradient as a formula."""
+    return render(parse(report.expect))
 
 
 def followed(report: Report) -> str:
@@ -111,16 +100,8 @@ def _by_gradient(report: Report) -> dict[str, list[GradientRow]]:
     found: dict[str, list[GradientRow]] = {}
     for row in report.gradients:
         if not any(_says_more(other, row) for other in report.gradients):
-            found.setdefault(_of_row(row), []).append(row)
+            found.setdefault(gradient_of(row), []).append(row)
     return found
-
-
-def _of_row(row: GradientRow) -> str:
-    if row.identified is not None:
-        return render(row.identified)
-    if row.method == "sampled" and row.agrees is not False:
-        return "what samples leave open" if row.agrees is None else f"{render(row.expected)}, as far as samples tell"
-    return "no named gradient"
 
 
 def _says_more(other: GradientRow, row: GradientRow) -> bool:
@@ -157,47 +138,39 @@ def _places(rows: Sequence[GradientRow], every: Sequence[GradientRow]) -> str:
 
 
 def _followed_in_words(report: Report) -> str:
-    found = _by_gradient(report)
-    rows = [row for row in report.gradients if row.agrees is False]
+    rows = [rows[0] for rows in _by_gradient(report).values()]
     words = followed(report)
-    if len(found) == 1 and next(iter(found.values())):
-        words = _meant(next(iter(found.values()))[0].identified, words)
-    if scales := {row.scale for row in report.gradients} - {None, 1.0}:
-        words += f"; the declared gradient up to the scale {number(next(iter(scales)))}"
-    if rows:
-        words += f"; off by up to {number(max(row.relative_bias for row in rows))} of the declared one"
-        if cosines := [row.cosine for row in rows if row.cosine is not None]:
-            words += f", cosine {cosine(min(cosines))}"
+    if len(rows) == 1 and rows[0].identified is not None:
+        words = _meant(rows[0].identified)
+    if scale := _scale(report):
+        words += f"; the declared gradient up to the scale {number(scale)}"
+    if apart := [row for row in report.gradients if row.agrees is False]:
+        words += f"; off by up to {number(max(row.relative_bias for row in apart))} of the declared one"
+        cosines = [row.cosine for row in apart if row.cosine is not None]
+        words += f", cosine {cosine(min(cosines))}" if cosines else ""
     return words
 
 
-def _meant(combination: dict[str, float] | None, otherwise: str) -> str:
+def _scale(report: Report) -> float | None:
+    """Return the multiple of the declared gradient that a loss follows, if it agrees up to scale."""
+    return next((row.scale for row in report.gradients if row.scale not in (None, 1.0)), None)
+
+
+def _meant(combination: dict[str, float]) -> str:
     """Return a combination as a formula, with its meaning if it is one named gradient."""
-    if combination is None:
-        return otherwise
     (name, *others) = combination
     if name == "zero":
         return "0: in expectation there is no gradient"
     return render(combination) if others else f"{render(combination)}: {ATLAS[name].meaning}"
 
 
-def _called(report: Report) -> str:
-    """Return how the loss was called if it was not as a plain loss."""
-    return (
-        ""
-        if report.placement == "loss"
-        else f" · placement {report.placement}" + (f", credit {report.credit}" if report.credit else "")
-    )
-
-
 def _errors(report: Report) -> list[str]:
-    in_full = not any(row.refutes for row in report.gradients) and len(report.errors) <= MOST_IN_FULL
+    refuted = any(row.refutes for row in report.gradients)
+    in_full = not refuted and len(report.errors) <= MOST_IN_FULL
     found = [f"{check.code} {finding(check, in_full=in_full)}" for check in report.errors]
     found += [one_line(check.message) for check in report.unexpected_passes]
-    if not found and any(row.refutes for row in report.gradients):
-        return ["the gradient is not the declared one; none of the selected checks says why"]
-    more = len(found) - MOST_ERRORS
-    return [*found[:MOST_ERRORS], *[f"and {more} more (--verbose)"] * (more > 0)] or ["none"]
+    unexplained = "the gradient is not the declared one; none of the selected checks says why"
+    return found or [unexplained if refuted else "none"]
 
 
 def finding(check: CheckResult, *, in_full: bool = False) -> str:
@@ -224,22 +197,17 @@ def _open(report: Report) -> list[str]:
     rows = [row for row in report.gradients if row.agrees is None]
     found = [one_line(report.unfinished)] if report.unfinished else []
     found += [f"{row.environment} ({row.sampler}): {one_line(row.note) or 'not judged'}" for row in rows]
-    reasons: dict[str, list[str]] = {}
-    for check in report.checks:
-        if check.status == "inconclusive" and not check.warns and not report.unfinished:
-            reasons.setdefault(one_line(check.message), []).append(check.code)
-    found += [f"{_few(codes)}: {why}" for why, codes in reasons.items()]
-    more = len(found) - MOST_OPEN
-    return [*found[:MOST_OPEN], *[f"and {more} more (--verbose)"] * (more > 0)]
-
-
-def _few(codes: Sequence[str]) -> str:
-    return listed(codes) if len(codes) <= 3 else f"{codes[0]} and {len(codes) - 1} other checks"
+    unsure = [check for check in report.checks if check.status == "inconclusive" and not check.warns]
+    reasons = by_reason([] if report.unfinished else unsure)
+    for why, codes in reasons.items():
+        which = listed(codes) if len(codes) <= 3 else f"{codes[0]} and {len(codes) - 1} other checks"
+        found.append(f"{which}: {why}")
+    return found
 
 
 def notation_of(*reports: Report) -> str:
     """Return what the symbols on the first screens of some reports mean."""
-    text = " ".join(text for report in reports for line in screen(report) for text in line.texts)
+    text = " ".join(text for report in reports for texts in screen(report).values() for text in texts)
     return ", ".join(meaning for symbol, meaning in SYMBOLS.items() if re.search(symbol, text))
 
 
@@ -251,8 +219,7 @@ def headline(report: Report) -> str:
     if report.verdict == "inconclusive":
         return f"could not be compared with {target}" + (f": {report.unfinished}" if report.unfinished else "")
     agrees = bool(report.gradients) and all(row.agrees for row in report.gradients)
-    scaled = {row.scale for row in report.gradients} - {None, 1.0}
-    as_declared = ", the declared gradient up to scale" if scaled else ", as declared"
+    as_declared = ", the declared gradient up to scale" if _scale(report) else ", as declared"
     words = f"follows {found}" + (as_declared if agrees else f"; {target} was declared")
     errors = [check.code for check in report.errors]
     passes = [check.code for check in report.unexpected_passes]

@@ -7,25 +7,20 @@ from kltest.render.changes import Changes
 from kltest.render.screen import headline, notation_of, screen, title
 from kltest.render.tables import PLAIN, Terminal, paint, table, wrap
 from kltest.render.words import (
+    COLUMNS,
+    NUMERIC,
     cells_of,
-    expected_failures,
-    note_of,
+    colour_of,
     one_line,
-    passed,
+    remarks,
     remedy,
     settings,
     shown,
-    skipped,
-    time_spent,
-    value_rows,
     visible,
 )
 from kltest.report import CheckResult, CounterExample, Report
 
-HEADS = ("environment", "sampler", "expected gradient", "rel. bias", "cosine", "rel. variance", "")
 STYLES = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
-MARKS = {True: ("agrees", "green"), False: ("differs", "red"), None: ("open", "yellow")}
-EXCUSED = ("expected", "yellow")
 LABEL = 10
 """Width of the first screen's labels in columns."""
 MORE = "--verbose shows every environment, the fixes with code and the smallest failing environment"
@@ -65,9 +60,9 @@ def _short(report: Report, terminal: Terminal) -> Iterator[str]:
     words = f"{f'{verdict.upper()} {more}'.strip()}  {one_line(report.target)}"
     head = "\n".join(wrap(words, terminal, indent=" " * LABEL, first=""))
     yield head.replace(verdict.upper(), paint(verdict.upper(), STYLES[report.verdict], terminal), 1)
-    for line in screen(report):
-        for number, text in enumerate(line.texts):
-            yield from _labelled(text, "" if number else line.label, terminal)
+    for label, texts in screen(report).items():
+        for number, text in enumerate(texts):
+            yield from _labelled(text, "" if number else label, terminal)
     for text in visible(report.error).splitlines():
         yield from _wrapped(text, terminal, len(text) - len(text.lstrip()))
 
@@ -76,29 +71,24 @@ def _long(report: Report, terminal: Terminal) -> Iterator[str]:
     """The part behind the first screen."""
     yield from ("", *_wrapped(settings(report), terminal))
     if report.gradients:
-        yield from ("", *_gradients(report, terminal))
+        yield from ("", _gradients(report, terminal))
     for check in shown(report):
         yield from ("", *_check(check, terminal))
     if report.smallest:
         yield from ("", *_counter_example(report.smallest, terminal))
-    for number, note in enumerate(_notes(report)):
+    for number, note in enumerate(remarks(report)):
         yield from ("",) if number == 0 else ()
         yield from _wrapped(note, terminal, 2, "· ")
 
 
-def _gradients(report: Report, terminal: Terminal) -> Iterator[str]:
-    """A table of the rows, and their notes with the rows that each is about."""
+def _gradients(report: Report, terminal: Terminal) -> str:
     from rich.text import Text
 
-    cells: list[list[str | Text]] = []
-    places: dict[str, list[str]] = {}
+    rows: list[list[str | Text]] = []
     for row in report.gradients:
-        mark, style = EXCUSED if row.excused else MARKS[row.agrees]
-        cells.append([*map(visible, cells_of(row)), Text(mark, style=style)])
-        places.setdefault(note_of(row), []).append(f"{row.environment} ({row.sampler})")
-    yield table(HEADS, cells, right=HEADS[3:6], whole={*HEADS} - {"expected gradient"}, terminal=terminal)
-    for note, where in places.items():
-        yield from wrap(f"{', '.join(where)}: {note}", terminal, indent="    ", first="  ") if note else ()
+        *cells, judged = map(visible, cells_of(row))
+        rows.append([*cells, Text(judged, style=STYLES[colour_of(row)])])
+    return table(COLUMNS, rows, right=NUMERIC, whole={*COLUMNS} - {"expected gradient"}, terminal=terminal)
 
 
 def _check(check: CheckResult, terminal: Terminal) -> Iterator[str]:
@@ -119,15 +109,6 @@ def _counter_example(smallest: CounterExample, terminal: Terminal) -> Iterator[s
     if smallest.code:
         yield from ("", "  the same without kltest (prints both gradients, a row per prefix):", "")
         yield _code(visible(smallest.code))
-
-
-def _notes(report: Report) -> list[str]:
-    found = [f"expected failure: {line}" for line in expected_failures(report)]
-    found += [f"logged value: {line}" for line in value_rows(report)]
-    found += map(one_line, report.notes)
-    found += [f"time: {spent}"] if (spent := time_spent(report.seconds, report.calling, report.calls)) else []
-    found += [f"passed: {', '.join(codes)}"] if (codes := passed(report)) else []
-    return [*found, *(f"skipped: {', '.join(codes)} ({why})" for why, codes in skipped(report).items())]
 
 
 def _summary(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:

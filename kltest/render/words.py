@@ -2,17 +2,23 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
 
-from kltest.report import CheckResult, GradientRow, Report
+from kltest.report import CheckResult, GradientRow, Report, Verdict
 from kltest.truth import render
 
-COLUMNS = ("environment", "sampler", "expected gradient", "relative bias", "cosine", "relative variance")
+COLUMNS = ("environment", "sampler", "expected gradient", "rel. bias", "cosine", "rel. variance", "verdict")
 # Seconds from which a grading says where its time went.
 SLOW = 60
-NUMERIC = frozenset(COLUMNS[3:])
-SAMPLED = {True: "the declared one, within the margin", False: "another one, unnamed", None: "samples leave it open"}
-"""Words for a gradient that samples do not name, by whether it agrees with the declared one."""
+NUMERIC = frozenset(COLUMNS[3:6])
+JUDGED: dict[bool | None, tuple[str, Verdict]] = {
+    True: ("agrees", "confirmed"),
+    False: ("differs", "refuted"),
+    None: ("open", "inconclusive"),
+}
+"""Words for a row by whether it agrees with the declared gradient, and the verdict that would be."""
+UNNAMED = "no named gradient"
 VALUES = {
     "kl": "KL(π‖ref)",
     "kl_per_token": "KL(π‖ref) per token",
@@ -22,18 +28,16 @@ VALUES = {
 
 
 def visible(text: str, *, keep: str = "\n") -> str:
-    """Return the text with every character that a terminal, XML or a page could misread written out (`\\x1b`)."""
-    return "".join(c if c in keep or _harmless(c) else c.encode("unicode_escape").decode("ascii") for c in text)
+    """Return the text with every character that a terminal, XML or a page could misread written out (`\\x1b`).
 
+    Those are controls, lone surrogates, non-characters, and characters that reorder the text around them.
+    """
 
-def _harmless(character: str) -> bool:
-    """False for controls, lone surrogates, non-characters and characters that reorder the text around them."""
-    if character.isascii():
-        return character.isprintable()
-    point = ord(character)
-    reordering = 0x202A <= point <= 0x202E or 0x2066 <= point <= 0x2069
-    not_text = 0x80 <= point <= 0x9F or 0xD800 <= point <= 0xDFFF or point & 0xFFFE == 0xFFFE
-    return not (reordering or not_text or point in (0x2028, 0x2029))
+    def shown(character: str) -> str:
+        harmless = character in keep or character.isprintable() or unicodedata.category(character) == "Zs"
+        return character if harmless else character.encode("unicode_escape").decode("ascii")
+
+    return "".join(map(shown, text))
 
 
 def one_line(text: str) -> str:
@@ -56,18 +60,20 @@ def cosine(value: float | None) -> str:
     return f"{value:.4f}" if abs(value) > 1 - 1e-12 else next(text for text in rounded if abs(float(text)) != 1)
 
 
-def gradient(identified: dict[str, float] | None, residual: float = math.nan) -> str:
-    """Return a combination of named gradients as a formula."""
-    if identified is None:
-        return "no named gradient" + ("" if math.isnan(residual) else f" (best fit misses {residual:.2g})")
-    return render(identified)
+def gradient_of(row: GradientRow) -> str:
+    """Return what a row follows as a formula, or as far as it is known."""
+    if row.identified is not None:
+        return render(row.identified)
+    if row.method == "sampled" and row.agrees is not False:
+        return "what samples leave open" if row.agrees is None else f"{render(row.expected)}, as far as samples tell"
+    return UNNAMED
 
 
 def cells_of(row: GradientRow) -> tuple[str, ...]:
     """Return a gradient row as text, with the columns of COLUMNS."""
-    found = gradient(row.identified, row.residual)
-    if row.method == "sampled" and row.identified is None:
-        found = SAMPLED[row.agrees]
+    found = gradient_of(row)
+    if row.identified is None and row.method == "exact":
+        found += f" (best fit misses {row.residual:.2g})"
     return (
         row.environment,
         row.sampler,
@@ -75,7 +81,13 @@ def cells_of(row: GradientRow) -> tuple[str, ...]:
         number(row.relative_bias),
         cosine(row.cosine),
         number(row.relative_variance),
+        f"expected {', '.join(row.excused)}" if row.excused else JUDGED[row.agrees][0],
     )
+
+
+def colour_of(row: GradientRow) -> Verdict:
+    """Return the verdict that a row would have alone, an expected failure as what is open."""
+    return "inconclusive" if row.excused else JUDGED[row.agrees][1]
 
 
 def note_of(row: GradientRow) -> str:
@@ -93,9 +105,8 @@ def listed(words: Sequence[str]) -> str:
 
 def reach(report: Report) -> str:
     """Return how far the gradient was compared with the declared one; empty if it was not."""
-    if report.reach is None:
+    if (found := report.reach) is None:
         return ""
-    found = report.reach
     stale = f" and {found.sampler:.2g} to the sampler" if found.sampler else ", with the sampler equal to the policy"
     tokens = f"rollouts of up to {found.tokens} tokens" if found.tokens > 1 else "rollouts of one token"
     rows = f"batches of up to {found.rows} rows" if found.rows > 1 else "each by itself"
@@ -117,11 +128,6 @@ def settings(report: Report) -> str:
 def shown(report: Report) -> list[CheckResult]:
     """Return the checks that are shown in full: those that failed, and those that passed though expected to fail."""
     return [*report.failed, *report.unexpected_passes]
-
-
-def passed(report: Report) -> list[str]:
-    """Return the codes of the checks that passed as they should."""
-    return [check.code for check in report.checks if check.status == "pass" and not check.passed_unexpectedly]
 
 
 def remedy(check: CheckResult) -> tuple[str, str]:
@@ -150,14 +156,29 @@ def time_spent(seconds: float, calling: float, calls: int) -> str:
     return f"{seconds:.0f} s: {calling:.0f} s in {own}, {seconds - calling:.0f} s in kltest"
 
 
-def skipped(report: Report) -> dict[str, list[str]]:
-    """Return the codes of skipped and inconclusive checks by their reason, in order."""
+def by_reason(checks: Iterable[CheckResult]) -> dict[str, list[str]]:
+    """Return the codes of checks by what their messages say, in order."""
     reasons: dict[str, list[str]] = {}
-    for check in report.checks:
-        if check.status in ("skip", "inconclusive"):
-            prefix = "inconclusive: " if check.status == "inconclusive" else ""
-            reasons.setdefault(prefix + (one_line(check.message) or "no reason given"), []).append(check.code)
+    for check in checks:
+        reasons.setdefault(one_line(check.message), []).append(check.code)
     return reasons
+
+
+def remarks(report: Report) -> list[str]:
+    """Return what is said behind a report: notes on rows, logged values, notes, time, and the other checks."""
+    places: dict[str, list[str]] = {}
+    for row in report.gradients:
+        places.setdefault(note_of(row), []).append(f"{row.environment} ({row.sampler})")
+    found = [f"{', '.join(rows)}: {note}" for note, rows in places.items() if note]
+    found += [f"logged value: {line}" for line in value_rows(report)]
+    found += map(one_line, report.notes)
+    found += [f"time: {spent}"] if (spent := time_spent(report.seconds, report.calling, report.calls)) else []
+    passed = [check.code for check in report.checks if check.status == "pass" and not check.passed_unexpectedly]
+    found += [f"passed: {', '.join(passed)}"] if passed else []
+    for status, word in (("skip", "skipped"), ("inconclusive", "inconclusive")):
+        reasons = by_reason(check for check in report.checks if check.status == status)
+        found += [f"{word}: {', '.join(codes)} ({why or 'no reason given'})" for why, codes in reasons.items()]
+    return found
 
 
 def value_rows(report: Report) -> list[str]:

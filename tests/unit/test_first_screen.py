@@ -38,7 +38,7 @@ def test_the_first_screen_of_an_estimator_is_short_narrow_and_true(name):
 )
 def test_what_the_screen_says_to_declare_is_confirmed(name, sampler):
     options = {"sampler": sampler, "select": "KL1,KL2,KL3"}
-    lines = {line.label: " ".join(line.texts) for line in screen(kltest.grade(name, **options))}
+    lines = {label: " ".join(texts) for label, texts in screen(kltest.grade(name, **options)).items()}
     expect = lines["declared"].partition("--expect=")[2]
     assert expect
     assert kltest.grade(name, expect=expect, **options).verdict == "confirmed"
@@ -46,7 +46,9 @@ def test_what_the_screen_says_to_declare_is_confirmed(name, sampler):
 
 def test_nothing_is_said_to_be_declared_if_it_has_no_single_name():
     for name in ("k1-loss", "token-mean", "k1-reward"):
-        assert not any("--expect=" in text for line in screen(kltest.grade(name, select="KL1")) for text in line.texts)
+        assert not any(
+            "--expect=" in text for texts in screen(kltest.grade(name, select="KL1")).values() for text in texts
+        )
 
 
 def test_an_error_of_a_loss_that_follows_what_was_declared_says_what_was_found():
