@@ -4,17 +4,16 @@ Formats that people read begin with these lines; the rest comes after, or with `
 """
 
 import re
-from collections.abc import Sequence
 
-from kltest.render.words import by_reason, cosine, expected_failures, gradient_of, listed, number, one_line, reach
+from kltest.render import words
+from kltest.render.words import one_line
 from kltest.report import CheckResult, GradientRow, Report
 from kltest.truth import ATLAS, parse, plain, render
 
 MOST_ERRORS, MOST_OPEN, MOST_GRADIENTS = 6, 3, 3
 """Lines of the first screen that errors and open questions take, and gradients that are named one by one."""
-MOST_IN_FULL, MOST_OF_A_FINDING = 2, 240
-"""Errors whose finding is printed in full, and its characters."""
-SAMPLERS = {"current": "sampler = policy", "stale": "stale sampler"}
+MOST_IN_FULL = 2
+"""Errors whose finding is printed in full."""
 SYMBOLS = {
     r"π": "π is the policy",
     r"ref": "ref the reference",
@@ -48,11 +47,11 @@ def screen(report: Report) -> dict[str, list[str]]:
     lines = {
         "follows": [_followed_in_words(report)],
         "declared": [_meant(parse(report.expect)) + _called(report) + _instead(report)],
-        "expected": expected_failures(report),
+        "expected": words.expected_failures(report),
         "errors": _at_most(MOST_ERRORS, _errors(report)),
         "warnings": [_warnings(report)],
         "open": _at_most(MOST_OPEN, _open(report)),
-        "looked at": [reach(report)] if report.reach else [],
+        "looked at": [words.reach(report)] if report.reach else [],
     }
     return {label: texts for label, texts in lines.items() if texts}
 
@@ -89,8 +88,7 @@ def followed(report: Report) -> str:
     found = _by_gradient(report)
     if len(found) == 1:
         return next(iter(found))
-    every = [row for rows in found.values() for row in rows]
-    named = [f"{what} ({_places(rows, every)})" for what, rows in found.items()]
+    named = [f"{what} ({words.places(rows)})" for what, rows in found.items()]
     more = [f"{len(named) - MOST_GRADIENTS} others"] if len(named) > MOST_GRADIENTS else []
     return "; ".join([*named[:MOST_GRADIENTS], *more]) or "nothing that was measured"
 
@@ -100,7 +98,7 @@ def _by_gradient(report: Report) -> dict[str, list[GradientRow]]:
     found: dict[str, list[GradientRow]] = {}
     for row in report.gradients:
         if not any(_says_more(other, row) for other in report.gradients):
-            found.setdefault(gradient_of(row), []).append(row)
+            found.setdefault(words.gradient_of(row), []).append(row)
     return found
 
 
@@ -110,7 +108,8 @@ def _says_more(other: GradientRow, row: GradientRow) -> bool:
         return False
     if row.identified is None or other.identified is None:
         return False
-    return render(row.identified) == render(_on_one_token(other.identified))
+    one, several = render(row.identified), render(other.identified)
+    return one != several and one == render(_on_one_token(other.identified))
 
 
 def _on_one_token(combination: dict[str, float]) -> dict[str, float]:
@@ -123,32 +122,18 @@ def _on_one_token(combination: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def _places(rows: Sequence[GradientRow], every: Sequence[GradientRow]) -> str:
-    """Name rows by their sampler if they are all of its rows, else by their environments."""
-    samplers = list(dict.fromkeys(row.sampler for row in every))
-    words = []
-    for sampler in samplers:
-        mine = [row for row in rows if row.sampler == sampler]
-        environments = dict.fromkeys(row.environment for row in mine)
-        if len(samplers) > 1 and len(mine) == sum(row.sampler == sampler for row in every):
-            words.append(SAMPLERS.get(sampler, sampler))
-        elif environments:
-            words.append(", ".join(environments) + ", stale" * (sampler == "stale" and len(samplers) > 1))
-    return "; ".join(words)
-
-
 def _followed_in_words(report: Report) -> str:
     rows = [rows[0] for rows in _by_gradient(report).values()]
-    words = followed(report)
+    sentence = followed(report)
     if len(rows) == 1 and rows[0].identified is not None:
-        words = _meant(rows[0].identified)
+        sentence = _meant(rows[0].identified)
     if scale := _scale(report):
-        words += f"; the declared gradient up to the scale {number(scale)}"
+        sentence += f"; the declared gradient up to the scale {words.number(scale)}"
     if apart := [row for row in report.gradients if row.agrees is False]:
-        words += f"; off by up to {number(max(row.relative_bias for row in apart))} of the declared one"
+        sentence += f"; off by up to {words.number(max(row.relative_bias for row in apart))} of the declared one"
         cosines = [row.cosine for row in apart if row.cosine is not None]
-        words += f", cosine {cosine(min(cosines))}" if cosines else ""
-    return words
+        sentence += f", cosine {words.cosine(min(cosines))}" if cosines else ""
+    return sentence
 
 
 def _scale(report: Report) -> float | None:
@@ -174,15 +159,12 @@ def _errors(report: Report) -> list[str]:
 
 
 def finding(check: CheckResult, *, in_full: bool = False) -> str:
-    """Return the first sentence of a check's finding, the pitfall without numbers; in full, what was found as well.
+    """Return the first sentence of a check's finding, the pitfall without numbers; in full, the second one as well.
 
     Where the gradient of every row is the declared one, the pitfall alone does not say what is wrong.
     """
-    pitfall, _, found = one_line(check.message).partition(". ")
-    found = re.split(r"(?<=[^.]{2})[.;] ", found)[0]
-    if in_full and found and len(found) <= MOST_OF_A_FINDING:
-        return f"{pitfall}. {found}".removesuffix(".")
-    return pitfall.removesuffix(".")
+    sentences = one_line(check.message).split(". ")
+    return ". ".join(sentences[: 1 + in_full]).removesuffix(".")
 
 
 def _warnings(report: Report) -> str:
@@ -198,9 +180,9 @@ def _open(report: Report) -> list[str]:
     found = [one_line(report.unfinished)] if report.unfinished else []
     found += [f"{row.environment} ({row.sampler}): {one_line(row.note) or 'not judged'}" for row in rows]
     unsure = [check for check in report.checks if check.status == "inconclusive" and not check.warns]
-    reasons = by_reason([] if report.unfinished else unsure)
+    reasons = words.by_reason([] if report.unfinished else unsure)
     for why, codes in reasons.items():
-        which = listed(codes) if len(codes) <= 3 else f"{codes[0]} and {len(codes) - 1} other checks"
+        which = words.listed(codes) if len(codes) <= 3 else f"{codes[0]} and {len(codes) - 1} other checks"
         found.append(f"{which}: {why}")
     return found
 
@@ -220,10 +202,10 @@ def headline(report: Report) -> str:
         return f"could not be compared with {target}" + (f": {report.unfinished}" if report.unfinished else "")
     agrees = bool(report.gradients) and all(row.agrees for row in report.gradients)
     as_declared = ", the declared gradient up to scale" if _scale(report) else ", as declared"
-    words = f"follows {found}" + (as_declared if agrees else f"; {target} was declared")
+    sentence = f"follows {found}" + (as_declared if agrees else f"; {target} was declared")
     errors = [check.code for check in report.errors]
     passes = [check.code for check in report.unexpected_passes]
-    words += f"; {listed(errors)} failed" if errors else ""
-    words += f"; {listed(passes)}, expected to fail, passed" if passes else ""
+    sentence += f"; {words.listed(errors)} failed" if errors else ""
+    sentence += f"; {words.listed(passes)}, expected to fail, passed" if passes else ""
     expected = [check.code for check in report.expected_failures]
-    return words + (f"; {listed(expected)} failed as expected" if expected else "")
+    return sentence + (f"; {words.listed(expected)} failed as expected" if expected else "")

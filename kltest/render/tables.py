@@ -1,7 +1,6 @@
 """Tables and paragraphs for terminals, in colour only if the terminal has it."""
 
 import io
-import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ if TYPE_CHECKING:
 
 NARROWEST = 40
 """Smallest width in columns; a narrower terminal breaks the lines itself."""
-RESET = "\x1b[0m"
-TRAILING = re.compile(r"(?: |\x1b\[[\d;]*m)+$")
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def table(
         terminal: Width and colour.
 
     Returns:
-        The lines, without spaces at their ends and without a newline at the end.
+        The lines, without a newline at the end; without colour there are no spaces at their ends.
     """
     from rich.console import Console
     from rich.table import Table
@@ -82,9 +79,7 @@ def table(
     )
     with console.capture() as captured:
         console.print(found)
-    # Lines without the spaces at their ends, be they styled or not.
-    lines = (TRAILING.sub(lambda end: RESET * (RESET in end[0]), line) for line in captured.get().splitlines())
-    return "\n".join(" " * indent + line for line in lines)
+    return "\n".join(" " * indent + line.rstrip() for line in captured.get().splitlines())
 
 
 def wrap(text: str, terminal: Terminal = PLAIN, *, indent: str = "", first: str | None = None) -> list[str]:

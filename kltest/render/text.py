@@ -3,21 +3,11 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from kltest.render import words
 from kltest.render.changes import Changes
 from kltest.render.screen import headline, notation_of, screen, title
 from kltest.render.tables import PLAIN, Terminal, paint, table, wrap
-from kltest.render.words import (
-    COLUMNS,
-    NUMERIC,
-    cells_of,
-    colour_of,
-    one_line,
-    remarks,
-    remedy,
-    settings,
-    shown,
-    visible,
-)
+from kltest.render.words import one_line, visible
 from kltest.report import CheckResult, CounterExample, Report
 
 STYLES = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
@@ -57,8 +47,8 @@ def _quiet(report: Report, terminal: Terminal) -> str:
 def _short(report: Report, terminal: Terminal) -> Iterator[str]:
     """The first screen: the verdict, what is followed and declared, errors and warnings, and how far was looked."""
     verdict, _, more = title(report).partition(" ")
-    words = f"{f'{verdict.upper()} {more}'.strip()}  {one_line(report.target)}"
-    head = "\n".join(wrap(words, terminal, indent=" " * LABEL, first=""))
+    first = f"{f'{verdict.upper()} {more}'.strip()}  {one_line(report.target)}"
+    head = "\n".join(wrap(first, terminal, indent=" " * LABEL, first=""))
     yield head.replace(verdict.upper(), paint(verdict.upper(), STYLES[report.verdict], terminal), 1)
     for label, texts in screen(report).items():
         for number, text in enumerate(texts):
@@ -69,14 +59,14 @@ def _short(report: Report, terminal: Terminal) -> Iterator[str]:
 
 def _long(report: Report, terminal: Terminal) -> Iterator[str]:
     """The part behind the first screen."""
-    yield from ("", *_wrapped(settings(report), terminal))
+    yield from ("", *_wrapped(words.settings(report), terminal))
     if report.gradients:
         yield from ("", _gradients(report, terminal))
-    for check in shown(report):
+    for check in words.shown(report):
         yield from ("", *_check(check, terminal))
     if report.smallest:
         yield from ("", *_counter_example(report.smallest, terminal))
-    for number, note in enumerate(remarks(report)):
+    for number, note in enumerate(words.remarks(report)):
         yield from ("",) if number == 0 else ()
         yield from _wrapped(note, terminal, 2, "· ")
 
@@ -86,14 +76,16 @@ def _gradients(report: Report, terminal: Terminal) -> str:
 
     rows: list[list[str | Text]] = []
     for row in report.gradients:
-        *cells, judged = map(visible, cells_of(row))
-        rows.append([*cells, Text(judged, style=STYLES[colour_of(row)])])
-    return table(COLUMNS, rows, right=NUMERIC, whole={*COLUMNS} - {"expected gradient"}, terminal=terminal)
+        *cells, judged = map(visible, words.cells_of(row))
+        rows.append([*cells, Text(judged, style=STYLES[words.colour_of(row)])])
+    return table(
+        words.COLUMNS, rows, right=words.NUMERIC, whole={*words.COLUMNS} - {"expected gradient"}, terminal=terminal
+    )
 
 
 def _check(check: CheckResult, terminal: Terminal) -> Iterator[str]:
     """A failed check, and how to mend what it found."""
-    fix, code = remedy(check)
+    fix, code = words.remedy(check)
     head = f"{'warning ' if check.warns else ''}{check.code} {one_line(check.name)}"
     yield paint(head, "yellow" if check.warns else "red", terminal)
     yield from _wrapped(one_line(check.message), terminal, 2)
@@ -116,7 +108,7 @@ def _summary(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:
     yield paint(f"{len(reports)} targets", "bold", terminal)
     width = max(len(report.verdict) for report in reports)
     for report in reports:
-        codes = ", ".join(check.code for check in shown(report))
+        codes = ", ".join(check.code for check in words.shown(report))
         verdict = paint(report.verdict.ljust(width), STYLES[report.verdict], terminal)
         yield f"{verdict}  {one_line(report.target)}" + (f"  {codes}" if codes else "")
 
@@ -125,7 +117,7 @@ def _legend(reports: Sequence[Report], terminal: Terminal) -> Iterator[str]:
     """The meaning of symbols, and how to see more: once for all reports."""
     yield from _labelled(notation_of(*reports), "notation", terminal)
     if not terminal.verbose:
-        codes = [check.code for report in reports for check in shown(report)]
+        codes = [check.code for report in reports for check in words.shown(report)]
         yield from _labelled(f"{MORE}; kltest explain {codes[0]}" if codes else MORE, "more", terminal)
 
 

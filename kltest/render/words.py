@@ -5,7 +5,7 @@ import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from kltest.report import CheckResult, GradientRow, Report, Verdict
+from kltest.report import CheckResult, GradientRow, Report, ValueRow, Verdict
 from kltest.truth import render
 
 COLUMNS = ("environment", "sampler", "expected gradient", "rel. bias", "cosine", "rel. variance", "verdict")
@@ -164,12 +164,21 @@ def by_reason(checks: Iterable[CheckResult]) -> dict[str, list[str]]:
     return reasons
 
 
+def places(rows: Iterable[GradientRow | ValueRow]) -> str:
+    """Return the environments of rows, with the sampler behind them unless it is the policy."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row.sampler, []).append(row.environment)
+    parts = {sampler: ", ".join(dict.fromkeys(names)) for sampler, names in found.items()}
+    return "; ".join(names if sampler == "current" else f"{names}: {sampler}" for sampler, names in parts.items())
+
+
 def remarks(report: Report) -> list[str]:
     """Return what is said behind a report: notes on rows, logged values, notes, time, and the other checks."""
-    places: dict[str, list[str]] = {}
+    noted: dict[str, list[GradientRow]] = {}
     for row in report.gradients:
-        places.setdefault(note_of(row), []).append(f"{row.environment} ({row.sampler})")
-    found = [f"{', '.join(rows)}: {note}" for note, rows in places.items() if note]
+        noted.setdefault(note_of(row), []).append(row)
+    found = [f"{places(rows)}: {note}" for note, rows in noted.items() if note]
     found += [f"logged value: {line}" for line in value_rows(report)]
     found += map(one_line, report.notes)
     found += [f"time: {spent}"] if (spent := time_spent(report.seconds, report.calling, report.calls)) else []
@@ -189,12 +198,8 @@ def value_rows(report: Report) -> list[str]:
     lines = []
     for matches in dict.fromkeys(row.matches for row in report.value):
         group = [row for row in report.value if row.matches == matches]
-        environments: dict[str, list[str]] = {}
-        for row in group:
-            environments.setdefault(row.sampler, []).append(row.environment)
-        places = "; ".join(f"{', '.join(names)}: {sampler}" for sampler, names in environments.items())
         key = "bias" if matches is None else "std"
         known = [value for row in group if (value := getattr(row, f"relative_{key}")) is not None]
         spread = f"; relative {key} up to {number(max(known))}" if known else ""
-        lines.append(f"{VALUES.get(matches, matches)} ({places}{spread})")
+        lines.append(f"{VALUES.get(matches, matches)} ({places(group)}{spread})")
     return lines

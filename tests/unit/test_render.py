@@ -379,7 +379,7 @@ def test_a_row_of_one_token_is_left_out_where_longer_rollouts_say_more():
 def test_samplers_are_named_where_they_differ():
     rows = [row(), row("sequence"), *(row(name, "stale", False, identified=None) for name in ("bandit", "sequence"))]
     words = first_screen(replace(REFUTED, gradients=rows))["follows"]
-    assert words.startswith("∇KL(π‖ref) (sampler = policy); no named gradient (stale sampler); off by")
+    assert words.startswith("∇KL(π‖ref) (bandit, sequence); no named gradient (bandit, sequence: stale); off by")
 
 
 def test_agreement_up_to_scale_names_the_scale_and_the_true_gradient():
