@@ -132,7 +132,7 @@ class KLAuditCallback(TrainerCallback):
         if not (self.open and trainer.model.training):
             return score(inputs)
         answers: dict[str, list[Any]] = {"_generate": [], "_calculate_rewards": []}
-        recorded = {name: _recorded(getattr(trainer, name), answers[name]) for name in answers}
+        recorded: dict[str, Any] = {name: _recorded(getattr(trainer, name), answers[name]) for name in answers}
         with mock.patch.multiple(trainer, **recorded):
             found = score(inputs)
         more = {}

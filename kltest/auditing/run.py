@@ -90,8 +90,8 @@ class Auditing:
         for kind, logs in zip(("reference", "policy", "square"), ratio, strict=True):
             self.weights[kind].append(logs.sum(1).cpu())
         ended = rollouts.ended(self.models.policy.language.end)
-        self.facts.update(unit.facts)
-        self.facts.update(tokens=float(at.live.sum()), gap=float(gap.sum()), ended=float(ended.sum()))
+        counts = {"tokens": float(at.live.sum()), "gap": float(gap.sum()), "ended": float(ended.sum())}
+        self.facts.update({**counts, **unit.facts})
         self.misfits.update(unit.misfits)
         self.largest_gap = max(self.largest_gap, float(gap.max()))
         self.blocks.add(unit.vectors.numpy())
@@ -226,12 +226,12 @@ class Auditing:
 
     def _needed(self, sample: Sample, d: np.ndarray, unit: np.ndarray) -> int | None:
         """Number of units that may decide if ‖E d‖ is within the margin."""
-        (square, error), bound = sample.estimate(norm(d)), self.options.margin**2 * norm(unit)(sample.products)
+        (square, error), bound = sample.estimate(norm(d)), self.options.margin**2 * float(norm(unit)(sample.products))
         gap = abs(square - bound)
         if gap == 0 or not math.isfinite(error):
             return None
-        ratio = max(3.5 * error / gap, 1.0)
-        more = self.units * ratio ** (1 if square < bound else 2)
+        ratio: float = max(3.5 * error / gap, 1.0)
+        more = self.units * (ratio if square < bound else ratio**2)
         return math.ceil(more) if more > self.units else 2 * self.units
 
     def _facts(self) -> dict[str, float | None]:

@@ -147,7 +147,7 @@ def _stacked(lines: Sequence[str], place: str) -> dict[str, torch.Tensor]:
         if any(value is None for value in values):
             raise UsageError(f"{place}: only some lines have {KEYS[name][0]}")
         if name == "group":
-            found[name] = torch.from_numpy(np.unique(values, return_inverse=True)[1])
+            found[name] = torch.from_numpy(np.unique(np.array(values), return_inverse=True)[1])
         elif name == "reward":
             found[name] = torch.tensor(values)
         else:
