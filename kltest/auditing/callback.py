@@ -211,7 +211,9 @@ class KLAuditCallback(TrainerCallback):
                 return
             found = self.audits[state.global_step] = self.audit.report()
         self.audit, self.open = None, False
-        self._log({f"kl_audit/{name}": value for name, value in self._scalars(found, rows).items()})
+        # Metrics are logged when the trainer does: its `log` would empty them too early.
+        for name, value in self._scalars(found, rows).items():
+            trainer._metrics["train"][f"kl_audit/{name}"].append(value)
 
     def _of_unit(self, logp: Tensor) -> Tensor:
         """A loss with the gradient that the trainer's loss has at the log-probs of the current unit."""
@@ -228,14 +230,6 @@ class KLAuditCallback(TrainerCallback):
                 if (one := getattr(row, kind)) is not None:
                     found |= one.named(f"{kind}_{row.name}")
         return found
-
-    def _log(self, scalars: dict[str, float]) -> None:
-        """Add to the metrics, which the trainer logs when it does: its `log` would empty them too early."""
-        if not hasattr(self.trainer, "_metrics"):
-            self.trainer.log(scalars)
-            return
-        for name, value in scalars.items():
-            self.trainer._metrics["train"][name].append(value)
 
     @contextmanager
     def _not_in_the_way(self) -> Iterator[None]:
