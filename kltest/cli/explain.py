@@ -17,7 +17,6 @@ from kltest.cli.listing import environments, follows, placement
 from kltest.errors import UsageError, did_you_mean
 from kltest.estimators import registry
 from kltest.estimators.spec import Spec
-from kltest.render.screen import SAMPLERS
 from kltest.render.tables import wrap
 from kltest.truth import ATLAS, NamedGradient
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 Ways = tuple[tuple[str, str], ...]
 """Places (command line, pyproject.toml, Python), and what to write there."""
 LOSS = "losses.py:kl_penalty"
+SAMPLERS = {"current": "sampler = policy", "stale": "stale sampler"}
 FLAGS = {"placement": "--placement", "sampler": "--sampler", "expect": "--expect"}
 SETTINGS = 4
 """Settings of one library that are named one by one."""
