@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kltest.environments import Instance
 from kltest.truth.autograd import FUNCTIONS, Enumerated
-from kltest.truth.values import finite, known
+from kltest.truth.gradients import finite
+from kltest.truth.values import known
 
 
 def value_again(name: str, instance: Instance) -> float:

@@ -11,21 +11,22 @@ Earlier costs vanish in the gradient if rollouts are drawn from the policy itsel
 """
 
 from dataclasses import dataclass
+from math import isqrt
 
 import numpy as np
+from scipy import sparse
 
 from kltest.environments import Instance, Paths, Tree
 from kltest.environments.paths import Level
-from kltest.environments.policies import softmax_gradient
-from kltest.errors import UsageError
+from kltest.environments.policies import score_norms, softmax_gradient
+from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.loss.calling import Loss
 from kltest.moments.differentiate import RowGradients, differentiate
-from kltest.moments.horizon import Horizon
 from kltest.moments.moments import Expectation, ExpectedGradient, Moments, Reduction
-from kltest.moments.projection import Projection
 from kltest.moments.reduction import probe
 from kltest.moments.tolerances import near
 from kltest.rollout import Rollout
+from kltest.truth.recursions import backwards, earlier, forward, future, start, total_visits
 
 # Numbers in the largest field of one call, few enough to stay in the processor's cache.
 CHUNK = 2**17
@@ -33,6 +34,8 @@ CHUNK = 2**17
 WITNESSES = 8
 # Contexts of an environment in which rollouts may come back to one: the visits between all pairs are a table.
 FEW_CONTEXTS = 200
+# Bytes that the visits between all pairs of contexts may take.
+MEMORY = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +43,12 @@ class Expected(ExpectedGradient):
     """Expected gradient of a batch of one rollout.
 
     Attributes:
-        value: E[Σ_t ℓ_t] of the returned values ℓ_t a token.
+        cost: (C, V) the returned value ℓ of a token in a context.
+        value: E[Σ_t ℓ_t].
         second_moment: E‖ĝ‖², None if it was not requested.
     """
 
+    cost: np.ndarray
     value: float
     second_moment: float | None = None
 
@@ -90,33 +95,47 @@ def dynamic(
         TargetError: The loss fails, or its gradient is not finite.
         InvalidEnvironmentError: `variance` needs visits between too many contexts.
     """
-    chances = np.exp(instance.behaviour(sampler))
+    return _expected(
+        loss,
+        instance,
+        sampler,
+        total_visits(instance.environment, instance.behaviour(sampler)),
+        variance,
+        padding,
+        seed,
+    )
+
+
+def _expected(
+    loss: Loss, instance: Instance, sampler: str, total: np.ndarray, variance: bool, padding: int, seed: int
+) -> Expected:
+    """The same from the expected visits (C,) of each context."""
     pairs = call_on_pairs(loss, instance, sampler, padding, seed)
     compare(loss, instance, sampler, pairs, padding, seed)
-    horizon = Horizon(instance.environment, chances)
-    visits = horizon.visits[:, None]
+    environment, behaviour = instance.environment, instance.behaviour(sampler)
+    chances, visits = np.exp(behaviour), total[:, None]
     table = visits * chances * pairs.sampled
     if pairs.full is not None:
         table += visits * pairs.full
-    value = float((visits * chances * pairs.cost).sum())
     if loss.placement != "loss":
         charged = visits * pairs.cost
         if loss.credit != "immediate":
-            charged += horizon.following(pairs.cost)
+            charged += future(environment, behaviour, pairs.cost)[0]
         if loss.credit == "return" and sampler != "current":
-            charged += horizon.preceding(pairs.cost)[:, None]
+            charged += earlier(environment, behaviour, pairs.cost)
         table += chances * charged
     second = None
     if variance:
         if loss.placement != "loss" or pairs.full is not None:
             raise UsageError(f"dynamic programming cannot compute the variance of {loss.name}: enumerate rollouts")
-        second = horizon.second_moment(pairs.sampled, instance.policy)
+        second = second_moment(instance, behaviour, visits, pairs.sampled)
     return Expected(
         gradient=softmax_gradient(table, instance.policy),
         reduction=pairs.reduction,
         dtype=pairs.dtype,
         leaves=pairs.leaves,
-        value=value,
+        cost=pairs.cost,
+        value=float((visits * chances * pairs.cost).sum()),
         second_moment=second,
     )
 
@@ -165,6 +184,48 @@ def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, se
     if loss.placement != "loss":
         sampled -= cost
     return Pairs(sampled, full, cost, caller.reduction, dtype, leaves)
+
+
+def second_moment(instance: Instance, behaviour: np.ndarray, visits: np.ndarray, moved: np.ndarray) -> float:
+    """E‖Σ_t moved(c_t, v_t)·∇log π(v_t|c_t)‖² with respect to the policy's logits, exact.
+
+    Two tokens have an inner product only in a shared context c. The expected gradient of the later one is the mean
+    m(c) there, times the number of visits to c after the earlier one.
+
+    Args:
+        instance: Environment and policy.
+        behaviour: (C, V) log-probs that rollouts are drawn from.
+        visits: (C, 1) expected visits of each context.
+        moved: (C, V) derivative of the loss at the log-prob of each token.
+
+    Raises:
+        InvalidEnvironmentError: The visits from every context to every other do not fit into MEMORY.
+    """
+    environment, policy, chances = instance.environment, instance.policy, np.exp(behaviour)
+    own = float((visits * chances * moved**2 * score_norms(policy)).sum())
+    if environment.tree:
+        return own
+    contexts, vocabulary = policy.shape
+    if contexts**2 * 8 > MEMORY:
+        raise InvalidEnvironmentError(
+            f"environment {environment.name!r} has {contexts} contexts; the variance by dynamic programming needs "
+            f"the visits between all pairs of them, and at most {isqrt(MEMORY // 8)} contexts fit. Use a smaller "
+            "environment, or sampling"
+        )
+    mean = softmax_gradient(chances * moved, policy)
+    inner = chances * moved * (mean - (np.exp(policy) * mean).sum(axis=1, keepdims=True))
+    cell = np.arange(policy.size)
+    step = sparse.csr_array((chances.ravel(), (cell // vocabulary, cell))) @ environment.transition
+    entries = environment.transition.tocoo()
+    before, after = entries.coords
+    revisits, crossed = np.zeros((contexts, contexts)), 0.0
+    states = backwards(lambda state: forward(environment, chances, state), start(environment), environment.horizon)
+    for state in states:
+        again = np.bincount(before, entries.data * revisits[after, before // vocabulary], policy.size)
+        crossed += float(state[:, 0] @ (inner * again.reshape(policy.shape)).sum(axis=1))
+        revisits = step @ revisits
+        revisits[np.diag_indices(contexts)] += 1
+    return own + 2 * crossed
 
 
 def _values(loss: Loss, called: RowGradients, shape: tuple[int, int]) -> np.ndarray:
@@ -241,35 +302,24 @@ def works_token_by_token(loss: Loss, instance: Instance) -> bool:
 def from_tables(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Moments:
     """E[ĝ] and E‖ĝ‖² of a batch of one rollout, over every rollout of an environment; arguments as for `exact`.
 
-    A token-by-token loss has the gradient h(c, v) at each token. P(c, v) is the probability that a rollout passes
-    through a context and token. If no two tokens of a rollout share a context, E[A(c, v)] = P·h and
-    E‖ĝ‖² = Σ_(c,v) P·h²·‖∇log π(v|c)‖²; else their inner products are added by dynamic programming.
-
     Raises:
         UsageError: The loss depends on more than each token's own fields.
     """
-    pairs = call_on_pairs(loss, instance, sampler, padding, seed)
-    compare(loss, instance, sampler, pairs, padding, seed)
     paths, weights = instance.paths, instance.rollout_weights(sampler)
-    if instance.environment.tree:
-        passing = np.zeros(instance.policy.shape)
-        each = np.broadcast_to(weights[:, None], paths.shape)
+    if instance.environment.tree:  # each rollout passes once through each of its contexts
+        passing, each = np.zeros(instance.policy.shape), np.broadcast_to(weights[:, None], paths.shape)
         paths.collect(np.where(paths.mask, each, 0.0) if paths.padded else each, passing)
-        projection = Projection(instance.policy, distinct=True)
-        projection.table = passing * pairs.sampled
-        projection.squares = projection.table * pairs.sampled
-        gradient, second_moment = projection.gradient, projection.second_moment
+        visits = passing.sum(axis=1)
     else:
-        horizon = Horizon(instance.environment, np.exp(instance.behaviour(sampler)))
-        table = horizon.visits[:, None] * horizon.chances * pairs.sampled
-        gradient = softmax_gradient(table, instance.policy)
-        second_moment = horizon.second_moment(pairs.sampled, instance.policy)
+        visits = total_visits(instance.environment, instance.behaviour(sampler))
+    found = _expected(loss, instance, sampler, visits, True, padding, seed)
+    assert found.second_moment is not None
     return Moments(
-        gradient=gradient,
-        second_moment=second_moment,
+        gradient=found.gradient,
+        second_moment=found.second_moment,
         rollouts=len(paths),
-        reduction=pairs.reduction,
-        dtype=pairs.dtype,
-        leaves=pairs.leaves,
-        value=Expectation.of(paths.along(pairs.cost), weights),
+        reduction=found.reduction,
+        dtype=found.dtype,
+        leaves=found.leaves,
+        value=Expectation.of(paths.along(found.cost), weights),
     )

@@ -25,94 +25,58 @@ class NamedGradient:
         name: Name, as used in `--expect`.
         formula: Formula in unicode mathematics.
         meaning: Meaning in one line.
-        stale: It differs from the other rows only if the sampler is not the policy.
-        local: Prefixes are held fixed.
         field: It is the gradient of a function: its Jacobian is symmetric in every environment.
-        on_policy: The combination that it equals if the sampler is the policy, of rows that are not stale.
+        on_policy: For a stale row, the combination that it equals if the sampler is the policy, of rows that are not.
     """
 
     name: str
     formula: str
     meaning: str
-    stale: bool = False
-    local: bool = False
     field: bool = True
     on_policy: Mapping[str, float] | None = None
 
+    @property
+    def stale(self) -> bool:
+        """True if it differs from the other rows only if the sampler is not the policy."""
+        return self.on_policy is not None
 
-_WHOLE = (
-    NamedGradient(
-        "reverse_kl", "∇KL(π‖ref)", "the reverse KL over whole rollouts: what a KL penalty is meant to follow"
-    ),
-    NamedGradient(
-        "local_reverse_kl",
+    @property
+    def local(self) -> bool:
+        """True if prefixes are held fixed."""
+        return self.name.startswith("local_")
+
+
+_FIXED = "of each next token, prefixes held fixed"
+_WHOLE = {
+    "reverse_kl": ("∇KL(π‖ref)", "the reverse KL over whole rollouts: what a KL penalty is meant to follow"),
+    "local_reverse_kl": (
         "E_π[Σ_t ∇KL_t(π‖ref)]",
-        "the reverse KL of each next token, prefixes held fixed: no future credit, and for T > 1 no objective",
-        local=True,
-        field=False,
+        f"the reverse KL {_FIXED}: no future credit, and for T > 1 no objective",
     ),
-    NamedGradient(
-        "future_reverse_kl",
+    "future_reverse_kl": (
         "E_π[Σ_t g_t Σ_{s>t} u_s]",
         "the part of ∇KL(π‖ref) that a local gradient misses: the effect of a token on later prefixes",
-        field=False,
     ),
-    NamedGradient(
-        "last_token_reverse_kl",
-        "E_π[g_L u_L]",
-        "the local reverse KL at the last live token of each rollout only",
-        field=False,
-    ),
-    NamedGradient(
-        "forward_kl", "∇KL(ref‖π)", "the forward KL over whole rollouts: cross-entropy towards the reference"
-    ),
-    NamedGradient(
-        "local_forward_kl",
+    "last_token_reverse_kl": ("E_π[g_L u_L]", "the local reverse KL at the last live token of each rollout only"),
+    "forward_kl": ("∇KL(ref‖π)", "the forward KL over whole rollouts: cross-entropy towards the reference"),
+    "local_forward_kl": (
         "E_π[Σ_t ∇KL_t(ref‖π)]",
         "the forward KL of each next token, at prefixes of the policy, held fixed",
-        local=True,
-        field=False,
     ),
-    NamedGradient("squared_log_ratio", "∇E_π[½(Σ_t u_t)²]", "half the mean squared log-ratio of whole rollouts"),
-    NamedGradient("squared_log_ratio_sum", "∇E_π[Σ_t ½u_t²]", "the summed half squared log-ratios of tokens"),
-    NamedGradient(
-        "local_squared_log_ratio",
-        "E_π[Σ_t ∇E_t[½u_t²]]",
-        "half the mean squared log-ratio of each next token, prefixes held fixed",
-        local=True,
-        field=False,
-    ),
-    NamedGradient("chi_square", "∇½χ²(π‖ref)", "half the χ² divergence of whole rollouts: a k3 upside down follows it"),
-    NamedGradient(
-        "local_chi_square",
-        "E_π[Σ_t ∇½χ²_t(π‖ref)]",
-        "half the χ² divergence of each next token, prefixes held fixed",
-        local=True,
-        field=False,
-    ),
-    NamedGradient("total_variation", "∇TV(π, ref)", "the total variation distance of whole rollouts"),
-    NamedGradient(
-        "local_total_variation",
-        "E_π[Σ_t ∇TV_t(π, ref)]",
-        "the total variation distance of each next token, prefixes held fixed",
-        local=True,
-        field=False,
-    ),
-)
-
-_AT_SAMPLER = tuple(
-    NamedGradient(
-        f"{row.name}@sampler",
-        row.formula.replace("E_π[Σ_t", "E_μ[Σ_t"),
-        f"{row.name} with the prefixes weighted by the sampler",
-        stale=True,
-        local=True,
-        on_policy={row.name: 1.0},
-    )
-    for row in _WHOLE
-    if row.local
-)
-
+    "squared_log_ratio": ("∇E_π[½(Σ_t u_t)²]", "half the mean squared log-ratio of whole rollouts"),
+    "squared_log_ratio_sum": ("∇E_π[Σ_t ½u_t²]", "the summed half squared log-ratios of tokens"),
+    "local_squared_log_ratio": ("E_π[Σ_t ∇E_t[½u_t²]]", f"half the mean squared log-ratio {_FIXED}"),
+    "chi_square": ("∇½χ²(π‖ref)", "half the χ² divergence of whole rollouts: a k3 upside down follows it"),
+    "local_chi_square": ("E_π[Σ_t ∇½χ²_t(π‖ref)]", f"half the χ² divergence {_FIXED}"),
+    "total_variation": ("∇TV(π, ref)", "the total variation distance of whole rollouts"),
+    "local_total_variation": ("E_π[Σ_t ∇TV_t(π, ref)]", f"the total variation distance {_FIXED}"),
+}
+_OTHERS = {
+    "from_sampler_kl": ("∇KL(μ‖π)", "the pull towards the sampler, seen from its rollouts"),
+    "to_sampler_kl": ("∇KL(π‖μ)", "the reverse KL to the sampler over whole rollouts"),
+    "expected_reward": ("∇E_π[R]", "the policy gradient of the task reward"),
+    "entropy": ("∇H(π)", "the entropy of the policy's choices over whole rollouts: −E_π[Σ_t log π]"),
+}
 _EQUAL_ON_POLICY = {
     "centred_reverse_kl": {"reverse_kl": 1.0},
     "future_reverse_kl": {"reverse_kl": 1.0, "local_reverse_kl": -1.0},
@@ -121,17 +85,6 @@ _EQUAL_ON_POLICY = {
     "from_sampler_kl": {"zero": 1.0},
     "to_sampler_kl": {"zero": 1.0},
 }
-_OTHERS = (
-    *(
-        NamedGradient(name, formula, meaning, stale=True, on_policy=_EQUAL_ON_POLICY[name])
-        for name, formula, meaning in (
-            ("from_sampler_kl", "∇KL(μ‖π)", "the pull towards the sampler, seen from its rollouts"),
-            ("to_sampler_kl", "∇KL(π‖μ)", "the reverse KL to the sampler over whole rollouts"),
-        )
-    ),
-    NamedGradient("expected_reward", "∇E_π[R]", "the policy gradient of the task reward"),
-    NamedGradient("entropy", "∇H(π)", "the entropy of the policy's choices over whole rollouts: −E_π[Σ_t log π]"),
-)
 
 # What stands behind g_t, and in words. A token from π cancels what came before it: with the token's own ratio the whole
 # return, the return to go and any baseline give the same.
@@ -166,32 +119,37 @@ _COUPLE_TOKENS = frozenset(
 )
 
 
+def _rows() -> Iterator[NamedGradient]:
+    """Yield the named gradients in the order in which identification prefers them."""
+    for name, (formula, meaning) in _WHOLE.items():
+        yield NamedGradient(name, formula, meaning, field=formula.startswith("∇"))
+    for name, (formula, _) in _WHOLE.items():
+        if name.startswith("local_"):
+            at_sampler = formula.replace("E_π[Σ_t", "E_μ[Σ_t")
+            words = f"{name} with the prefixes weighted by the sampler"
+            yield NamedGradient(f"{name}@sampler", at_sampler, words, on_policy={name: 1.0})
+    for name, (formula, meaning) in _OTHERS.items():
+        yield NamedGradient(name, formula, meaning, on_policy=_EQUAL_ON_POLICY.get(name))
+    yield from _off_policy("sampler", "ρ_t ", "token ratios", _OWN_RATIO)
+    yield from _off_policy("rollouts", "", "no ratio", _NO_RATIO)
+    by_mean_ratio = {name: _NO_RATIO[name] for name in _MEAN_RATIO}
+    yield from _off_policy("mean_ratio", "ρ̄ ", "the mean ratio, detached", by_mean_ratio)
+    yield NamedGradient("zero", "0", "no gradient at all")
+
+
 def _off_policy(at: str, ratio: str, words: str, rows: Mapping[str, tuple[str, str]]) -> Iterator[NamedGradient]:
     for name, (weight, meaning) in rows.items():
         yield NamedGradient(
             f"{name}@{at}",
             f"E_μ[Σ_t {ratio}g_t {weight}]",
             f"{words}; {meaning}",
-            stale=True,
-            local=name.startswith("local_"),
             # Of weights that depend on the own token, or on the whole rollout; of the latter also times ρ̄.
             field=(at == "rollouts" and name not in _COUPLE_TOKENS) or (at, name) == ("mean_ratio", "reverse_kl"),
             on_policy=_EQUAL_ON_POLICY.get(name, {name: 1.0}),
         )
 
 
-ATLAS: dict[str, NamedGradient] = {
-    row.name: row
-    for row in (
-        *_WHOLE,
-        *_AT_SAMPLER,
-        *_OTHERS,
-        *_off_policy("sampler", "ρ_t ", "token ratios", _OWN_RATIO),
-        *_off_policy("rollouts", "", "no ratio", _NO_RATIO),
-        *_off_policy("mean_ratio", "ρ̄ ", "the mean ratio, detached", {name: _NO_RATIO[name] for name in _MEAN_RATIO}),
-        NamedGradient("zero", "0", "no gradient at all"),
-    )
-}
+ATLAS: dict[str, NamedGradient] = {row.name: row for row in _rows()}
 
 
 def named(name: str) -> NamedGradient:

@@ -6,6 +6,7 @@ respect to the logits is then π·(S − Σ_v π·S), row by row: all time steps
 """
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from kltest.truth.atlas import canonical, named
 from kltest.truth.off_policy import OF_OWN, OFF_POLICY, along, less_the_likeliest, next_token, of_rollouts
 from kltest.truth.recursions import (
     backwards,
+    carry,
     ends_here,
     forward,
     from_signal,
@@ -25,6 +27,8 @@ from kltest.truth.recursions import (
     total_visits,
     visits,
 )
+
+Result = TypeVar("Result", np.ndarray, float)
 
 
 def gradient(name: str, instance: Instance) -> np.ndarray:
@@ -51,7 +55,12 @@ def gradient(name: str, instance: Instance) -> np.ndarray:
             result = OFF_POLICY[at](instance, base)
         else:
             result = _WHOLE[base](instance)
-    if not np.isfinite(result).all():
+    return finite(result, name, instance)
+
+
+def finite(result: Result, name: str, instance: Instance) -> Result:
+    """Return a gradient or a value; raise InvalidEnvironmentError if it exceeds float64."""
+    if not np.all(np.isfinite(result)):
         raise InvalidEnvironmentError(
             f"environment {instance.environment.name!r}: {name} exceeds the range of float64 (1.8e308) here; "
             "the policies are too far apart for it"
@@ -116,30 +125,27 @@ def _cross_entropy(instance: Instance, target: np.ndarray) -> np.ndarray:
     return total_visits(instance.environment, target)[:, None] * divergences.difference(instance.policy, target)
 
 
-def _squared_log_ratio(instance: Instance) -> np.ndarray:
-    """∇E_π[½U²]: with A the log-ratio before t and B from t on, what a token brings is B + A·B + ½B²."""
+def squared_log_ratio(instance: Instance) -> tuple[np.ndarray, float]:
+    """Gradient and value of E_π[½U²]: with A the log-ratio before t and B from t on, a token brings B + A·B + ½B²."""
     environment, policy = instance.environment, instance.policy
     u, chances = policy - instance.reference, np.exp(policy)
     mean = divergences.kl(policy, instance.reference)
-
-    def step(state: np.ndarray) -> np.ndarray:
-        grown = forward(environment, chances, state)
-        grown[:, 1:] += forward(environment, chances * u, state[:, :1])
-        return grown
-
     first, second = np.zeros(len(policy)), np.zeros(len(policy))
     signal = np.zeros_like(policy)
-    for state in backwards(step, start(environment, moments=2), environment.horizon):
+    states = backwards(
+        lambda state: carry(environment, chances, u, state), start(environment, moments=2), environment.horizon
+    )
+    for state in states:
         later, later_squared = onward(environment, first), onward(environment, second)
         square = u * u + 2 * u * later + later_squared
         signal += (state[:, :1] + state[:, 1:]) * (u + later) + 0.5 * state[:, :1] * square
         first = mean + np.einsum("cv,cv->c", chances, later)
         second = np.einsum("cv,cv->c", chances, square)
-    return from_signal(signal, policy)
+    return from_signal(signal, policy), float(0.5 * environment.start_distribution() @ second)
 
 
-def _chi_square(instance: Instance) -> np.ndarray:
-    """∇½χ² = E_π[e^U·Σ_t g_t]: the ratio so far, times the ratio from t on less 1."""
+def chi_square(instance: Instance) -> tuple[np.ndarray, float]:
+    """Gradient and value of ½χ²; ∇½χ² = E_π[e^U·Σ_t g_t]: the ratio so far, times the ratio from t on less 1."""
     environment, policy = instance.environment, instance.policy
     u = policy - instance.reference
     tilted = np.exp(policy + u)
@@ -150,7 +156,7 @@ def _chi_square(instance: Instance) -> np.ndarray:
         later = onward(environment, beyond)
         signal += state * (np.expm1(u) + np.exp(u) * later)
         beyond = mean + np.einsum("cv,cv->c", tilted, later)
-    return from_signal(signal, policy)
+    return from_signal(signal, policy), float(0.5 * environment.start_distribution() @ beyond)
 
 
 def _total_variation(instance: Instance) -> np.ndarray:
@@ -166,11 +172,11 @@ _WHOLE: dict[str, Callable[[Instance], np.ndarray]] = {
     "future_reverse_kl": lambda instance: _reverse_kl(instance, instance.reference, now=0.0),
     "last_token_reverse_kl": _last_token,
     "forward_kl": lambda instance: _cross_entropy(instance, instance.reference),
-    "squared_log_ratio": _squared_log_ratio,
+    "squared_log_ratio": lambda instance: squared_log_ratio(instance)[0],
     "squared_log_ratio_sum": lambda instance: _additive(
         instance, 0.5 * (instance.policy - instance.reference) ** 2, instance.policy - instance.reference
     ),
-    "chi_square": _chi_square,
+    "chi_square": lambda instance: chi_square(instance)[0],
     "total_variation": _total_variation,
     "from_sampler_kl": lambda instance: _cross_entropy(instance, instance.sampler),
     "to_sampler_kl": lambda instance: _reverse_kl(instance, instance.sampler),

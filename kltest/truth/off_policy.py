@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kltest.environments import Environment, Instance
+from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient
 from kltest.truth import divergences
-from kltest.truth.recursions import ends_here, forward, from_signal, future, start
+from kltest.truth.recursions import earlier, ends_here, from_signal, future
 
 
 def less_the_likeliest(values: np.ndarray, instance: Instance, chance: np.ndarray) -> np.ndarray:
@@ -62,20 +62,8 @@ def _no_ratio(instance: Instance, base: str) -> np.ndarray:
     own, cost = _costs(instance, base)
     later, visited = future(environment, sampler, cost)
     if base not in _WITHOUT_EARLIER:
-        later += _earlier(environment, sampler, cost)
+        later += earlier(environment, sampler, cost)
     return softmax_gradient(np.exp(sampler) * (later + visited * own), policy)
-
-
-def _earlier(environment: Environment, log_probs: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """Return Σ_t E[1{c_t = c} Σ_{s<t} cost_s] (C, 1)."""
-    chances, state = np.exp(log_probs), start(environment, moments=2)
-    total = np.zeros((len(cost), 1))
-    for _ in range(environment.horizon):
-        total += state[:, 1:]
-        grown = forward(environment, chances, state)
-        grown[:, 1:] += forward(environment, chances * cost, state[:, :1])
-        state = grown
-    return total
 
 
 def _mean_ratio(instance: Instance, base: str) -> np.ndarray:

@@ -29,6 +29,13 @@ def forward(environment: Environment, weights: np.ndarray, state: np.ndarray) ->
     return environment.transition.T @ (state[:, None, :] * weights[:, :, None]).reshape(-1, state.shape[1])
 
 
+def carry(environment: Environment, chances: np.ndarray, cost: np.ndarray, state: np.ndarray) -> np.ndarray:
+    """Advance the visitation and the summed cost so far (C, 2), under probabilities (C, V), by one step."""
+    grown = forward(environment, chances, state)
+    grown[:, 1:] += forward(environment, chances * cost, state[:, :1])
+    return grown
+
+
 def onward(environment: Environment, values: np.ndarray) -> np.ndarray:
     """Return the expected value (C, V) after each token, of values (C,); the end of a rollout counts 0."""
     return (environment.transition @ values).reshape(environment.n_contexts, environment.vocabulary)
@@ -113,6 +120,16 @@ def future(
             later *= state
             signal += later
     return signal, visited
+
+
+def earlier(environment: Environment, log_probs: np.ndarray, cost: np.ndarray) -> np.ndarray:
+    """Return Σ_t E[1{c_t = c} Σ_{s<t} cost_s] (C, 1), under log-probs (C, V)."""
+    chances, state = np.exp(log_probs), start(environment, moments=2)
+    total = np.zeros((len(cost), 1))
+    for _ in range(environment.horizon):
+        total += state[:, 1:]
+        state = carry(environment, chances, cost, state)
+    return total
 
 
 def ends_here(environment: Environment, log_probs: np.ndarray) -> np.ndarray:

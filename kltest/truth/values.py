@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from kltest.environments import Instance
-from kltest.errors import InvalidEnvironmentError, UsageError, did_you_mean
+from kltest.errors import UsageError, did_you_mean
 from kltest.truth import divergences
 from kltest.truth.atlas import ATLAS
-from kltest.truth.recursions import ending, forward, onward, start, total_visits, visits
+from kltest.truth.gradients import chi_square, finite, squared_log_ratio
+from kltest.truth.recursions import carry, ending, start, total_visits
 
 _LOGGED = {
     "kl": "KL(π‖ref) = E_π[Σ_t u_t]",
@@ -54,15 +55,6 @@ def known(name: str) -> str:
     return name
 
 
-def finite(result: float, name: str, instance: Instance) -> float:
-    """Return a value; raise InvalidEnvironmentError if it exceeds float64."""
-    if not np.isfinite(result):
-        raise InvalidEnvironmentError(
-            f"environment {instance.environment.name!r}: {name} exceeds the range of float64 here"
-        )
-    return float(result)
-
-
 _NEXT_TOKEN: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "local_reverse_kl": divergences.kl,
     "local_forward_kl": lambda policy, reference: divergences.kl(reference, policy),
@@ -87,28 +79,6 @@ def _mean(instance: Instance, cost: np.ndarray) -> float:
     return float(total_visits(instance.environment, instance.policy) @ (np.exp(instance.policy) * cost).sum(axis=1))
 
 
-def _squared_log_ratio(instance: Instance) -> float:
-    environment, chances = instance.environment, np.exp(instance.policy)
-    u = instance.policy - instance.reference
-    mean = divergences.kl(instance.policy, instance.reference)
-    first = second = np.zeros(environment.n_contexts)
-    for _ in range(environment.horizon):
-        later = onward(environment, first)
-        square = u * u + 2 * u * later + onward(environment, second)
-        first, second = mean + (chances * later).sum(axis=1), (chances * square).sum(axis=1)
-    return float(0.5 * environment.start_distribution() @ second)
-
-
-def _chi_square(instance: Instance) -> float:
-    environment = instance.environment
-    tilted = np.exp(2 * instance.policy - instance.reference)
-    mean = divergences.chi_square(instance.policy, instance.reference)
-    beyond = np.zeros(environment.n_contexts)
-    for _ in range(environment.horizon):
-        beyond = mean + (tilted * onward(environment, beyond)).sum(axis=1)
-    return float(0.5 * environment.start_distribution() @ beyond)
-
-
 def _mean_of_token_means(instance: Instance) -> float:
     """E_π[Σ_t u_t/L]: the recursion carries visitation and summed log-ratio, divided by L where a rollout ends."""
     environment, chances = instance.environment, np.exp(instance.policy)
@@ -117,14 +87,12 @@ def _mean_of_token_means(instance: Instance) -> float:
     for step in range(environment.horizon):
         stops = chances * (ends if step < environment.horizon - 1 else 1.0)
         total += float((stops * (state[:, 1:] + state[:, :1] * u)).sum()) / (step + 1)
-        grown = forward(environment, chances, state)
-        grown[:, 1:] += forward(environment, chances * u, state[:, :1])
-        state = grown
+        state = carry(environment, chances, u, state)
     return total
 
 
 def _length(instance: Instance) -> float:
-    return float(sum(visit.sum() for visit in visits(instance.environment, np.exp(instance.policy))))
+    return float(total_visits(instance.environment, instance.policy).sum())
 
 
 def _total_variation(instance: Instance) -> float:
@@ -141,9 +109,9 @@ _BY_RECURSION: dict[str, Callable[[Instance], float]] = {
     "kl_per_token": lambda instance: _kl(instance, instance.policy, instance.reference) / _length(instance),
     "mean_of_token_means": _mean_of_token_means,
     "expected_length": _length,
-    "squared_log_ratio": _squared_log_ratio,
+    "squared_log_ratio": lambda instance: squared_log_ratio(instance)[1],
     "squared_log_ratio_sum": lambda instance: _local("local_squared_log_ratio", instance, instance.policy),
-    "chi_square": _chi_square,
+    "chi_square": lambda instance: chi_square(instance)[1],
     "total_variation": _total_variation,
     "expected_reward": lambda instance: _mean(instance, instance.environment.reward),
     "entropy": lambda instance: _mean(instance, -instance.policy),

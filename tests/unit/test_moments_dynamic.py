@@ -12,8 +12,7 @@ from kltest.errors import UsageError
 from kltest.estimators import find, registry
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.moments import dynamic, exact
-from kltest.moments import horizon as horizon_module
+from kltest.moments import dynamic, dynamic_programming, exact
 from kltest.truth import gradient, recursions
 
 PER_TOKEN = [name for name, entry in registry().items() if entry.spec.per_token]
@@ -104,7 +103,7 @@ def test_a_variance_that_needs_rollouts_is_refused(name, options):
 
 
 def test_a_variance_between_too_many_contexts_is_refused(monkeypatch):
-    monkeypatch.setattr(horizon_module, "MEMORY", 8 * 9)
+    monkeypatch.setattr(dynamic_programming, "MEMORY", 8 * 9)
     with pytest.raises(UsageError, match=r"4 contexts.* at most 3 contexts fit"):
         dynamic(estimator("k3-loss"), drawn("mdp"), variance=True)
 
@@ -120,8 +119,6 @@ def test_recomputed_visits_change_nothing(name, monkeypatch):
 
 @pytest.mark.parametrize("pairs", [1, 7])
 def test_calling_in_parts_changes_nothing(pairs, monkeypatch):
-    from kltest.moments import dynamic_programming
-
     instance = drawn("mdp")
     whole = dynamic(estimator("full-loss"), instance).gradient
     monkeypatch.setattr(dynamic_programming, "CHUNK", pairs * 4)

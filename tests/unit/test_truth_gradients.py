@@ -94,8 +94,8 @@ def _shortened(environment, weights, true=recursions.visits):
     return list(true(environment, weights))[:-1]
 
 
-def _without_past(environment, weights, state, true=recursions.forward):
-    return true(environment, weights, state) * np.eye(1, state.shape[1])
+def _without_past(environment, chances, cost, state):
+    return recursions.forward(environment, chances, state) * np.eye(1, state.shape[1])
 
 
 # What goes wrong: (module, function, its wrong version, a name, an environment).
@@ -110,11 +110,11 @@ PLANTED = {
     "time is one step short": (recursions, "visits", _shortened, "local_reverse_kl", "sequence"),
     "no future": (recursions, "onward", lambda e, values: np.zeros_like(e.reward), "reverse_kl", "mdp"),
     "policies swapped": (divergences, "difference", lambda p, q: np.exp(q) - np.exp(p), "forward_kl", "ngram"),
-    "no past": (gradients, "forward", _without_past, "squared_log_ratio", "sequences"),
-    "no past of the sampler": (off_policy, "forward", _without_past, "reverse_kl@rollouts", "mdp"),
+    "no past": (gradients, "carry", _without_past, "squared_log_ratio", "sequences"),
+    "no past of the sampler": (recursions, "carry", _without_past, "reverse_kl@rollouts", "mdp"),
     "earlier tokens forgotten": (
         off_policy,
-        "_earlier",
+        "earlier",
         lambda environment, log_probs, cost: np.zeros((len(cost), 1)),
         "other_tokens_forward_kl@rollouts",
         "ragged",
