@@ -19,7 +19,7 @@ from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.sizes import BATCHES, GROUPS, MOST_BATCHES, Sizes
 from kltest.identify.values import reported
 from kltest.loss.calling import Loss
-from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches, exact_known
+from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches
 from kltest.moments.caller import Caller
 from kltest.moments.differentiate import LossExperiment, RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
@@ -100,7 +100,7 @@ class Measure:
         found = self._alone(loss, instance, row.sampler)
         if found.reduction == "coupled" or self._follows(found, instance, row.sampler, wanted):
             return found
-        return exact_known(loss, instance, row.sampler, "coupled", padding=self.seed)
+        return exact(loss, instance, row.sampler, padding=self.seed)
 
     def _in_precision(self, floats: torch.dtype) -> Loss:
         """Return the loss for numbers of this precision; its first call, which takes longest, is made once."""
@@ -115,7 +115,7 @@ class Measure:
     def _alone(self, loss: Loss, instance: Instance, sampler: str) -> Moments:
         """Return the moments of batches of one, called together if rows are apart in that environment."""
         reduction = self._reductions.get(instance.environment.name, self.observed.reduction)
-        return exact_known(loss, instance, sampler, reduction, padding=self.seed)
+        return exact(loss, instance, sampler, padding=self.seed, known=reduction, logs=False)
 
     def _follows(self, found: Moments, instance: Instance, sampler: str, wanted: np.ndarray | None = None) -> bool:
         wanted = target(self.declared, instance, sampler) if wanted is None else wanted

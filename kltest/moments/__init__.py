@@ -3,7 +3,7 @@
 from kltest.moments.batches import exact_batches
 from kltest.moments.caller import BatchOfOneError
 from kltest.moments.dynamic_programming import Expected, dynamic
-from kltest.moments.enumeration import exact, exact_known
+from kltest.moments.enumeration import exact
 from kltest.moments.moments import Expectation, Moments
 from kltest.moments.reduction import NonDeterministicError
 
@@ -16,5 +16,4 @@ __all__ = [
     "dynamic",
     "exact",
     "exact_batches",
-    "exact_known",
 ]

@@ -16,9 +16,9 @@ from kltest.environments import Instance, Paths
 from kltest.errors import InvalidEnvironmentError, KltestError, UsageError
 from kltest.loss.calling import Loss
 from kltest.moments.caller import Caller
-from kltest.moments.moments import Expectation, Moments
-from kltest.moments.projection import Projection
+from kltest.moments.moments import Moments
 from kltest.moments.reduction import NonDeterministicError
+from kltest.moments.totals import Totals
 from kltest.rollout import Rollout
 
 MOST_BATCHES = 30_000
@@ -113,10 +113,7 @@ def _exact(
             f"environment {instance.environment.name!r} has {count:.6g} {kind} of {size} rollouts{order} and at most "
             f"{most} are enumerated. Use a smaller batch or a smaller environment"
         )
-    projection = Projection(instance.policy, distinct=False)
-    leaves: frozenset[str] = frozenset()
-    weights: list[np.ndarray] = []
-    metrics: list[np.ndarray | None] = []
+    totals, called = Totals(instance, distinct=False), 0
     for pool, chances, prompt in pools:
         drawn = ((rows, 1.0) for rows in product(pool.tolist(), repeat=size)) if ordered else multisets(pool, size)
         while chunk := list(islice(drawn, CHUNK)):
@@ -124,22 +121,10 @@ def _exact(
             weight = prompt * chances[rows].prod(axis=1) * np.array([orders for _, orders in chunk])
             joined = joint_paths(paths, rows, np.log(weight))
             for part in caller.gradients(rows, generator):
-                projection.add(joined.take(part.index), weight[part.index], part.by_leaf)
-                leaves |= part.by_leaf.keys()
-                weights.append(weight[part.index])
-                metrics.append(part.metric)
-    known = [metric for metric in metrics if metric is not None]
-    return Moments(
-        gradient=projection.gradient,
-        second_moment=projection.second_moment,
-        rollouts=len(paths),
-        reduction="coupled",
-        dtype=caller.dtype,
-        batch=size,
-        leaves=leaves,
-        metric=Expectation.of(np.concatenate(known), np.concatenate(weights)) if len(known) == len(metrics) else None,
-        added_up=tries == TRIES and adds_up(caller, pools[0][0], size, generator),
-    )
+                totals.add(joined, weight, part, called)
+            called += len(rows)
+    seems = tries == TRIES and adds_up(caller, pools[0][0], size, generator)
+    return totals.moments(caller, reduction="coupled", batch=size, added_up=seems)
 
 
 def order_is_free(

@@ -7,7 +7,7 @@ the effect. Calls of few prove what a call of many gives.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -35,16 +35,18 @@ class BatchOfOneError(TargetError):
 
 @dataclass(frozen=True)
 class Called:
-    """Some of the units that were asked for, which use the same leaves.
+    """Some of the units that were requested, which use the same leaves.
 
     Attributes:
         index: (M,) which of the units.
         by_leaf: (M, n·T) or (M, n·T, V) gradients of each unit, as it gives them alone.
+        value: (M,) what the loss returned for each, summed over tokens; None if it returned no such number.
         metric: (M,) the logged KL of each, None if there is none.
     """
 
     index: np.ndarray
     by_leaf: dict[str, np.ndarray]
+    value: np.ndarray | None
     metric: np.ndarray | None
 
 
@@ -61,7 +63,7 @@ class Caller:
     """
 
     def __init__(self, loss: Loss, base: Rollout, *, batches: bool = False, logs: bool = True) -> None:
-        """Units are single rollouts, or `batches`, in which advantages are centred; `logs`: the logged KL is asked."""
+        """Units are single rollouts, or `batches`, in which advantages are centred; `logs`: their reports are read."""
         self.loss, self.batches, self.logs = loss, batches, logs
         self.shares, self.coupling = BOTH, ""
         self.together: Literal["any", "same", "none"] = "none"
@@ -81,6 +83,7 @@ class Caller:
         taken = self._taken(units)
         called = differentiate(self.loss, taken, None if self._live is None else self._live[rows])
         self.dtype = called.dtype
+        self._by_row |= called.outcome.rows is not None
         self.reads_groups |= "group" in taken.accessed or "group" in self.loss.takes
         return called
 
@@ -113,7 +116,6 @@ class Caller:
                 self._explain_failure(row, error)
                 raise
             self.wide |= "logits" in self.singles[row].leaves
-            self._by_row |= self.singles[row].outcome.rows is not None
         return self.singles[row]
 
     def look(self, rows: Sequence[int]) -> None:
@@ -140,17 +142,33 @@ class Caller:
                 f"that its gradient must be graded by batches of {size} or more ({error})"
             ) from error
 
-    # Many units in one call
+    # Many units
 
-    def joint(
-        self, units: np.ndarray, generator: np.random.Generator, *, prove: bool = True, reports: bool = False
-    ) -> RowGradients | None:
+    def alone(self, units: np.ndarray) -> Iterator[Called]:
+        """Yield the gradients of units (N, n), each from a call of its own."""
+        called = [self.call(unit) if self.batches else self.single(int(unit[0])) for unit in units]
+        for leaves in dict.fromkeys(one.leaves for one in called):
+            index = [place for place, one in enumerate(called) if one.leaves == leaves]
+            mine = [called[place] for place in index]
+            by_leaf = {leaf: np.stack([one.by_leaf[leaf] for one in mine]) for leaf in mine[0].by_leaf}
+            outcomes = [(unit, one.outcome) for unit, one in zip(units[index], mine, strict=True)]
+            value = joined([self._each(outcome.value, unit) for unit, outcome in outcomes])
+            metric = joined([self._each(outcome.metric, unit) for unit, outcome in outcomes])
+            yield Called(np.array(index), _flat(by_leaf, len(index)), value, metric)
+
+    def joint(self, units: np.ndarray, generator: np.random.Generator, *, prove: bool = True) -> Called | None:
         """Return the gradients of units (N, n) as each gives them alone, from one call.
 
-        None if calls of some of them refute it: halves in another order, and alone the units of the largest and of the
-        smallest gradient, which a threshold of the call parts, one at random, and of batches the largest of each total
-        length and one of each pattern of equal rows and rewards. With `reports`, what the loss reports of each row has
-        to be the same as well. Without `prove` no such call is made.
+        Args:
+            units: The units.
+            generator: Source of the calls that prove it.
+            prove: False to believe it without such calls.
+
+        Returns:
+            None if calls of some of the units refute it: halves in another order, and alone the units of the largest
+            and of the smallest gradient, which a threshold of the call parts, one at random, and of batches the largest
+            of each total length and one of each pattern of equal rows and rewards. If reports are read, those of rows
+            have to be the same; one logged number a call, and what a batch logs, is taken from a call of each unit.
         """
         whole = self.call(units)
         for part in self._again(units, whole, generator) if prove else ():
@@ -164,10 +182,16 @@ class Caller:
                     tuple(_scale(share, units) * each[rows] for each in whole.parts), _scale(share, part)
                 )
             )
-            if not self.shares or (reports and not _same_reports(called, whole, rows)):
+            if not self.shares or (self.logs and not self.batches and not _same_reports(called, whole, rows)):
                 return None
-        scale = _scale(self.shares[0], units)
-        return RowGradients({leaf: scale * part for leaf, part in whole.by_leaf.items()}, whole.outcome)
+        scale, outcome = _scale(self.shares[0], units), whole.outcome
+        value, metric = self._each(outcome.value, units), self._each(outcome.metric, units)
+        if self.logs and outcome.metric is not None and (self.batches or outcome.metric.dim() == 0):
+            metric = joined([self._each(self.loss.returned(self._taken(unit)).metric, unit) for unit in units])
+            if metric is None and not self.batches:
+                return None
+        by_leaf = {leaf: scale * part for leaf, part in whole.by_leaf.items()}
+        return Called(np.arange(len(units)), _flat(by_leaf, len(units)), value, metric)
 
     def _again(self, units: np.ndarray, whole: RowGradients, generator: np.random.Generator) -> Iterator[np.ndarray]:
         sizes = np.zeros(len(units)) + sum((part**2).reshape(len(units), -1).sum(axis=1) for part in whole.parts)
@@ -200,7 +224,7 @@ class Caller:
     def gradients(self, units: np.ndarray, generator: np.random.Generator) -> Iterator[Called]:
         """Yield the gradients of batches (N, n) as each gives them alone, together as far as `together` says."""
         if self.together == "any":
-            if found := self._joined(units, np.arange(len(units)), generator):
+            if found := self._joined(units, generator):
                 yield found
                 return
             self.together, self.shares = "same", BOTH
@@ -208,39 +232,31 @@ class Caller:
         kinds = np.unique(lengths, axis=0, return_inverse=True)[1].reshape(-1)
         for kind in range(kinds.max() + 1) if self.together == "same" else [None]:
             index = np.arange(len(units)) if kind is None else np.flatnonzero(kinds == kind)
-            found = self._joined(units, index, generator) if self.together == "same" and len(index) > FEW else None
-            if found:
-                yield found
-                continue
-            called = [self.call(units[each]) for each in index]
-            for reached in {one.leaves for one in called}:
-                mine = [place for place, one in enumerate(called) if one.leaves == reached]
-                by_leaf = {leaf: np.stack([called[place].by_leaf[leaf] for place in mine]) for leaf in reached}
-                metrics = [called[place].outcome.metric for place in mine]
-                yield Called(index[mine], _flat(by_leaf, len(mine)), self._logged(metrics, units.shape[1:]))
+            joint = self._joined(units[index], generator) if self.together == "same" and len(index) > FEW else None
+            for part in [joint] if joint else self.alone(units[index]):
+                yield replace(part, index=index[part.index])
 
-    def _joined(self, units: np.ndarray, index: np.ndarray, generator: np.random.Generator) -> Called | None:
-        """Return some of the units from one call; None if they touch each other, or if the loss refuses so many."""
-        mine = units[index]
+    def _joined(self, units: np.ndarray, generator: np.random.Generator) -> Called | None:
+        """Return units from one call; None if they touch each other, or if the loss refuses so many."""
         try:
-            found = self.joint(mine, generator)
+            found = self.joint(units, generator)
         except KltestError:  # it is raised again where each is called alone
             found = None
         if found is None:
             self.together = "none"
-            return None
-        if not any(part.any() for part in found.parts):
-            # A threshold of the call may silence all of them, and few alone.
-            return None
-        metrics: list[Tensor | None] = [None]
-        if self.logs and found.outcome.metric is not None:
-            metrics = [self.loss.returned(self._taken(unit)).metric for unit in mine]
-        return Called(index, _flat(found.by_leaf, len(mine)), self._logged(metrics, units.shape[1:]))
+        # A threshold of the call may silence all of them, and few alone.
+        return found if found and any(part.any() for part in found.by_leaf.values()) else None
 
-    def _logged(self, metrics: Sequence[Tensor | None], shape: tuple[int, ...]) -> np.ndarray | None:
-        """(N,) the logged KL of N batches; None if there is none in one of them, or nobody asks."""
-        known = [number for metric in metrics if self.logs and (number := _metric(metric, shape)) is not None]
-        return np.concatenate(known) if len(known) == len(metrics) else None
+    def _each(self, reported: Tensor | None, units: np.ndarray) -> np.ndarray | None:
+        """(N,) of what a call reports for N units, summed over tokens, averaged over rows; None if unknown."""
+        if reported is None or (self.batches and not self.logs):
+            return None
+        found, rows = reported.numpy(), units.reshape(-1)
+        if found.ndim == 2 and not self.batches:
+            found = (found if self._live is None else np.where(self._live[rows], found, 0.0)) @ np.ones(found.shape[1])
+        if found.ndim == 1 and len(found) == len(rows):
+            return found.reshape(-1, units.shape[-1]).mean(axis=1)
+        return found.reshape(1) if found.ndim == 0 and len(rows) == units.shape[-1] else None
 
 
 def _same(own: Sequence[RowGradients], called: RowGradients, factor: float) -> bool:
@@ -275,14 +291,10 @@ def _flat(by_leaf: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
     }
 
 
-def _metric(metric: Tensor | None, shape: tuple[int, ...]) -> np.ndarray | None:
-    """(N,) the logged KL of each batch of a call: if it is logged by row, the mean over the batch's rows."""
-    if metric is None:
-        return None
-    reported = metric.numpy()
-    if reported.ndim == 0:
-        return reported.reshape(1)
-    return reported.reshape(-1, shape[-1]).mean(axis=1) if reported.ndim == 1 else None
+def joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Concatenate the numbers of several calls; None if one of them reports none."""
+    known = [part for part in parts if part is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None
 
 
 def centred(rollout: Rollout) -> Tensor:

@@ -154,7 +154,7 @@ def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, se
     generator = np.random.default_rng([seed, contexts])
     everywhere = _pairs(instance, slice(0, contexts))
     some = everywhere.take(generator.choice(len(everywhere), size=min(len(everywhere), 4), replace=False))
-    caller = probe(loss, Rollout.of(instance, some, sampler=sampler, padding=padding), generator, few=True)
+    caller = probe(loss, Rollout.of(instance, some, sampler=sampler, padding=padding), generator)
     if caller.reduction == "coupled":
         raise UsageError(f"{loss.name} couples the rows of a batch ({caller.coupling}): enumerate its batches instead")
     if caller.reduction == "sum":

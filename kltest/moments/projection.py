@@ -80,27 +80,14 @@ class Projection:
         weighted = columns * weights
         paths.collect(weighted.T, self.table)
         if not self.distinct and self.policy.size <= paths.shape[1] ** 2:
-            # Tables of each rollout's whole gradient are less work than all pairs of its tokens.
-            vocabulary = self.policy.shape[1]
-            cell = paths.contexts * vocabulary + paths.tokens
-            cell += np.arange(0, len(paths) * self.policy.size, self.policy.size)[:, None]
-            each = np.bincount(cell.ravel(), logp.ravel(), len(paths) * self.policy.size).reshape(len(paths), -1)
-            self._others += float(weights @ np.einsum("nd,nd->n", each @ self._gram, each))
+            # Each rollout's whole gradient is less work than all pairs of its tokens.
+            each = each_gradient(paths, self.policy, logp, None)
+            self._others += float(weights @ np.einsum("ncv,ncv->n", each, each))
             return
         if not self.distinct:
             self._add_pairs(paths, columns, weighted)
         weighted *= columns
         paths.collect(weighted.T, self.squares)
-
-    @cached_property
-    def _gram(self) -> np.ndarray:
-        """(C·V, C·V) inner products of the gradients of all log π(v|c): 0 between contexts."""
-        contexts, vocabulary = self.policy.shape
-        scores = np.zeros((contexts, vocabulary, contexts, vocabulary))
-        for context, chances in enumerate(self._probability):
-            scores[context, :, context] = np.eye(vocabulary) - chances
-        flat = scores.reshape(self.policy.size, -1)
-        return flat @ flat.T
 
     def _add_pairs(self, paths: Paths, columns: np.ndarray, weighted: np.ndarray) -> None:
         """Inner products a·b·(1{y = y'} − π(y|c) − π(y'|c) + ‖π(c)‖²) of every two tokens that share a context."""

@@ -1,6 +1,6 @@
 """How a loss reacts to being called: if it repeats itself, and how it combines the rows of a batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -54,17 +54,17 @@ class NonDeterministicError(TargetError):
         return cls(loss.name, "unknown")
 
 
-def probe(loss: Loss, base: Rollout, generator: np.random.Generator, *, few: bool = False) -> Caller:
-    """Call a loss on single rows, on pairs of every kind and on larger batches; with `few`, on three batches in all.
+def probe(loss: Loss, base: Rollout, generator: np.random.Generator) -> Caller:
+    """Call a loss on single rows and on three batches that show couplings: equal rows, unequal lengths, all rows.
 
     Raises BatchOfOneError if the loss fails on one rollout and runs on more, NonDeterministicError if it gives one
     batch two gradients.
     """
-    caller = Caller(loss, base)
-    batches = list(_few(base, generator) if few else _batches(base, generator))
-    _check_repeats(caller, batches[0][0])
-    _check_memory(caller, batches[0][0])
-    for rows in batches:
+    caller, order = Caller(loss, base), generator.permutation(len(base)).tolist()
+    by_length = np.argsort(base.peek("mask").sum(dim=1).numpy(), kind="stable").tolist()
+    _check_repeats(caller, order[0])
+    _check_memory(caller, order[0])
+    for rows in ([order[0]] * 2, [by_length[0], by_length[-1]], [order[0], *order]):
         caller.look(rows)
     return caller
 
@@ -102,33 +102,3 @@ def _check_memory(caller: Caller, row: int) -> None:
     first = caller.call(one)
     if not all(first.close(each.parts, first.parts) for each in after):
         raise NonDeterministicError(caller.loss.name, "state", names)
-
-
-def _batches(base: Rollout, generator: np.random.Generator) -> Iterator[list[int]]:
-    """Batches that show couplings: equal rows, unequal lengths, equal and different prompts, more than two rows."""
-    n = len(base)
-    lengths = base.peek("mask").sum(dim=1).numpy()
-    group = base.peek("group").numpy()
-    order = generator.permutation(n)
-    first = int(order[0])
-    yield [first, first]
-    by_length = np.argsort(lengths, kind="stable")
-    yield [int(by_length[0]), int(by_length[-1])]
-    yield [int(by_length[-1])] * 2
-    for same in (True, False):
-        mates = order[(group[order] == group[first]) == same]
-        mates = mates[mates != first]
-        if len(mates):
-            yield [first, int(mates[0])]
-            yield [int(mates[-1]), first]
-    for size in (2, 2, 2, 3):
-        yield [int(row) for row in generator.integers(n, size=size)]
-    yield [int(row) for row in order[:8]]
-
-
-def _few(base: Rollout, generator: np.random.Generator) -> Iterator[list[int]]:
-    """Three batches for the same purpose: a pair, all rows with one of them twice, and one row twice."""
-    order = generator.permutation(len(base)).tolist()
-    yield order[:2]
-    yield [order[0], *order]
-    yield [order[-1]] * 2

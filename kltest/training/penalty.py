@@ -60,7 +60,7 @@ class Penalty:
         generator = np.random.default_rng(0)
         pool = Rollout.of(instance, instance.environment.sample(instance.policy, PROBED, generator))
         try:
-            caller = probe(self.loss, pool, generator, few=True)
+            caller = probe(self.loss, pool, generator)
         except BatchOfOneError:
             return True
         return caller.reduction != "per-row" or any(

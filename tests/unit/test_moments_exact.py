@@ -108,7 +108,7 @@ def test_chunks_equal_single_rollouts(environment, loss, sampler, monkeypatch):
     monkeypatch.setattr(enumeration, "ONE_BY_ONE", 10**9)
     one_by_one = enumeration.exact(bind(loss), instance, sampler)
     monkeypatch.setattr(enumeration, "ONE_BY_ONE", 0)
-    monkeypatch.setattr(enumeration, "_one_by_one", None)  # must not be needed
+    monkeypatch.setattr(enumeration, "MOST_SINGLES", 0)  # calls of single rollouts must not be needed
     for chunk in (97, 2**18):
         monkeypatch.setattr(enumeration, "CHUNK", chunk * (environment.vocabulary if "logits" in loss.__name__ else 1))
         chunked = enumeration.exact(bind(loss), instance, sampler)
@@ -489,8 +489,7 @@ def test_rows_that_touch_only_others_of_their_own_prompt_are_found_among_many_pr
         assert probe(bind(crowded), Rollout.of(instance), np.random.default_rng(seed)).reduction == "coupled"
 
 
-@pytest.mark.parametrize("few", [False, True])
-def test_a_loss_that_treats_two_rollouts_as_a_pair_is_found(few):
+def test_a_loss_that_treats_two_rollouts_as_a_pair_is_found():
     """One rollout, the same one twice and larger batches are averaged: only two different ones show it."""
 
     def of_pairs(logp, ref_logp):
@@ -498,23 +497,7 @@ def test_a_loss_that_treats_two_rollouts_as_a_pair_is_found(few):
         return rows.mean() if len(rows) != 2 or torch.equal(logp[0], logp[1]) else (rows[0] - rows[1]) ** 2
 
     base = Rollout.of(Instance.draw(bandit(8), 0))
-    assert probe(bind(of_pairs), base, np.random.default_rng(0), few=few).reduction == "coupled"
-
-
-def test_few_probes_are_few():
-    calls = []
-
-    def counted(logp, ref_logp):
-        calls.append(len(logp))
-        return ((logp - ref_logp).sum(-1) ** 2).mean()
-
-    base = Rollout.of(Instance.draw(bandit(3), 0))
-    counts = []
-    for few in (True, False):
-        calls.clear()
-        assert probe(bind(counted), base, np.random.default_rng(0), few=few).reduction == "mean"
-        counts.append(len(calls))
-    assert counts[0] < counts[1]
+    assert probe(bind(of_pairs), base, np.random.default_rng(0)).reduction == "coupled"
 
 
 @pytest.mark.parametrize(
