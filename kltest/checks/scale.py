@@ -113,7 +113,7 @@ def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", 
     rest = Measure(Rest(findings.loss), {"expected_reward": -1.0}, uses, seed=seed, sizes=sizes)
     row = rest.rows(findings.environments[0], "current")[-1]
     shares = []
-    for found, instance in zip(rest.gradients(row), rest.case(row).instances, strict=True):
+    for found, instance in zip(row.gradients, row.case.instances, strict=bool(row.gradients)):
         wanted = -named("expected_reward", instance)
         shares.append(float((found * wanted).sum() / (wanted**2).sum()))
         if shares[-1] <= 0 or norm(found - shares[-1] * wanted) > limit(findings) * norm(found):

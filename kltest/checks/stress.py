@@ -203,7 +203,7 @@ def _bandit_rows(findings: Findings) -> list[Row]:
 def _moved(findings: Findings, row: Row, settings: Sequence[Any]) -> Instance:
     """The graded bandit with its reference moved, or with its policy (and sampler) moved."""
     ((moved, shift),) = settings
-    instance = findings.measure.case(row).instances[0]
+    instance = row.case.instances[0]
     count = instance.environment.vocabulary
     added = np.resize([*shift[: count - 1], *[0.0] * count], count)
     if moved == "reference":

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kltest.environments import Instance, Paths, ragged, sequence
-from kltest.identify.rows import Combination
+from kltest.identify.combinations import Combination
 from kltest.loss.calling import Loss
 from kltest.moments import exact_batches
 from kltest.moments.differentiate import RowGradients, differentiate

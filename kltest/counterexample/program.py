@@ -19,7 +19,7 @@ from kltest.counterexample.declared import as_torch, summed
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.counterexample.sources import FROM_FILE, FUTURE, Definition, NoSourceError, is_literal, source_of
 from kltest.files import template
-from kltest.identify.rows import Combination
+from kltest.identify.combinations import Combination
 from kltest.loss.arguments import Stub, field_asked, given_to
 from kltest.loss.building import Built
 from kltest.loss.calling import Loss

@@ -233,7 +233,7 @@ def plan(loss: Loss, options: Options) -> Findings:
 def look_back(findings: Findings) -> None:
     """Note how far the rows looked; the checks that looked further have noted it themselves."""
     for row in findings.rows:
-        for instance in findings.measure.case(row).instances:
+        for instance in row.case.instances:
             findings.see(instance, row.sampler, row.batch)
 
 

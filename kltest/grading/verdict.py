@@ -135,7 +135,7 @@ def as_specified(findings: Findings, spec: Spec) -> Iterator[str]:
         alone = row.batch == 1 and (row.environment, row.sampler) in batched
         if wanted is None or row.method == "sampled" or alone:
             continue
-        factor = proportion(row.identified, findings.measure.case(row).spelt(dict(wanted)))
+        factor = proportion(row.identified, row.case.spelt(dict(wanted)))
         compared += 1
         if (factor is None and row.identified != dict(wanted)) or (factor is not None and abs(factor - 1) > 1e-3):
             other.append(f"{plain(wanted)} in {row.where}")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kltest.environments import Instance
+from kltest.identify.combinations import Combination, replaced, when_current
 from kltest.identify.identification import ALONE, Identification, identify, independent
 from kltest.identify.instances import HELD_OUT, NETWORKS, instances, network, parameter_gradient, seeds
-from kltest.identify.rows import Combination, replaced, when_current
 from kltest.truth import ATLAS, combine, gradient
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from kltest.identify.case import Case, relative_bias, size, target, worst_cosine
+from kltest.identify.combinations import Combination
 from kltest.identify.identification import Identification, identify
-from kltest.identify.rows import Combination, Row
+from kltest.identify.rows import Row
 from kltest.moments import Moments
 from kltest.moments.tolerances import LOWEST_FIRST, TOLERANCES
 from kltest.samples.sampled import Sampled
@@ -55,6 +56,7 @@ def evaluate(case: Case, declared: Combination, found: Sequence[Moments], note: 
         agrees=agrees,
         relative_bias=bias,
         cosine=worst_cosine(gradients, targets, identification),
+        gradients=tuple(moments.gradient for moments in found),
         variances=tuple(moments.variance for moments in found),
         rollouts=found[0].rollouts,
         note=note,
@@ -87,6 +89,6 @@ def row_of(
         residual=identification.residual,
         relative_variance=max(variances, default=float("nan")),
         instances=len(case.instances),
-        length=case.length,
+        case=case,
         **{"method": "exact", "batch": found[0].batch if found else 1, **others},
     )

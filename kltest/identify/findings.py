@@ -9,7 +9,8 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import KltestError
-from kltest.identify.rows import Combination, Observed, Row, local_form, multiple, proportion, when_current
+from kltest.identify.combinations import Combination, local_form, proportion, when_current
+from kltest.identify.rows import Observed, Row, multiple
 from kltest.report import Reach
 
 if TYPE_CHECKING:

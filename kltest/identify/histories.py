@@ -6,9 +6,7 @@ any. If other calls leave another expected gradient, as with a scale taken from 
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import chain
 
-import numpy as np
 from numpy.linalg import norm
 
 from kltest.errors import KltestError
@@ -26,11 +24,10 @@ FEW = (1, 2, 3, 4, 5, 6, 7, 8, 12)
 MORE = (12, *range(10, 0, -1), *FEW, 3)
 # Environments are mild, gradients of size one.
 ROUNDING = 1e-12
-Measured = tuple[Sequence[Row], Sequence[Sequence[np.ndarray]]]
 
 
 def rows_after(
-    calls: Calls, observed: Observed, measure: Callable[[], Measured], histories: Callable[[], list[State]]
+    calls: Calls, observed: Observed, measure: Callable[[], list[Row]], histories: Callable[[], list[State]]
 ) -> list[Row]:
     """Measure rows; after each of two histories, if the loss keeps state.
 
@@ -55,7 +52,7 @@ def rows_after(
         observed.unrepeatable = True
         raise
     calls.held = (*held[-1], *[calls.draws()] * observed.draws)
-    return list(found[-1][0])
+    return found[-1]
 
 
 def histories(loss: Loss, case: Case) -> list[State]:
@@ -72,18 +69,14 @@ def histories(loss: Loss, case: Case) -> list[State]:
     return found
 
 
-def alike(measured: Sequence[Measured], dtype: str) -> bool:
-    """Return True if rows that were measured after different calls have the same gradients.
-
-    Args:
-        measured: After each history, the rows and their (C, V) gradients, one an instance; none for a sampled row.
-        dtype: Lowest precision of the loss.
-    """
-    (rows, gradients), (others, other_gradients) = measured
+def alike(measured: Sequence[Sequence[Row]], dtype: str) -> bool:
+    """Return True if rows that were measured after two histories have the same gradients; `dtype` is the loss's."""
+    rows, others = measured
     kinds = [[(row.batch, row.method, row.method == "exact" or row.agrees) for row in part] for part in (rows, others)]
     if kinds[0] != kinds[1] or any(decided is None for *_, decided in kinds[0]):
         return False
     return all(
         float(norm(one - other)) <= max(TOLERANCES[dtype].gradient * float(norm(one)), ROUNDING)
-        for one, other in zip(chain(*gradients), chain(*other_gradients), strict=True)
+        for pair in zip(rows, others, strict=True)
+        for one, other in zip(*(row.gradients for row in pair), strict=True)
     )

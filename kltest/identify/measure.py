@@ -12,9 +12,10 @@ from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError, KltestError, TargetError
 from kltest.identify import second_route
 from kltest.identify.case import Case, relative_bias, size, target
+from kltest.identify.combinations import Combination
 from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
 from kltest.identify.histories import histories, rows_after
-from kltest.identify.rows import Combination, Observed, Row
+from kltest.identify.rows import Observed, Row
 from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.sizes import BATCHES, GROUPS, MOST_BATCHES, Sizes
 from kltest.identify.values import reported
@@ -55,7 +56,6 @@ class Measure:
         self.observed = Observed(uses)
         self._reductions: dict[str, Reduction] = {}
         self._converted: dict[torch.dtype, Loss] = {}
-        self._measured: dict[tuple[str, str, int], tuple[Case, list[np.ndarray]]] = {}
 
     def rows(self, environment: str, sampler: str) -> list[Row]:
         """Return the row of batches of one; if the loss couples the rows of a batch, that of larger batches as well."""
@@ -76,15 +76,6 @@ class Measure:
         """Return True if the row's environment agrees when the sampler is the policy."""
         current = self.alone(row.environment, "current")
         return current is not None and current.agrees is True
-
-    def gradients(self, row: Row) -> list[np.ndarray]:
-        """Return the (C, V) expected gradients of a measured row, one an instance; empty for a row that was sampled."""
-        return self._measured.get((row.environment, row.sampler, row.batch), (None, []))[1]
-
-    def case(self, row: Row) -> Case:
-        """Return the case of a measured row; groups have environments of their own."""
-        known = self._measured.get((row.environment, row.sampler, row.batch))
-        return known[0] if known else Case(row.environment, row.sampler, self.seed)
 
     def expected(
         self, row: Row, instance: Instance, floats: torch.dtype | None = None, wanted: np.ndarray | None = None
@@ -132,13 +123,9 @@ class Measure:
 
     def rows_of(self, case: Case) -> list[Row]:
         """Measure one case: rows as in `rows`, for a case of any kind; random numbers go on from call to call."""
-
-        def measure() -> tuple[list[Row], list[list[np.ndarray]]]:
-            rows = self._rows_of(case)
-            return rows, [self.gradients(row) for row in rows]
-
+        measure, past = partial(self._rows_of, case), partial(histories, self.loss, case)
         try:
-            return rows_after(self.loss.calls, self.observed, measure, partial(histories, self.loss, case))
+            return rows_after(self.loss.calls, self.observed, measure, past)
         except NonDeterministicError as error:
             self._remark(f"{error}.")
             return [not_judged(case, self.declared, 1, "it does not repeat itself, so that its calls are no samples")]
@@ -163,7 +150,7 @@ class Measure:
         known = bool(rows and rows[0].reported and rows[0].reported.is_metric)
         batched = self._batched(case, logs=not known)
         if known:
-            batched = replace(batched, value=rows[0].value, reported=rows[0].reported)
+            batched = replace(batched, reported=rows[0].reported)
         # A baseline taken from the batch itself leaves nothing of a batch of one, or of its reward. That says nothing
         # about larger batches, so that the row of one is dropped.
         nothing = [row for row in rows if row.identified == {"zero": 1.0} != batched.identified]
@@ -260,18 +247,13 @@ class Measure:
         grouped = self.sizes.grouped and batch > 1
         found = sample(self.loss, self.declared, case, self.sampling, batch, grouped=grouped, noisy=noisy)
         self._note(found)
-        # No gradients are kept: checks work with exact ones only.
-        self._measured[case.environment, case.sampler, found[0].batch] = case, []
         return found, self._judged(sampled_row(case, self.declared, self.sampling, found, why))
 
     def _row(self, case: Case, found: list[Moments], *, note: str = "") -> Row:
-        self._measured[case.environment, case.sampler, found[0].batch] = case, [each.gradient for each in found]
         row = self._judged(evaluate(case, self.declared, found, note))
         if row.wrong:
             second_route.compare(self.differentiate, case, found[0], self.declared)
-        dtype = lowest_precision(found)
-        shown = reported(case, found, dtype, self.loss.__call__)
-        return replace(row, value=shown.row if shown else None, reported=shown)
+        return replace(row, reported=reported(case, found, lowest_precision(found), self.loss.__call__))
 
     def _judged(self, row: Row) -> Row:
         """Withdraw the judgement of an estimator that means something only with a stale sampler."""

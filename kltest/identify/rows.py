@@ -1,19 +1,17 @@
 """Rows of one loss and what was noticed while they were measured: data alone, without torch."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from math import isclose
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kltest.identify.combinations import local_form, proportion, when_current
 from kltest.report import GradientRow, ValueRow
-from kltest.truth import ATLAS
 
 if TYPE_CHECKING:
+    from kltest.identify.case import Case
     from kltest.moments.moments import Reduction
 
-Combination = dict[str, float]
 # A metric below this share of the KL is a rounded zero, which is a multiple of anything.
 NOTHING = 1e-9
 
@@ -44,19 +42,29 @@ class Reported:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row(GradientRow):
     """A row of the report, before the verdict.
 
     `identified` and `expected` use the names that are independent in that environment (on a bandit the local forms
-    are the sequence-level ones). `length` is the common length of all rollouts in tokens, None if it varies.
-    `variances` are the variances of the gradient of one batch, one an instance.
+    are the sequence-level ones). `gradients` (C, V) are the expected ones and `variances` those of the gradient of one
+    batch, one an instance; both are empty for a row that was sampled.
     """
 
-    length: int | None = None
-    value: ValueRow | None = None
-    reported: Reported | None = None
+    case: "Case"
+    gradients: tuple[np.ndarray, ...] = field(default=(), compare=False, repr=False)
     variances: tuple[float, ...] = ()
+    reported: Reported | None = None
+
+    @property
+    def length(self) -> int | None:
+        """The common length of all rollouts in tokens, None if it varies."""
+        return self.case.length
+
+    @property
+    def value(self) -> ValueRow | None:
+        """The logged value's row of the report."""
+        return self.reported.row if self.reported else None
 
     @property
     def published(self) -> GradientRow:
@@ -124,47 +132,7 @@ class Observed:
         return self.coupled and all(lengths[name] is None for name in self.coupled_in)
 
 
-def proportion(identified: Combination | None, expected: Combination) -> float | None:
-    """Return the c with identified = c·expected, or None if there is none."""
-    from kltest.moments.tolerances import Tolerances  # imports torch
-
-    if not identified or set(identified) != set(expected) or "zero" in identified:
-        return None
-    ratios = [identified[name] / expected[name] for name in expected]
-    return ratios[0] if all(isclose(ratio, ratios[0], rel_tol=Tolerances.factor) for ratio in ratios) else None
-
-
 def multiple(row: Row) -> float | None:
     """The c of a row that follows c times the declared gradient, or c times its local form; None if there is none."""
     whole = proportion(row.identified, row.expected)
     return proportion(when_current(row.identified), local_form(row.expected)) if whole is None else whole
-
-
-def local_form(combination: Combination) -> Combination:
-    """Return the same combination with every term's prefixes held fixed."""
-    return replaced(combination, lambda name: {LOCAL_FORMS.get(name, name): 1.0})
-
-
-def when_current(combination: Combination | None) -> Combination:
-    """Return what the combination is if the sampler is the policy, in names without one; {} for None."""
-    return {} if combination is None else replaced(combination, lambda name: ATLAS[name].on_policy or {name: 1.0})
-
-
-def replaced(combination: Combination, terms: Callable[[str], Mapping[str, float]]) -> Combination:
-    """Replace each name by a combination; coefficients of terms that get the same name are added up."""
-    found: Combination = {}
-    for name, coefficient in combination.items():
-        for term, factor in terms(name).items():
-            found[term] = found.get(term, 0.0) + coefficient * factor
-    kept = {name: coefficient for name, coefficient in found.items() if name != "zero" and abs(coefficient) > 1e-9}
-    return kept or {"zero": 1.0}
-
-
-LOCAL_FORMS = {
-    "reverse_kl": "local_reverse_kl",
-    "forward_kl": "local_forward_kl",
-    "squared_log_ratio": "local_squared_log_ratio",
-    "squared_log_ratio_sum": "local_squared_log_ratio",
-    "chi_square": "local_chi_square",
-    "total_variation": "local_total_variation",
-}

@@ -17,9 +17,10 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.identify.case import Case, target, worst_cosine
+from kltest.identify.combinations import Combination
 from kltest.identify.evaluate import row_of
 from kltest.identify.identification import Identification
-from kltest.identify.rows import Combination, Row
+from kltest.identify.rows import Row
 from kltest.samples.blocks import Sample
 from kltest.samples.fits import distance, nearest
 from kltest.samples.sampled import LEAST, OWN, ROUNDING, UNIT, Sampled, sampled

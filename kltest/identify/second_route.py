@@ -7,7 +7,7 @@ import torch
 
 from kltest.errors import KltestError
 from kltest.identify.case import Case, size, target
-from kltest.identify.rows import Combination, when_current
+from kltest.identify.combinations import Combination, when_current
 from kltest.moments import Moments
 from kltest.moments.differentiate import RowGradients
 from kltest.moments.tolerances import TOLERANCES

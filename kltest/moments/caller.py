@@ -40,7 +40,7 @@ class Called:
     Attributes:
         index: (M,) which of the units.
         by_leaf: (M, n·T) or (M, n·T, V) gradients of each unit, as it gives them alone.
-        value: (M,) what the loss returned for each, summed over tokens; None if it returned no such number.
+        value: (M,) what the loss returned for each rollout, summed over tokens; None if it returned no such number.
         metric: (M,) the logged KL of each, None if there is none.
     """
 
@@ -152,7 +152,7 @@ class Caller:
             mine = [called[place] for place in index]
             by_leaf = {leaf: np.stack([one.by_leaf[leaf] for one in mine]) for leaf in mine[0].by_leaf}
             outcomes = [(unit, one.outcome) for unit, one in zip(units[index], mine, strict=True)]
-            value = joined([self._each(outcome.value, unit) for unit, outcome in outcomes])
+            value = None if self.batches else joined([self._each(outcome.value, unit) for unit, outcome in outcomes])
             metric = joined([self._each(outcome.metric, unit) for unit, outcome in outcomes])
             yield Called(np.array(index), _flat(by_leaf, len(index)), value, metric)
 
@@ -185,7 +185,8 @@ class Caller:
             if not self.shares or (self.logs and not self.batches and not _same_reports(called, whole, rows)):
                 return None
         scale, outcome = _scale(self.shares[0], units), whole.outcome
-        value, metric = self._each(outcome.value, units), self._each(outcome.metric, units)
+        value = None if self.batches else self._each(outcome.value, units)
+        metric = self._each(outcome.metric, units)
         if self.logs and outcome.metric is not None and (self.batches or outcome.metric.dim() == 0):
             metric = joined([self._each(self.loss.returned(self._taken(unit)).metric, unit) for unit in units])
             if metric is None and not self.batches:

@@ -1,6 +1,6 @@
 """Samples of a loss's gradient: rollouts are drawn, the loss is called on them, a batch gives one gradient."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +10,7 @@ from kltest.environments import Environment, Instance, Paths
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.loss.calling import Loss
 from kltest.moments.batches import adds_up, joint_paths, order_is_free
-from kltest.moments.caller import Caller
-from kltest.moments.differentiate import RowGradients, differentiate
+from kltest.moments.caller import Called, Caller
 from kltest.moments.moments import Reduction
 from kltest.moments.projection import each_gradient
 from kltest.moments.reduction import probe
@@ -65,11 +64,6 @@ class Drawing:
         centre: Centre = "batch" if self.size > 1 else "environment"
         return Rollout.of(self.instance, paths, sampler=self.sampler, padding=self.padding, centre=centre)
 
-    def call(self, paths: Paths, factor: float = 1.0, rollout: Rollout | None = None) -> RowGradients:
-        """Call the loss on rollouts and differentiate `factor` times its objective."""
-        live = paths.mask if paths.padded else None
-        return differentiate(self.loss, rollout or self.rollout(paths), live, factor)
-
     def project(self, paths: Paths, leaves: Mapping[str, np.ndarray]) -> np.ndarray:
         """(n, C·V) gradients with respect to logits, from gradients by leaf."""
         policy = self.instance.policy
@@ -78,110 +72,86 @@ class Drawing:
         return each_gradient(paths, policy, leaves.get("logp"), leaves.get("logits")).reshape(len(paths), -1)
 
 
-def draws_of(drawn: Drawing, noisy: bool) -> "Draws":
-    """The source that needs the fewest calls; `noisy` says that the loss draws random numbers of its own."""
-    if drawn.size > 1:
-        return Batches(drawn, noisy=noisy)
-    if noisy:
-        return Singles(drawn, "mean")
-    caller = probe(drawn.loss, drawn.rollout(drawn.paths(PROBED)), drawn.generator)
-    if len(caller.shares) != 1:
-        # If every gradient was zero, a mean cannot be told from a sum.
-        return Singles(drawn, caller.reduction, caller.coupling)
-    return Rows(drawn, caller.reduction)
-
-
 class Draws:
-    """Samples: `take` returns the rollouts of n batches and the gradient (n, C·V) of each."""
+    """Samples of the gradient of a batch: rows of one call, batches of a call each, or groups that a call keeps apart.
 
-    together = False
+    The gradient of a loss that sums over the rows of a batch is divided by their number.
 
-    def __init__(self, drawn: Drawing, reduction: Reduction, coupling: str = "") -> None:
-        self.drawn, self.reduction, self.coupling = drawn, reduction, coupling
-        self.dtype = "float64"
-        self.leaves: frozenset[str] = frozenset()
+    Attributes:
+        reduction: How the loss combines rows.
+        coupling: The observation that showed a coupling of rows, else empty.
+        together: Rows are samples of their own and are called together.
+        leaves: Fields that the gradient reached so far.
 
-    def take(self, count: int) -> tuple[Paths, np.ndarray]:
-        """Draw `count` batches."""
-        raise NotImplementedError
-
-
-class Singles(Draws):
-    """Rollouts called one by one."""
-
-    def take(self, count: int) -> tuple[Paths, np.ndarray]:
-        paths = self.drawn.paths(count)
-        rollout = self.drawn.rollout(paths)
-        gradients = np.empty((count, self.drawn.instance.policy.size))
-        for row in range(count):
-            part = paths.take(np.array([row]))
-            called = self.drawn.call(part, rollout=rollout.take([row]))
-            gradients[row] = self.drawn.project(part, called.by_leaf)
-            self.dtype, self.leaves = called.dtype, self.leaves | called.leaves
-        return paths, gradients
-
-
-class Rows(Draws):
-    """Independent rows, called together; each is a sample, and one of each call is compared with a call of it alone."""
-
-    together = True
-
-    def take(self, count: int) -> tuple[Paths, np.ndarray]:
-        paths = self.drawn.paths(count)
-        rollout = self.drawn.rollout(paths)
-        called = self.drawn.call(paths, 1.0 if self.reduction == "sum" else float(count), rollout)
-        self.dtype, self.leaves = called.dtype, self.leaves | called.leaves
-        row = int(self.drawn.generator.integers(count))
-        alone = self.drawn.call(paths.take(np.array([row])), 1.0, rollout.take([row]))
-        if not called.close(alone.row(0), called.row(row)):
-            raise CoupledError(f"in a batch of {count} rollouts the gradient of a row is not the one that it has alone")
-        return paths, self.drawn.project(paths, called.by_leaf)
-
-
-class Batches(Draws):
-    """Batches called one by one, or many groups in one call if the loss keeps them apart.
-
-    The gradient of a loss that sums over rows is divided by their number. `added_up` says if it does; None: it is
-    measured, and InvalidEnvironmentError raised if samples do not decide it.
+    Args:
+        drawing: The rollouts.
+        noisy: The loss draws random numbers of its own.
+        coupling: Why rows have to be called one by one, if that is known.
+        added_up: The loss is known to sum over the rows of a batch, or not to; None: it is measured, and
+            InvalidEnvironmentError raised if samples do not decide it.
     """
 
-    def __init__(self, drawn: Drawing, *, noisy: bool, added_up: bool | None = None) -> None:
-        super().__init__(drawn, "mean" if noisy else "coupled")
-        size, generator = drawn.size, drawn.generator
-        paths = drawn.paths(PROBED)
-        self._caller = Caller(drawn.loss, drawn.rollout(paths), batches=True)
-        pool = np.flatnonzero(paths.prompt == paths.prompt[0]) if drawn.grouped else np.arange(len(paths))
+    def __init__(self, drawing: Drawing, *, noisy: bool, coupling: str = "", added_up: bool | None = None) -> None:
+        self.drawing, self.coupling, self.together = drawing, coupling, False
+        self.reduction: Reduction = "mean" if noisy else "coupled"
+        self.leaves: frozenset[str] = frozenset()
         self.factor = 1.0
-        if not noisy:
-            free = order_is_free(self._caller, pool, size, generator)
-            if drawn.grouped and free:
-                self._caller.try_together(pool, size, generator)
+        paths = drawing.paths(PROBED)
+        base = drawing.rollout(paths)
+        self.caller = Caller(drawing.loss, base, batches=drawing.size > 1, logs=False)
+        if drawing.size > 1:
+            self._how_batches_combine(paths, noisy, added_up)
+        elif not (noisy or coupling):
+            self.caller = probe(drawing.loss, base, drawing.generator)
+            self.caller.logs = False
+            self.reduction, self.coupling = self.caller.reduction, self.caller.coupling
+            # If every gradient was zero, a mean cannot be told from a sum.
+            self.together = len(self.caller.shares) == 1
+
+    def take(self, count: int) -> tuple[Paths, np.ndarray]:
+        """Return the rollouts of `count` batches, one after the other, and the gradient (count, C·V) of each."""
+        drawing, size = self.drawing, self.drawing.size
+        paths = drawing.paths(count)
+        self.caller.take_from(drawing.rollout(paths))
+        units = np.arange(len(paths)).reshape(count, size)
+        joined = joint_paths(paths, units, np.zeros(count)) if size > 1 else paths
+        gradients = np.empty((count, drawing.instance.policy.size))
+        for part in self._called(units):
+            gradients[part.index] = drawing.project(joined.take(part.index), part.by_leaf)
+            self.leaves |= part.by_leaf.keys()
+        return paths, gradients * self.factor
+
+    def _called(self, units: np.ndarray) -> Iterator[Called]:
+        if self.drawing.size > 1:
+            yield from self.caller.gradients(units, self.drawing.generator)
+        elif not self.together:
+            yield from self.caller.alone(units)
+        elif found := self.caller.joint(units, self.drawing.generator):
+            yield found
+        else:
+            self.caller.found_coupled(f"a batch of {len(units)} rollouts")
+            raise CoupledError(self.caller.coupling)
+
+    def _how_batches_combine(self, paths: Paths, noisy: bool, added_up: bool | None) -> None:
+        size, generator = self.drawing.size, self.drawing.generator
+        pool = np.flatnonzero(paths.prompt == paths.prompt[0]) if self.drawing.grouped else np.arange(len(paths))
+        if not noisy and order_is_free(self.caller, pool, size, generator) and self.drawing.grouped:
+            self.caller.try_together(pool, size, generator)
         if added_up is None:
-            seems = self._noise_adds_up(pool) if noisy else adds_up(self._caller, pool, size, generator)
+            seems = self._noise_adds_up(pool) if noisy else adds_up(self.caller, pool, size, generator)
             added_up = seems and self._grows(noisy)
         if added_up and noisy:
             self.reduction = "sum"
         self.factor = 1.0 / size if added_up else 1.0
-
-    def take(self, count: int) -> tuple[Paths, np.ndarray]:
-        paths = self.drawn.paths(count)
-        self._caller.take_from(self.drawn.rollout(paths))
-        rows = np.arange(len(paths)).reshape(count, self.drawn.size)
-        joined = joint_paths(paths, rows, np.zeros(count))
-        gradients = np.empty((count, self.drawn.instance.policy.size))
-        for part in self._caller.gradients(rows, self.drawn.generator):
-            gradients[part.index] = self.drawn.project(joined.take(part.index), part.by_leaf)
-            self.dtype, self.leaves = self._caller.dtype, self.leaves | part.by_leaf.keys()
-        return paths, gradients * self.factor
 
     def _grows(self, noisy: bool) -> bool:
         """True if the mean gradient doubles with the batch size, False if it stays the same.
 
         Doubling every row of a batch proves nothing: (Σ_i u_i)²/2n has cross terms, which vanish on average.
         """
-        size, name = self.drawn.size, self.drawn.loss.name
+        size, name = self.drawing.size, self.drawing.loss.name
         try:
-            double = Batches(replace(self.drawn, size=2 * size), noisy=noisy, added_up=False)
+            double = Draws(replace(self.drawing, size=2 * size), noisy=noisy, added_up=False)
             direction = sum(source.take(COMPARED)[1].mean(axis=0) for source in (self, double))
             length = float(np.linalg.norm(direction))
             if length == 0:
@@ -200,9 +170,9 @@ class Batches(Draws):
         except KltestError:  # the loss takes batches of one size only
             return True
         raise InvalidEnvironmentError(
-            f"{MOST_COMPARED} batches of {size} rollouts of environment {self.drawn.instance.environment.name!r}, and "
-            f"as many of {2 * size}, do not tell whether {name} adds the gradients of its rows up or averages them: "
-            "they are too noisy, or about zero. Return a mean over rollouts, or use a smaller environment"
+            f"{MOST_COMPARED} batches of {size} rollouts of environment {self.drawing.instance.environment.name!r}, "
+            f"and as many of {2 * size}, do not tell whether {name} adds the gradients of its rows up or averages "
+            "them: they are too noisy, or about zero. Return a mean over rollouts, or use a smaller environment"
         )
 
     def _noise_adds_up(self, pool: np.ndarray) -> bool:
@@ -211,10 +181,10 @@ class Batches(Draws):
         The absolute entries of a batch's gradient sum to the average of one row alone for a mean, and to n times that
         for a sum over n rows.
         """
-        size, generator = self.drawn.size, self.drawn.generator
+        size, generator = self.drawing.size, self.drawing.generator
 
         def total(rows: int) -> float:
-            called = [self._caller.call(generator.choice(pool, size=rows)) for _ in range(4 * PROBED // rows + PROBED)]
+            called = [self.caller.call(generator.choice(pool, size=rows)) for _ in range(4 * PROBED // rows + PROBED)]
             return float(np.mean([sum(np.abs(part).sum() for part in one.parts) for one in called]))
 
         try:

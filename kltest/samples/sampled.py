@@ -20,7 +20,7 @@ from kltest.moments.moments import ExpectedGradient
 from kltest.samples.blocks import MOST_BLOCKS, Blocks, Interval, Sample
 from kltest.samples.bounded import EmpiricalBernstein
 from kltest.samples.controls import KNOWN, Controls
-from kltest.samples.drawing import CoupledError, Drawing, Draws, Singles, draws_of
+from kltest.samples.drawing import CoupledError, Drawing, Draws
 from kltest.samples.fits import distance
 
 # Most samples by default: if rows can be called together, and if each batch needs a call of its own.
@@ -144,9 +144,9 @@ def sampled(
 
     with preserved(seed):
         try:
-            return follow(draws_of(drawn, noisy))
+            return follow(Draws(drawn, noisy=noisy))
         except CoupledError as error:
-            return follow(Singles(drawn, "coupled", str(error)))
+            return follow(Draws(drawn, noisy=noisy, coupling=str(error)))
 
 
 class _Run:
@@ -192,9 +192,9 @@ class _Run:
             unseen=self._unseen,
             looks=self.looks,
             samples=self.drawn,
-            batch=source.drawn.size,
+            batch=source.drawing.size,
             reduction=source.reduction,
-            dtype=source.dtype,
+            dtype=source.caller.dtype,
             leaves=source.leaves,
             second_moment=self._squares / self.drawn,
             variance=variance,
@@ -211,7 +211,7 @@ class _Run:
     @property
     def _chunk(self) -> int:
         numbers = self.fixed.shape[1] * (len(self.controls) + 1)
-        units = min(MOST_ROWS // self.source.drawn.size, CHUNK // numbers) // self.unit
+        units = min(MOST_ROWS // self.source.drawing.size, CHUNK // numbers) // self.unit
         return max(1, units) * self.unit
 
     @property
@@ -247,7 +247,7 @@ class _Run:
         longest = float(np.linalg.norm(gradients, axis=1).max())
         if self.bound is not None and longest > self.bound * (1 + ROUNDING):
             raise UsageError(
-                f"{self.source.drawn.loss.name}: the gradient of a batch has norm {longest:.6g}, beyond the bound of "
+                f"{self.source.drawing.loss.name}: the gradient of a batch has norm {longest:.6g}, beyond the bound of "
                 f"{self.bound:.6g} that was stated. Leave the bound out, and the verdict is asymptotic"
             )
         self.drawn, self.longest = self.drawn + count, max(self.longest, longest)

@@ -304,7 +304,7 @@ def coupled_in_large_batches(logp, ref_logp, mask):
 def test_rows_that_touch_in_large_batches_are_called_one_by_one():
     found, _, verdict = compared(bind(coupled_in_large_batches), first("bandit"), samples=3000, margin=0.2)
     assert found.reduction == "coupled"
-    assert "the gradient of a row is not the one that it has alone" in found.coupling
+    assert "the gradient of a row is not a fixed share of what it gives alone" in found.coupling
     assert verdict == "confirmed"
 
 

@@ -12,7 +12,7 @@ from kltest.moments.batches import groups_of
 def explains(row: Row, findings: Findings) -> str:
     if row.batch == 1 or not _masks_tied_groups(findings):
         return ""
-    case = findings.measure.case(row)
+    case = row.case
     instance = case.instances[0]
     rewards = instance.environment.returns(instance.paths)
     groups = groups_of(instance, case.sampler, row.batch)

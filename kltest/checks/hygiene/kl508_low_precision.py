@@ -72,10 +72,10 @@ def _off_in_float32(findings: Findings) -> float:
     """
     off = 0.0
     for row in findings.rows:
-        if row.batch > 1 or not findings.measure.gradients(row):
+        if row.batch > 1 or not row.gradients:
             continue
-        instance = findings.measure.case(row).instances[0]
-        wanted = findings.measure.gradients(row)[0]
+        instance = row.case.instances[0]
+        wanted = row.gradients[0]
         if row.agrees:
             wanted = target(findings.expect, instance, row.sampler)
         if row.identified == {"zero": 1.0}:  # up to rounding, so that nothing is relative to it

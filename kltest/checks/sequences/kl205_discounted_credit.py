@@ -42,10 +42,10 @@ def explains(row: Row, findings: Findings) -> str | None:
         return None
     if row.identified is not None:
         return _damped(row.identified)
-    gradients = findings.measure.gradients(row)
+    gradients = row.gradients
     if not gradients:  # the row is sampled
         return None
-    case = findings.measure.case(row)
+    case = row.case
     parts, zeros = _parts(case), [np.zeros(())] * len(case.instances)
     besides = [name for name in findings.expect if name not in ("reverse_kl", "local_reverse_kl", "zero")]
     for extra, by_distance in product(([], [BESIDES]), (True, False)):

@@ -25,7 +25,7 @@ def examine(findings: Findings) -> Found | None:
 
 def explains(row: Row, findings: Findings) -> bool:
     """Return True for the declared gradient, or its local form, divided by the number of columns."""
-    columns = findings.measure.case(row).instances[0].paths.shape[1]
+    columns = row.case.instances[0].paths.shape[1]
     factor = multiple(row)
     if factor is None or abs(factor * columns - 1) > Tolerances.factor:
         return False

@@ -64,7 +64,7 @@ def _compare(row: Row, findings: Findings) -> tuple[bool, float, str] | None:
     exact on all instances.
     """
     found = []
-    for instance, own in zip(findings.measure.case(row).instances, row.variances, strict=False):
+    for instance, own in zip(row.case.instances, row.variances, strict=False):
         unit = size(instance) ** 2
         known = {name: v for name, v in variances(findings.expect, instance, row.sampler).items() if v > EXACT * unit}
         if known:
