@@ -7,7 +7,7 @@ prefixes; in a Markov decision process the contexts are the states.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -137,14 +137,22 @@ class Environment:
         ends = (reachable & (self.successors == END)).sum(axis=(1, 2)).astype(float)
         goes_on = reachable & (self.successors != END)
         context, followed = np.nonzero(goes_on)[0], self.successors[goes_on]
-        counts = np.full(self.n_contexts, float(self.vocabulary))
+        last = np.full(self.n_contexts, float(self.vocabulary))
         with np.errstate(over="ignore"):
-            for _ in range(self.horizon - 1):
-                updated = ends + np.bincount(context, counts[followed], self.n_contexts)
-                if np.array_equal(updated, counts):
-                    break
-                counts = updated
+            counts = self.backwards(
+                lambda later: ends + np.bincount(context, later[followed], self.n_contexts), last, self.horizon - 1
+            )
         return float(counts[self.start[self.prompts > 0]].sum())
+
+    def backwards(
+        self, step: Callable[[np.ndarray], np.ndarray], last: np.ndarray, steps: int | None = None
+    ) -> np.ndarray:
+        """Apply a step to numbers (C,) once for each time step (or `steps`), or until they do not change any more."""
+        for _ in range(self.horizon if steps is None else steps):
+            last, before = step(last), last
+            if np.array_equal(last, before):
+                break
+        return last
 
     def enumerate(self) -> Paths:
         """Enumerate every rollout once, in prefix order.
@@ -230,15 +238,12 @@ class Environment:
 
     def expected_returns(self, log_probs: np.ndarray) -> np.ndarray:
         """Return the expected total reward (P,) of each prompt's rollouts under log-probs (C, V)."""
-        chances = np.exp(log_probs)
-        value = np.zeros(self.n_contexts)
-        for _ in range(self.horizon):
-            onward = (self.transition @ value).reshape(self.reward.shape)
-            updated = (chances * (self.reward + onward)).sum(axis=1)
-            if np.array_equal(updated, value):
-                break
-            value = updated
-        return value[self.start]
+        chances, shape = np.exp(log_probs), self.reward.shape
+
+        def step(value: np.ndarray) -> np.ndarray:
+            return (chances * (self.reward + (self.transition @ value).reshape(shape))).sum(axis=1)
+
+        return self.backwards(step, np.zeros(self.n_contexts))[self.start]
 
 
 def _levels(grown: list[tuple[np.ndarray, np.ndarray | None, np.ndarray]]) -> tuple[Level, ...]:

@@ -104,11 +104,9 @@ def _near(environment: Environment, policy: np.ndarray, direction: np.ndarray, b
 def largest_sum(environment: Environment, cost: np.ndarray) -> float:
     """Return the largest sum of a cost (C, V) along any rollout."""
     goes_on = (environment.successors != END) & (environment.probabilities > 0)
-    best = np.zeros(environment.n_contexts)
-    for _ in range(environment.horizon):
-        onward = np.where(goes_on, best[np.where(goes_on, environment.successors, 0)], 0.0).max(axis=2)
-        updated = (cost + onward).max(axis=1)
-        if np.array_equal(updated, best):
-            break
-        best = updated
+    following = np.where(goes_on, environment.successors, 0)
+    best = environment.backwards(
+        lambda later: (cost + np.where(goes_on, later[following], 0.0).max(axis=2)).max(axis=1),
+        np.zeros(environment.n_contexts),
+    )
     return float(best[environment.start].max())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import combinations_with_replacement, islice, product
+from typing import Any
 
 import numpy as np
 
@@ -76,33 +77,11 @@ def exact_batches(
     if size < 1:
         raise UsageError(f"a batch has at least one rollout, not {size}")
 
-    tries = TRIES if added_up is None else AGAIN
-    of_size = partial(_exact, loss, instance, sampler, grouped, padding, seed, most, logs, tries)
-    moments = of_size(size)
-    if added_up is not None:
-        return replace(moments, added_up=added_up)
-    grows = moments.added_up and bool(moments.gradient.any()) and _grows(moments.gradient, size, of_size)
-    return replace(moments, added_up=grows)
-
-
-def _exact(
-    loss: Loss,
-    instance: Instance,
-    sampler: str,
-    grouped: bool,
-    padding: int,
-    seed: int,
-    most: int,
-    logs: bool,
-    tries: int,
-    size: int,
-) -> Moments:
-    """Moments of batches of one size; `added_up` only says what doubling a batch does."""
     paths = instance.paths
     caller = Caller(loss, Rollout.of(instance, sampler=sampler, padding=padding), batches=True, logs=logs)
     pools = _pools(instance, sampler, grouped)
     generator = np.random.default_rng([seed, size])
-    ordered = not order_is_free(caller, pools[0][0], size, generator, tries)
+    ordered = not order_is_free(caller, pools[0][0], size, generator, TRIES if added_up is None else AGAIN)
     if not ordered:
         caller.try_together(pools[0][0], size, generator)
     count = sum(len(pool) ** size if ordered else math.comb(len(pool) + size - 1, size) for pool, _, _ in pools)
@@ -110,8 +89,8 @@ def _exact(
         kind = "groups" if grouped else "batches"
         order = " in their order, which matters to this loss," if ordered else ""
         raise InvalidEnvironmentError(
-            f"environment {instance.environment.name!r} has {count:.6g} {kind} of {size} rollouts{order} and at most "
-            f"{most} are enumerated. Use a smaller batch or a smaller environment"
+            f"environment {instance.environment.name!r} has {count:.6g} {kind} of {size} rollouts{order} and at "
+            f"most {most} are enumerated. Use a smaller batch or a smaller environment"
         )
     totals, called = Totals(instance, distinct=False), 0
     for pool, chances, prompt in pools:
@@ -123,8 +102,12 @@ def _exact(
             for part in caller.gradients(rows, generator):
                 totals.add(joined, weight, part, called)
             called += len(rows)
-    seems = tries == TRIES and adds_up(caller, pools[0][0], size, generator)
-    return totals.moments(caller, reduction="coupled", batch=size, added_up=seems)
+    found = totals.moments(caller, reduction="coupled", batch=size, added_up=bool(added_up))
+    if added_up is None and adds_up(caller, pools[0][0], size, generator) and found.gradient.any():
+        options: dict[str, Any] = {"grouped": grouped, "padding": padding, "seed": seed, "most": most}
+        of_size = partial(exact_batches, loss, instance, sampler, added_up=False, logs=False, **options)
+        return replace(found, added_up=_grows(found.gradient, size, of_size))
+    return found
 
 
 def order_is_free(

@@ -16,7 +16,7 @@ from math import isqrt
 import numpy as np
 from scipy import sparse
 
-from kltest.environments import Instance, Paths, Tree
+from kltest.environments import Instance, Tree
 from kltest.environments.paths import Level
 from kltest.environments.policies import score_norms, softmax_gradient
 from kltest.errors import InvalidEnvironmentError, UsageError
@@ -140,20 +140,18 @@ def _expected(
     )
 
 
-def _pairs(instance: Instance, contexts: slice) -> Tree:
-    """Every token of consecutive contexts as a rollout of length 1."""
-    vocabulary = instance.environment.vocabulary
-    cells = np.arange(contexts.start * vocabulary, contexts.stop * vocabulary)[:, None]
-    level = Level(slice(0, 1), cells, 1, None)
-    return Tree((level,), vocabulary, np.zeros(len(cells), dtype=np.int64), np.zeros(len(cells)))
+def _pairs(instance: Instance, cells: np.ndarray) -> Tree:
+    """Rollouts of length 1: token v in context c for each cell c·V + v."""
+    level = Level(slice(0, 1), cells[:, None], 1, None)
+    return Tree((level,), instance.environment.vocabulary, np.zeros(len(cells), dtype=np.int64), np.zeros(len(cells)))
 
 
 def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Pairs:
     """Call a loss on every pair of context and token; UsageError if it couples or sums the rows of a batch."""
     contexts, vocabulary = instance.policy.shape
     generator = np.random.default_rng([seed, contexts])
-    everywhere = _pairs(instance, slice(0, contexts))
-    some = everywhere.take(generator.choice(len(everywhere), size=min(len(everywhere), 4), replace=False))
+    cells = np.arange(contexts * vocabulary)
+    some = _pairs(instance, generator.choice(cells, size=min(len(cells), 4), replace=False))
     caller = probe(loss, Rollout.of(instance, some, sampler=sampler, padding=padding), generator)
     if caller.reduction == "coupled":
         raise UsageError(f"{loss.name} couples the rows of a batch ({caller.coupling}): enumerate its batches instead")
@@ -170,7 +168,8 @@ def call_on_pairs(loss: Loss, instance: Instance, sampler: str, padding: int, se
     leaves: frozenset[str] = frozenset()
     for first in range(0, contexts, step):
         here = slice(first, min(first + step, contexts))
-        rollout = Rollout.of(instance, _pairs(instance, here), sampler=sampler, padding=padding)
+        part = _pairs(instance, cells[here.start * vocabulary : here.stop * vocabulary])
+        rollout = Rollout.of(instance, part, sampler=sampler, padding=padding)
         called = differentiate(loss, rollout, None, float(len(rollout)))
         dtype = called.dtype
         leaves |= called.leaves
@@ -243,13 +242,7 @@ def compare(loss: Loss, instance: Instance, sampler: str, pairs: Pairs, padding:
     generator = np.random.default_rng([seed, WITNESSES])
     paths = instance.environment.sample(instance.behaviour(sampler), WITNESSES, generator)
     mask = paths.mask
-    tokens = Paths(
-        paths.contexts[mask][:, None],
-        paths.tokens[mask][:, None],
-        np.ones((int(mask.sum()), 1), dtype=bool),
-        np.zeros(int(mask.sum()), dtype=np.int64),
-        np.zeros(int(mask.sum())),
-    )
+    tokens = _pairs(instance, paths.contexts[mask] * instance.environment.vocabulary + paths.tokens[mask])
     whole, single = (
         differentiate(
             loss,
@@ -289,10 +282,9 @@ def _charged(cost: np.ndarray, credit: str) -> np.ndarray:
 
 def works_token_by_token(loss: Loss, instance: Instance) -> bool:
     """True if the loss is declared token by token, is placed in the loss, and its tables are small."""
-    declared = getattr(loss, "spec", None)
     return (
-        declared is not None
-        and declared.per_token
+        loss.spec is not None
+        and loss.spec.per_token
         and loss.placement == "loss"
         and "logits" not in loss.takes
         and (instance.environment.tree or instance.environment.n_contexts <= FEW_CONTEXTS)
