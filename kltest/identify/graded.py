@@ -131,23 +131,19 @@ def _response(loss: Loss, seed: int) -> tuple[int | None, bool, bool]:
     rewards = torch.linspace(LOWEST, HIGHEST, len(rollout)).double()
     sums, gradients = [], []
     for given in (torch.zeros_like(rewards), rewards):
-        batch = with_rewards(rollout, given)
-        with preserved(seed):
-            result = loss.for_experiments().returned(batch)
-        if result.returned == "scalar":
+        each, gradient = _called(loss, with_rewards(rollout, given), seed=seed)
+        if each.shape != rewards.shape:
             return None, False, False
-        each = reduce(result.loss.double(), batch.peek("mask"))
-        gradients.append(at_leaves(loss, each.sum(), batch))
-        sums.append(each.detach())
+        sums.append(each)
+        gradients.append(gradient)
     rise = sums[1] - sums[0]
     slope = 0
     for columns in (1.0, live.sum(dim=1).double(), live.shape[1]):
         for sign in (1, -1):
             if torch.allclose(rise, sign * columns * rewards, rtol=SLOPE, atol=0.0):
                 slope = slope or sign
-    pairs = zip(*gradients, strict=True)
-    gradient_moves = not all(torch.allclose(one, other, rtol=SLOPE, atol=UNMOVED) for one, other in pairs)
-    return slope, float((rise * rewards).sum()) > SLOPE, gradient_moves
+    moves = not torch.allclose(gradients[0], gradients[1], rtol=SLOPE, atol=UNMOVED)
+    return slope, float((rise * rewards).sum()) > SLOPE, moves
 
 
 def without_constant(loss: Loss, batch: Rollout) -> Loss:
@@ -306,12 +302,19 @@ def _first_taken(loss: Loss, batches: list[Rollout], beta: float | None = None) 
 
 def _gradient(loss: Loss, rollout: Rollout, beta: float | None = None) -> Tensor:
     """The gradient at all leaves of what one call returns, in one row of numbers."""
+    return _called(loss, rollout, beta)[1]
+
+
+def _called(loss: Loss, rollout: Rollout, beta: float | None = None, seed: int | None = None) -> tuple[Tensor, Tensor]:
+    """What one call returns, (B,) summed over tokens or a scalar, and its gradient at all leaves, in one row."""
     rollout = rollout.replace()
     live = rollout.peek("mask") != 0
-    with preserved():
-        found = loss.for_experiments().returned(rollout, beta).loss
-    parts = at_leaves(loss, reduce(found, rollout.peek("mask")).sum(), rollout)
-    return torch.cat([part.where(live if part.dim() == 2 else live[..., None], 0.0).flatten() for part in parts])
+    with preserved(seed):
+        found = loss.for_experiments().returned(rollout, beta)
+    each = reduce(found.loss, rollout.peek("mask"))
+    parts = at_leaves(loss, each.sum(), rollout)
+    row = torch.cat([part.where(live if part.dim() == 2 else live[..., None], 0.0).flatten() for part in parts])
+    return each.detach().double(), row
 
 
 def _limit(loss: Loss, rollout: Rollout) -> float:

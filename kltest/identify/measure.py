@@ -188,7 +188,7 @@ class Measure:
         """Return the row of the first size of batches, or groups, that the loss takes and that can be enumerated."""
         failure: KltestError | None = None
         for many, most in self.sizes.attempts:
-            place = replace(case, group=many if self.sizes.grouped else None)
+            place = self._place(case, many)
             try:
                 if self.sampling.requested:
                     return self._from_samples(place, many)[1]
@@ -209,8 +209,11 @@ class Measure:
             return self._row(place, found, note="whole groups of one prompt" if self.sizes.grouped else "")
         if isinstance(failure, TargetError):
             raise failure
-        many = self.sizes.each[0]
-        return self._by_sampling(replace(case, group=many if self.sizes.grouped else None), many, str(failure))
+        return self._by_sampling(case, self.sizes.each[0], str(failure))
+
+    def _place(self, case: Case, many: int) -> Case:
+        """Return the case of batches of this size; groups have environments of their own."""
+        return replace(case, group=many if self.sizes.grouped else None)
 
     def _over_batches(
         self, instance: Instance, case: Case, many: int, others: Sequence[Moments] = (), **options: Any
@@ -229,23 +232,21 @@ class Measure:
             raise error
         self.observed.nondeterministic, self.observed.draws = str(error), True
         self._remark(f"{error}.")
-        sizes = self.sizes
-        many = sizes.each[0] if sizes.requested or sizes.grouped else NOISY_BATCH
-        place = replace(case, group=many if sizes.grouped else None)
-        return self._by_sampling(place, many, "the loss gives different gradients for the same batch", noisy=True)
+        many = self.sizes.each[0] if self.sizes.requested or self.sizes.grouped else NOISY_BATCH
+        return self._by_sampling(case, many, "the loss gives different gradients for the same batch", noisy=True)
 
     def _by_sampling(self, case: Case, batch: int, why: str, *, noisy: bool = False) -> Row:
         """Return the row of a case that cannot be enumerated, and why; not judged if it cannot be sampled either."""
+        place = self._place(case, batch)
         try:
-            return self._from_samples(case, batch, why, noisy=noisy)[1]
+            return self._from_samples(place, batch, why, noisy=noisy)[1]
         except InvalidEnvironmentError as error:
-            return not_judged(case, self.declared, batch, f"{why}; {error}")
+            return not_judged(place, self.declared, batch, f"{why}; {error}")
 
     def _from_samples(
         self, case: Case, batch: int = 1, why: str = "", *, noisy: bool = False
     ) -> tuple[Sequence[Moments | Sampled], Row]:
-        grouped = self.sizes.grouped and batch > 1
-        found = sample(self.loss, self.declared, case, self.sampling, batch, grouped=grouped, noisy=noisy)
+        found = sample(self.loss, self.declared, case, self.sampling, batch, noisy=noisy)
         self._note(found)
         return found, self._judged(sampled_row(case, self.declared, self.sampling, found, why))
 

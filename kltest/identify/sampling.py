@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kltest.environments import Instance
 from kltest.identify.case import Case, target, worst_cosine
 from kltest.identify.combinations import Combination
 from kltest.identify.evaluate import row_of
@@ -58,11 +57,11 @@ def sample(
     sampling: Sampling,
     batch: int = 1,
     *,
-    grouped: bool = False,
     noisy: bool = False,
 ) -> list[Sampled]:
     """Sample the gradient of batches of `batch` rollouts on each instance; exceptions are those of `sampled`."""
     drawn = case.instances
+    targets = [target(declared, instance, case.sampler) for instance in drawn]
     name = f"{case.environment}/{case.sampler}/{batch}"
     seeds = np.random.SeedSequence([case.seed, zlib.crc32(name.encode())]).generate_state(len(drawn))
     return [
@@ -70,19 +69,19 @@ def sample(
             loss,
             instance,
             case.sampler,
-            target=target(declared, instance, case.sampler),
-            unit=_unit(declared, instance, case.sampler),
+            target=wanted,
+            unit=wanted if wanted.any() else true_gradient("reverse_kl", instance),
             margin=sampling.margin,
             error_rate=sampling.error_rate / (sampling.rows * len(drawn)),
             samples=sampling.samples,
             size=batch,
-            grouped=grouped,
+            grouped=case.group is not None,
             noisy=noisy,
             bound=sampling.bound,
             padding=case.seed,
             seed=int(seed),
         )
-        for instance, seed in zip(drawn, seeds, strict=True)
+        for instance, wanted, seed in zip(drawn, targets, seeds, strict=True)
     ]
 
 
@@ -113,24 +112,15 @@ def sampled_row(case: Case, declared: Combination, sampling: Sampling, found: Se
     )
 
 
-def _unit(declared: Combination, instance: Instance, sampler: str) -> np.ndarray:
-    """Return the gradient whose norm is the unit of distances: the declared one, or ∇KL(π‖ref) if that is zero."""
-    wanted = target(declared, instance, sampler)
-    return wanted if wanted.any() else true_gradient("reverse_kl", instance)
-
-
 def _words(
     agrees: bool | None, sampling: Sampling, interval: tuple[float, float], samples: int, asymptotic: bool
 ) -> str:
     surely = f"at error rate {sampling.error_rate:.3g} ({'asymptotic' if asymptotic else 'at any number of samples'})"
     margin = f"{100 * sampling.margin:.3g}%"
-    if agrees:
-        return f"confirmed within {margin} {surely}"
-    if agrees is False:
-        return f"off by more than {margin} {surely}"
-    between = (
-        f"between {100 * interval[0]:.3g}% and {100 * interval[1]:.3g}%" if np.isfinite(interval[1]) else "unknown"
-    )
+    if agrees is not None:
+        return f"{'confirmed within' if agrees else 'off by more than'} {margin} {surely}"
+    low, high = (f"{100 * end:.3g}%" for end in interval)
+    between = f"between {low} and {high}" if np.isfinite(interval[1]) else "unknown"
     return f"inconclusive after {samples} samples: the relative bias is {between}, the margin {margin}, {surely}"
 
 
