@@ -13,7 +13,7 @@ from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.errors import TargetError, UsageError
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.moments import BatchOfOneError, NonDeterministicError, enumeration, exact, exact_batches
+from kltest.moments import BatchOfOneError, enumeration, exact, exact_batches
 from kltest.moments.reduction import probe
 from kltest.rollout import Rollout
 
@@ -163,14 +163,6 @@ def test_a_derivative_without_a_value_is_an_error_that_names_the_token():
         exact(bind(lambda logp: (logp - logp.detach()).abs().sqrt()), instance)
 
 
-def test_randomness_is_an_error():
-    def noisy(logp):
-        return logp * torch.rand(1, dtype=torch.float64)
-
-    with pytest.raises(TargetError, match="different gradients for the same batch"):
-        exact(bind(noisy), drawn("sequence"))
-
-
 def test_single_precision_is_seen_and_tolerated():
     moments = exact(bind(lambda logp, ref_logp: k3(logp.float(), ref_logp.float())), drawn("sequence"))
     assert (moments.dtype, moments.reduction) == ("float32", "per-row")
@@ -286,13 +278,9 @@ def test_the_reduction_is_found(loss, reduction, environment, monkeypatch):
         moments = exact(bind(loss), instance, seed=seed)
         assert moments.reduction == reduction
         assert bool(moments.coupling) == (reduction == "coupled")
-    if len(instance.paths) < 100 or reduction == "coupled":
-        rows = range(0, len(instance.paths), max(1, len(instance.paths) // 40))
-        weights = instance.rollout_weights("current")
-        if len(rows) == len(instance.paths):
-            expected, second, _, _ = plain(loss, instance)
-            agrees(moments, expected, second)
-        assert weights.sum() == pytest.approx(1)
+    if len(instance.paths) < 100:
+        expected, second, _, _ = plain(loss, instance)
+        agrees(moments, expected, second)
 
 
 def test_probes_of_a_large_environment_hold_rollouts_of_two_prompts():
@@ -445,13 +433,6 @@ def test_batches_equal_every_ordered_tuple(environment, loss, size):
         assert moments.batch == size
 
 
-def test_independent_rows_divide_the_variance_by_the_batch_size():
-    instance = drawn("sequence with prompts")
-    one, three = exact(bind(k3), instance), exact_batches(bind(k3), instance, size=3)
-    assert np.abs(one.gradient - three.gradient).max() < EXACT
-    assert three.variance == pytest.approx(one.variance / 3, rel=1e-10)
-
-
 def test_the_advantage_in_a_batch_is_centred_on_the_rows_of_its_prompt():
     instance = drawn(bandit(3, prompts=np.array([0.5, 0.5])))
     paths, weights = instance.paths, instance.rollout_weights("current")
@@ -498,10 +479,3 @@ def test_a_loss_that_treats_two_rollouts_as_a_pair_is_found():
 
     base = Rollout.of(Instance.draw(bandit(8), 0))
     assert probe(bind(of_pairs), base, np.random.default_rng(0)).reduction == "coupled"
-
-
-@pytest.mark.parametrize(
-    ("why", "words"), [("state", "state between calls, in x and y"), ("draws", "dropout off"), ("unknown", "a clock")]
-)
-def test_a_loss_that_is_not_deterministic_is_told_why(why, words):
-    assert words in str(NonDeterministicError("a loss", why, ["x", "y"]))

@@ -61,56 +61,22 @@ class Definition:
             yield chance, list(zip(contexts, tokens, strict=True))
 
     def weights(self, name, steps):
-        """The chance of a rollout (without dynamics) and the weight of each of its scores."""
-        log = {
-            what: [log_probs[c][v] for c, v in steps]
-            for what, log_probs in (("π", self.policy), ("ref", self.reference), ("μ", self.sampler))
-        }
-        u = [a - b for a, b in zip(log["π"], log["ref"], strict=True)]
-        chance = {what: mpmath.exp(sum(values)) for what, values in log.items()}
-        base, _, at = name.partition("@")
-        own = [a - b for a, b in zip(log["π"], log["μ"], strict=True)]
-        if at in ("rollouts", "mean_ratio") or (at and not base.startswith("local_")):
-            factors = {"sampler": own, "rollouts": [0] * len(own), "mean_ratio": [sum(own) / len(own)] * len(own)}[at]
-            weights = self.uncorrected(base, u, own, steps)
-            return chance["μ"], [mpmath.exp(f) * w for f, w in zip(factors, weights, strict=True)]
-        prefix = "μ" if at else "π"
-        ratio = [mpmath.exp(a - b) for a, b in zip(log["π"], log[prefix], strict=True)]
-        local = {
-            "local_reverse_kl": lambda x: x,
-            "local_forward_kl": lambda x: 1 - mpmath.exp(-x),
-            "local_squared_log_ratio": lambda x: x + x * x / 2,
-            "local_chi_square": mpmath.exp,
-            "local_total_variation": lambda x: mpmath.sign(x) / 2,
-        }
-        if base in local:
-            return chance[prefix], [r * local[base](x) for r, x in zip(ratio, u, strict=True)]
-        reward = sum(mpmath.mpf(float(self.environment.reward[c, v])) for c, v in steps)
-        total, ones = sum(u), [mpmath.mpf(1)] * len(u)
-        whole = {
-            "reverse_kl": lambda: ("π", [total * x for x in ones]),
-            "future_reverse_kl": lambda: ("π", [sum(u[t + 1 :]) for t in range(len(u))]),
-            "last_token_reverse_kl": lambda: ("π", [x * (t == len(u) - 1) for t, x in enumerate(u)]),
-            "forward_kl": lambda: ("ref", [-x for x in ones]),
-            "squared_log_ratio": lambda: ("π", [total * total / 2 + total] * len(u)),
-            "squared_log_ratio_sum": lambda: ("π", [sum(x * x for x in u) / 2 + x for x in u]),
-            "chi_square": lambda: ("π", [mpmath.exp(total)] * len(u)),
-            "total_variation": lambda: ("π", [mpmath.sign(total) / 2] * len(u)),
-            "from_sampler_kl": lambda: ("μ", [-x for x in ones]),
-            "to_sampler_kl": lambda: ("π", [sum(log["π"]) - sum(log["μ"])] * len(u)),
-            "expected_reward": lambda: ("π", [reward] * len(u)),
-            "entropy": lambda: ("π", [-sum(log["π"])] * len(u)),
-            "zero": lambda: ("π", [0 * x for x in ones]),
-        }
-        under, weights = whole[base]()
-        return chance[under], weights
+        """The chance of a rollout (without dynamics) and the weight of each of its scores.
 
-    def uncorrected(self, base, u, to_sampler, steps):
-        """Weights of the scores, every token charged with the whole rollout wherever the formula allows it."""
+        Every token is charged with the whole rollout wherever the formula allows it: the formulas of the atlas are
+        those of the same weights, on rollouts of the policy or of the sampler, with the ratio that the name states.
+        """
+        log_policy, log_sampler, log_reference = (
+            [log_probs[c][v] for c, v in steps] for log_probs in (self.policy, self.sampler, self.reference)
+        )
+        u = [a - b for a, b in zip(log_policy, log_reference, strict=True)]
+        own = [a - b for a, b in zip(log_policy, log_sampler, strict=True)]
         total, count = sum(u), len(u)
-        k3 = [1 - mpmath.exp(-x) for x in u] if "forward" in base else []
+        k3 = [1 - mpmath.exp(-x) for x in u]
         kl = [self.kls[c] for c, _ in steps]
-        return {
+        reward = sum(mpmath.mpf(float(self.environment.reward[c, v])) for c, v in steps)
+        base, _, at = name.partition("@")
+        weights = {
             "reverse_kl": lambda: [total] * count,
             "local_reverse_kl": lambda: u,
             "future_reverse_kl": lambda: [sum(u[t + 1 :]) for t in range(count)],
@@ -127,8 +93,15 @@ class Definition:
             "centred_reverse_kl": lambda: [total - self.mean(steps[0][0])] * count,
             "exact_future_reverse_kl": lambda: [sum(kl[t + 1 :]) for t in range(count)],
             "other_tokens_forward_kl": lambda: [sum(k3) - x for x in k3],
-            "to_sampler_kl": lambda: [sum(to_sampler)] * count,
+            "from_sampler_kl": lambda: [1 - mpmath.exp(-sum(own))] * count,
+            "to_sampler_kl": lambda: [sum(own)] * count,
+            "expected_reward": lambda: [reward] * count,
+            "entropy": lambda: [-sum(log_policy)] * count,
+            "zero": lambda: [mpmath.mpf(0)] * count,
         }[base]()
+        factors = {"sampler": own, "mean_ratio": [sum(own) / count] * count}.get(at, [0] * count)
+        chance = mpmath.exp(sum(log_sampler if at else log_policy))
+        return chance, [mpmath.exp(f) * w for f, w in zip(factors, weights, strict=True)]
 
     def mean(self, first):
         """The sampler's mean log-ratio of rollouts that start in a context."""
