@@ -6,7 +6,7 @@ of the logits. Two that agree at a few random instances agree everywhere with pr
 Schwartz-Zippel test of polynomial identities: so few instances suffice, and agreement is no matter of curve fitting.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -72,7 +72,7 @@ def identify(
     if all(n <= max(limits.zero * scale, floor) for n, scale, floor in zip(norms, scales, floors, strict=True)):
         return Identification({"zero": 1.0}, 0.0)
 
-    (target, columns), (unseen, later) = _stacked(gradients, candidates)
+    columns, target, fitted = _stacked(gradients, candidates)
     if freedom is None:
         freedom = _freedom(gradients)
 
@@ -92,12 +92,8 @@ def identify(
         residuals = _residuals(target, columns, subsets)
         best = min(best, float(residuals.min()))
         for index in np.flatnonzero(residuals < 100 * limits.gradient):
-            names = subsets[index]
-            coefficients = _fit(target, columns, names)
-            error = _relative(target, columns, names, coefficients)
-            confirmed = _relative(unseen, later, names, coefficients)
+            combination, error, confirmed = fitted(subsets[index])
             worst = max(error, confirmed / (1 if limits.terms == 1 else NEARLY_ZERO))
-            combination = dict(zip(names, map(float, coefficients), strict=True))
             fits.append((worst, Identification(combination, max(error, confirmed))))
         if any(worst < limits.identified[0] for worst, _ in fits):
             break
@@ -126,15 +122,11 @@ def solve(
         A coefficient for each column. None if there are none, if columns depend on each other, or if the numbers are
         too few or too rough.
     """
-    (target, given), (unseen, later) = _stacked(gradients, columns)
-    names = list(given)
-    if TOLERANCES[dtype].terms == 1 or _freedom(gradients) < 2 * len(names) or len(independent(given)) < len(names):
+    given, _, fitted = _stacked(gradients, columns)
+    if TOLERANCES[dtype].terms == 1 or _freedom(gradients) < 2 * len(given) or len(independent(given)) < len(given):
         return None
-    coefficients = _fit(target, given, names)
-    error = max(
-        _relative(target, given, names, coefficients), _relative(unseen, later, names, coefficients) / NEARLY_ZERO
-    )
-    return dict(zip(names, map(float, coefficients), strict=True)) if error <= TOLERANCES[dtype].gradient else None
+    combination, error, confirmed = fitted(tuple(given))
+    return combination if max(error, confirmed / NEARLY_ZERO) <= TOLERANCES[dtype].gradient else None
 
 
 def independent(columns: Mapping[str, np.ndarray]) -> list[str]:
@@ -158,14 +150,28 @@ def independent(columns: Mapping[str, np.ndarray]) -> list[str]:
 
 def _stacked(
     gradients: Sequence[np.ndarray], columns: Mapping[str, Sequence[np.ndarray]]
-) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """Concatenate the entries of the gradients and of each column: on the fitted instances, then on the held-out one.
+) -> tuple[dict[str, np.ndarray], np.ndarray, Callable[[tuple[str, ...]], tuple[dict[str, float], float, float]]]:
+    """Concatenate the entries of gradients and of each column: equal coefficients are one least-squares problem.
 
-    Equal coefficients on every instance are then one least-squares problem.
+    Returns:
+        The columns and the gradients on the fitted instances, and a function that fits some of the columns: their
+        coefficients, and the relative errors on the fitted instances and on the held-out one.
     """
+    parts = []
     for part in (slice(-HELD_OUT), slice(-HELD_OUT, None)):
         stacked = {name: np.concatenate([one.ravel() for one in given[part]]) for name, given in columns.items()}
-        yield np.concatenate([gradient.ravel() for gradient in gradients[part]]), stacked
+        parts.append((stacked, np.concatenate([gradient.ravel() for gradient in gradients[part]])))
+    seen, target = parts[0]
+
+    def fitted(names: tuple[str, ...]) -> tuple[dict[str, float], float, float]:
+        scale = np.array([np.linalg.norm(seen[name]) for name in names])
+        matrix = np.stack([seen[name] for name in names], axis=1) / scale
+        coefficients = np.linalg.lstsq(matrix, target, rcond=None)[0] / scale
+        combination = dict(zip(names, map(float, coefficients), strict=True))
+        error, confirmed = (_relative(goal, given, combination) for given, goal in parts)
+        return combination, error, confirmed
+
+    return seen, target, fitted
 
 
 def _freedom(gradients: Sequence[np.ndarray]) -> int:
@@ -187,16 +193,8 @@ def _residuals(target: np.ndarray, columns: Mapping[str, np.ndarray], subsets: S
     return np.linalg.norm(rest, axis=1) / np.linalg.norm(goal)
 
 
-def _fit(target: np.ndarray, columns: Mapping[str, np.ndarray], names: Sequence[str]) -> np.ndarray:
-    scale = np.array([np.linalg.norm(columns[name]) for name in names])
-    matrix = np.stack([columns[name] for name in names], axis=1) / scale
-    return np.linalg.lstsq(matrix, target, rcond=None)[0] / scale
-
-
-def _relative(
-    target: np.ndarray, columns: Mapping[str, np.ndarray], names: Sequence[str], coefficients: np.ndarray
-) -> float:
-    fit = sum(coefficient * columns[name] for name, coefficient in zip(names, coefficients, strict=True))
+def _relative(target: np.ndarray, columns: Mapping[str, np.ndarray], combination: Mapping[str, float]) -> float:
+    fit = sum(coefficient * columns[name] for name, coefficient in combination.items())
     norm = float(np.linalg.norm(target))
     error = float(np.linalg.norm(target - fit))
     return error / norm if norm > 0 else (0.0 if error == 0 else np.inf)

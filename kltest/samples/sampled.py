@@ -57,7 +57,6 @@ class Sampled(ExpectedGradient):
         samples: Number of batches drawn.
         second_moment: Estimate of E‖ĝ‖².
         variance: Estimate of the trace of the covariance of a batch's gradient.
-        left: Share of the variance that the controls leave.
         asymptotic: True if the error rate holds in the limit of many samples only.
     """
 
@@ -68,7 +67,6 @@ class Sampled(ExpectedGradient):
     samples: int
     second_moment: float
     variance: float
-    left: float
     asymptotic: bool
 
 
@@ -178,15 +176,8 @@ class _Run:
     def result(self, found: Interval, shape: tuple[int, ...]) -> Sampled:
         sample, source = self._sample, self.source
         mean = self._sum / self.drawn
-        variance = max(self._squares / self.drawn - float(mean @ mean), 0.0)
-        each = self.blocks.each * self.unit
-        gradient = mean
-        left = 1.0
-        if len(sample) >= LEAST:
-            gradient = sample.mean[OWN]
-            left = max(float(sample.noise[OWN, OWN]), 0.0) * each / variance if variance > 0 else 1.0
         return Sampled(
-            gradient=gradient.reshape(shape),
+            gradient=(sample.mean[OWN] if len(sample) >= LEAST else mean).reshape(shape),
             distance=found,
             sample=sample,
             unseen=self._unseen,
@@ -197,8 +188,7 @@ class _Run:
             dtype=source.caller.dtype,
             leaves=source.leaves,
             second_moment=self._squares / self.drawn,
-            variance=variance,
-            left=left,
+            variance=max(self._squares / self.drawn - float(mean @ mean), 0.0),
             asymptotic=self.sphere is None,
             coupling=source.coupling,
         )

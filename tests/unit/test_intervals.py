@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from kltest.errors import UsageError
 from kltest.samples.blocks import Sample
 from kltest.samples.bounded import LARGEST_BET, EmpiricalBernstein
 from kltest.samples.fits import distance
@@ -78,12 +77,6 @@ def test_bounded_spheres_cover_vectors_whose_noise_depends_on_the_past():
         centre, radius = streams.sphere
         missed |= np.linalg.norm(centre - mean, axis=1) > radius
     assert missed.mean() <= alpha
-
-
-def test_a_sample_beyond_the_bound_is_refused():
-    stream = EmpiricalBernstein(1.0, 0.05)
-    with pytest.raises(UsageError, match=r"norm 1\.5, beyond the bound of 1 "):
-        stream.update(np.array([[0.5, 0.0], [1.5, 0.0]]))
 
 
 NOISES = {

@@ -161,7 +161,6 @@ def test_controls_save_samples_and_change_nothing_else():
     quick, interval, verdict = compared(loss, instance)
     plain, wide, slowly = compared(loss, instance, controls=False)
     assert verdict == slowly == "confirmed"
-    assert quick.left < 1e-12 < plain.left
     assert 4 * quick.samples < plain.samples
     assert interval[0] == wide[0] == 0
 
@@ -342,7 +341,7 @@ def of_noise(name, scale, noise):
         spread = noise * np.linalg.norm(unit) / np.sqrt(len(unit))
         drawn = scale * wanted + 8 * spread * generator.standard_normal((64, len(unit)))
         vectors = np.stack([drawn, drawn, *np.broadcast_to([[unit], [unit]], (2, *drawn.shape))], axis=1)
-        rest = {"second_moment": 0.0, "variance": 0.0, "left": 0.0, "asymptotic": True, "looks": 1, "unseen": 0.0}
+        rest = {"second_moment": 0.0, "variance": 0.0, "asymptotic": True, "looks": 1, "unseen": 0.0}
         common = {"distance": Interval(0, 0, 0), "samples": 64, "reduction": "mean", "dtype": "float64"}
         found.append(Sampled(gradient=wanted, sample=Sample(vectors), **common, **rest))
     return found
@@ -397,12 +396,9 @@ def test_a_bounded_sphere_is_paired_too_and_its_bound_grows_by_what_is_subtracte
         return update(self, rest, bound=bound)
 
     monkeypatch.setattr(EmpiricalBernstein, "update", watched)
-    paired, _, verdict = compared(loss, instance, bound=stated)
-    assert verdict == "confirmed"
-    assert paired.left < 1e-12
+    assert compared(loss, instance, bound=stated)[2] == "confirmed"
     assert all(norm <= bound for norm, bound in met)
     assert all(bound > stated for _, bound in met), "what is subtracted may add to the length"
     met.clear()
-    plain, _, _ = compared(loss, instance, bound=stated, controls=False)
-    assert plain.left == pytest.approx(1, rel=0.01)  # of its own sample
+    compared(loss, instance, bound=stated, controls=False)
     assert {bound for _, bound in met} == {stated}
