@@ -19,9 +19,8 @@ from kltest.grading.options import OPTIONS, RENAMED, Options, documented, withou
 from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
-from kltest.identify.measure import Measure
+from kltest.identify.measure import Measure, Sizes
 from kltest.identify.sampling import Sampling
-from kltest.identify.sizes import Sizes
 from kltest.loss.callables import first_line, name_of, source_file
 from kltest.loss.calling import Loss
 from kltest.loss.frames import Frame, own_frame

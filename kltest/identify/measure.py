@@ -1,7 +1,7 @@
 """The measuring service: cases of one loss, called and evaluated once each, and one more for a check that asks."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
 from kltest.identify.histories import histories, rows_after
 from kltest.identify.rows import Observed, Row
 from kltest.identify.sampling import Sampling, sample, sampled_row
-from kltest.identify.sizes import BATCHES, GROUPS, MOST_BATCHES, Sizes
 from kltest.identify.values import reported
 from kltest.loss.calling import Loss
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches
@@ -33,6 +32,35 @@ STALE_ONLY = "means something only when the sampler is not the policy"
 NOISY_BATCH = 512
 # Rounding may leave this much of the square of a zero gradient: environments are mild, gradients of size one.
 NOTHING = 1e-24
+# Sizes to try if none was asked for: the smallest batch that the loss accepts, the largest group up to the usual one.
+BATCHES = (2, 4, 8)
+GROUPS = (4, 3, 2)
+# Batches are called one by one, about half a millisecond each: up to a second an instance, up to a few if that is the
+# only size that the loss takes or the one that was asked for.
+FEW_BATCHES, MOST_BATCHES = 1_000, 5_000
+GROUP_FIELDS = frozenset({"reward", "advantage", "group"})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Batch sizes to try for a loss that couples rows, in rollouts; `grouped` batches are groups of one prompt."""
+
+    each: tuple[int, ...] = BATCHES
+    grouped: bool = False
+    requested: bool = False
+
+    @classmethod
+    def of(cls, uses: frozenset[str], group_size: int | None = None, batch_size: int | None = None) -> "Sizes":
+        """Return sizes for a loss that reads these fields: of groups if it reads rewards and no batch size is given."""
+        grouped = bool(uses & GROUP_FIELDS) and batch_size is None
+        asked = group_size if grouped else batch_size
+        return cls((asked,) if asked else GROUPS if grouped else BATCHES, grouped, bool(asked))
+
+    @property
+    def attempts(self) -> list[tuple[int, int]]:
+        """(size, most batches to enumerate) in the order in which they are tried."""
+        first = [] if self.requested else [(many, FEW_BATCHES) for many in self.each]
+        return [*first, (self.each[0], MOST_BATCHES)]
 
 
 class Measure:
