@@ -283,13 +283,6 @@ def test_the_reduction_is_found(loss, reduction, environment, monkeypatch):
         agrees(moments, expected, second)
 
 
-def test_probes_of_a_large_environment_hold_rollouts_of_two_prompts():
-    """Among forty prompts neighbours hardly ever come by chance: they are taken from the first and the last one."""
-    paths = Instance.draw(sequence(3, 3, prompts=np.full(40, 1 / 40)), 0).paths
-    for seed in range(5):
-        assert set(paths.prompt[[0, -1]]) <= set(paths.prompt[enumeration._pool(paths, np.random.default_rng(seed))])
-
-
 def test_a_mean_that_becomes_a_sum_in_large_batches_is_called_one_by_one():
     def from_a_hundred_on(logp, ref_logp):
         rows = ((logp - ref_logp) ** 2).sum(dim=1)

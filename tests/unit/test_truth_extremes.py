@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence, tabular
+from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.environments.policies import softmax_gradient, table
 from kltest.errors import InvalidEnvironmentError
 from kltest.truth import ATLAS, VALUES, gradient, value
@@ -264,24 +264,6 @@ def test_one_token_leaves_nothing_to_choose():
         logits = np.random.default_rng(1).standard_normal((3, *environment.reward.shape)) * 40
         for name in ATLAS:
             assert not gradient(name, Instance.of(environment, *logits)).any(), (name, environment.name)
-
-
-def test_rollouts_that_all_end_at_once_are_a_bandit():
-    """A ragged environment whose policies all but surely end at once has the bandit's gradient in its first context."""
-    generator = np.random.default_rng(5)
-    arms = bandit(3, reward=generator.standard_normal((1, 3)))
-    logits = generator.standard_normal((3, 1, 3))
-    # The same arms, and a successor that always ends the rollout; what stands in later contexts must not matter.
-    ends = np.full((4, 3, 1), -1)
-    environment = tabular(
-        ends, np.ones((4, 3, 1)), np.repeat(arms.reward, 4, axis=0), 3, start=np.array([1.0, 0, 0, 0])
-    )
-    padded = np.concatenate([logits, generator.standard_normal((3, 3, 3))], axis=1)
-    for name in ATLAS:
-        found = gradient(name, Instance.of(environment, *padded))
-        # The same sums in another order.
-        np.testing.assert_allclose(found[:1], gradient(name, Instance.of(arms, *logits)), rtol=0, atol=1e-15)
-        assert not found[1:].any(), name
 
 
 def test_log_probabilities_keep_their_digits_near_certainty():
