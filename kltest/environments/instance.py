@@ -78,10 +78,9 @@ class Instance:
         """Every rollout, enumerated once."""
         return self.environment.enumerate()
 
-    def rollout_weights(self, sampler: str, paths: Paths | None = None) -> np.ndarray:
+    def rollout_weights(self, sampler: str) -> np.ndarray:
         """Return the probability (N,) of each rollout under the policy ("current") or the sampler ("stale")."""
-        paths = self.paths if paths is None else paths
-        return np.exp(paths.log_probability(self.behaviour(sampler)))
+        return np.exp(self.paths.log_probability(self.behaviour(sampler)))
 
     def behaviour(self, sampler: str) -> np.ndarray:
         """Return the log-probs (C, V) that rollouts are drawn from: the policy's ("current") or sampler's ("stale")."""

@@ -111,7 +111,7 @@ def _expected(
 ) -> Expected:
     """The same from the expected visits (C,) of each context."""
     pairs = call_on_pairs(loss, instance, sampler, padding, seed)
-    compare(loss, instance, sampler, pairs, padding, seed)
+    compare(loss, instance, sampler, padding, seed)
     environment, behaviour = instance.environment, instance.behaviour(sampler)
     chances, visits = np.exp(behaviour), total[:, None]
     table = visits * chances * pairs.sampled
@@ -237,7 +237,7 @@ def _values(loss: Loss, called: RowGradients, shape: tuple[int, int]) -> np.ndar
     return value.numpy().reshape(shape)
 
 
-def compare(loss: Loss, instance: Instance, sampler: str, pairs: Pairs, padding: int, seed: int) -> None:
+def compare(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> None:
     """Raise UsageError if whole rollouts, drawn at random, give other gradients than their tokens one by one."""
     generator = np.random.default_rng([seed, WITNESSES])
     paths = instance.environment.sample(instance.behaviour(sampler), WITNESSES, generator)
