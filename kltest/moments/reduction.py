@@ -55,7 +55,7 @@ class NonDeterministicError(TargetError):
 
 
 def probe(loss: Loss, base: Rollout, generator: np.random.Generator) -> Caller:
-    """Call a loss on single rows and on batches that show couplings: equal rows, two, unequal lengths, all.
+    """Call a loss on single rows and on batches that show couplings: equal rows, unequal lengths, all.
 
     Raises BatchOfOneError if the loss fails on one rollout and runs on more, NonDeterministicError if it gives one
     batch two gradients.
@@ -64,7 +64,9 @@ def probe(loss: Loss, base: Rollout, generator: np.random.Generator) -> Caller:
     by_length = np.argsort(base.peek("mask").sum(dim=1).numpy(), kind="stable").tolist()
     _check_repeats(caller, order[0])
     _check_memory(caller, order[0])
-    for rows in ([order[0]] * 2, order[:2], [by_length[0], by_length[-1]], [order[0], *order]):
+    pairs = [order[0]] * 2, order[:2], [by_length[0], by_length[-1]]
+    # A loss that goes through its rows in blocks shows it in batches of odd size, or of even size.
+    for rows in (*pairs, [order[0], *order[:2]], order, [order[0], *order]):
         caller.look(rows)
     return caller
 

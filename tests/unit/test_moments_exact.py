@@ -243,6 +243,11 @@ def coupled_beyond_pairs(logp, mask):
     return rows * (1.1 if len(rows) > 2 else 1.0)
 
 
+def in_blocks_of_two(logp, ref_logp, mask):
+    rows = (k3(logp, ref_logp) * mask).sum(dim=1)
+    return torch.stack([block.mean() for block in rows.split(2)]).mean()
+
+
 def root_of_the_size(logp, mask):
     return (logp * mask).sum() / len(logp) ** 0.5
 
@@ -261,6 +266,7 @@ REDUCTIONS = {
     largest_of_the_batch: "coupled",
     rows_that_couple_in_secret: "coupled",
     coupled_beyond_pairs: "coupled",
+    in_blocks_of_two: "coupled",
     root_of_the_size: "coupled",
 }
 
