@@ -146,9 +146,19 @@ class Adapter:
     folder: str = "."
     standalone: Callable[..., str] | None = None
 
-    def setting(self, name: str) -> Setting | None:
-        """The known setting of that name."""
-        return next((setting for setting in (*self.settings, *self.history) if setting.name == name), None)
+    @property
+    def known(self) -> dict[str, Setting]:
+        """The settings, and those of the history, by name."""
+        return {setting.name: setting for setting in (*self.history, *self.settings)}
+
+    def setting(self, name: str) -> Setting:
+        """Return the known setting of that name; UsageError if there is none."""
+        if name not in self.known:
+            raise UsageError(
+                f"{self.name} has no setting {name!r}; {did_you_mean(name, self.known)}"
+                f"`kltest libraries --list {self.name}` shows its {len(self.settings)}"
+            )
+        return self.known[name]
 
     def load(self) -> None:
         """Import the library; any exception is its own."""
@@ -218,11 +228,10 @@ def installed_settings(library: Adapter, *, history: bool = False) -> tuple[Sett
         installed = version(library.distribution)
     except PackageNotFoundError:
         installed = library.version
-    asked = [each for each in library.settings if each.default or not history]
-    there = [each for each in asked if not before(installed, each.since)]
-    if history or len(there) < len(asked):
-        there = [*(each for each in library.history if not before(installed, each.since)), *there]
-    return tuple({each.name: each for each in there}.values())
+    wanted = [each for each in library.settings if each.default or not history]
+    lacks = any(before(installed, each.since) for each in wanted)
+    there = [*(library.history if history or lacks else ()), *wanted]
+    return tuple({each.name: each for each in there if not before(installed, each.since)}.values())
 
 
 def _check_installed(library: Adapter) -> None:
@@ -236,26 +245,26 @@ def _check_installed(library: Adapter) -> None:
         )
 
 
+def split(target: str) -> tuple[str, str]:
+    """Return the name of a library, or the file of its adapter, and what stands behind a colon, "" if nothing does."""
+    file, extension, rest = target.strip().partition(".py:")
+    name, _, wanted = (f"{file}.py", "", rest) if extension else target.strip().partition(":")
+    return name, wanted
+
+
 def named(text: str, *, to_grade: bool = False) -> list[tuple[str, Setting]]:
     """Return the settings that a target names: all of a library (`verl`), one (`verl:NAME`), or none.
 
     Raises:
         UsageError: the library does not have the setting, or is not installed and is named `to_grade`.
     """
-    own = re.fullmatch(r"(.+\.py):([^:].*)", text.strip())
-    name, colon, wanted = (own[1], ":", own[2]) if own else text.strip().partition(":")
-    if not (own or name in NAMES) or (colon and all(part.isidentifier() for part in wanted.split("."))):
+    name, wanted = split(text)
+    own = name.endswith(".py") and wanted and not wanted.startswith(":")
+    if not (own or name in NAMES) or (wanted and all(part.isidentifier() for part in wanted.split("."))):
         return []
     library = find(name)
-    if not colon:
+    if not wanted:
         return [(f"{name}:{setting.name}", setting) for setting in installed_settings(library)]
     if to_grade:
         _check_installed(library)
-    setting = library.setting(wanted)
-    if setting is None:
-        known = [one.name for one in library.settings]
-        raise UsageError(
-            f"{name} has no setting {wanted!r}; {did_you_mean(wanted, known)}"
-            f"`kltest libraries --list {name}` shows its {len(known)}"
-        )
-    return [(f"{name}:{wanted}", setting)]
+    return [(f"{name}:{wanted}", library.setting(wanted))]

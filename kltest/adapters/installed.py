@@ -92,12 +92,8 @@ def loaded(module, without=()):
 
 def found(module, names, without=()):
     """Return `names` (dotted) of a module that may need placeholders; LookupError if this version does not have it."""
-    holder = loaded(module, without)
-    for name in names.split("."):
-        if not hasattr(holder, name):
-            raise LookupError(f"the installed {module.partition('.')[0]} has no {module}:{names}")
-        holder = getattr(holder, name)
-    return holder
+    loaded(module, without)
+    return part(module, names)
 
 
 def taken(function, offered, settings):
@@ -106,10 +102,7 @@ def taken(function, offered, settings):
     Raises LookupError for a setting that the function does not name, even if it would swallow it, and for a parameter
     without a default that nothing fills.
     """
-    signatures = taken.__dict__.setdefault("signatures", {})
-    if function not in signatures:
-        signatures[function] = inspect.signature(function)
-    parameters = signatures[function].parameters
+    parameters = inspect.signature(function).parameters
     what = getattr(function, "__qualname__", type(function).__qualname__)
     for name in settings:
         if name not in parameters:

@@ -11,11 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kltest.adapters import Adapter, find
+from kltest.adapters import find
 from kltest.files import writable
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import borrows
-from kltest.scoreboard.measurement import CHECKOUT, FOLDER, Measurement, code, environment, log, measured, requested
+from kltest.scoreboard.measurement import CHECKOUT, FOLDER, Measurement, code, log, measured, requested
 from kltest.scoreboard.releases import minors
 from kltest.scoreboard.rows import BoardRow, matches
 from kltest.sweeps.store import Store
@@ -30,36 +30,32 @@ def history(names: Sequence[str], request: Measurement, output: str | None = Non
     """Measure the defaults and main settings of the releases of libraries (`NAME`, or `NAME==VERSION` for one)."""
     folder = writable(Path(output or FOLDER))
     path = recorded.checked(PATH, CHECKOUT) if record else folder / NAME
-    failed = 0
+    within, ungraded = folder / "environments", False
     for name, version in requested(names):
         library = find(name)
         releases = minors(library.distribution, library.since, first=borrows(library))
-        chosen = [version] if version else half_years_first(releases)
-        for each in chosen:
-            if request.again or not _known(library, each, request.settings, path):
-                failed += not _recorded(name, each, releases.get(each), request, folder, path)
-    return 3 if failed else 0
-
-
-def _recorded(
-    name: str, version: str, uploaded: datetime | None, request: Measurement, folder: Path, path: Path
-) -> bool:
-    """Measure a release and add its rows to the table; return False if something was not graded."""
-    library, within = find(name), folder / "environments"
-    try:
-        _, there = environment((name, version), request, within)
-        with Store(folder / "runs.jsonl", code()) as store:
-            rows = measured(name, version, there, store, request)
-    finally:
-        shutil.rmtree(within, ignore_errors=True)
-    released = {"released": uploaded.date().isoformat()} if uploaded else {}
-    # Programs belong to the newest release alone.
-    kept = [{**each, **released, "program": "", "program_of_adapter": True} for each in rows if not each["error"]]
-    recorded.record(kept, path, whole=False)
-    for each in rows:
-        if each["error"]:
-            log(f"{library.name} {version} {each['setting']}: {each['error']}")
-    return len(kept) == len(rows)
+        for each in [version] if version else half_years_first(releases):
+            of_release = (
+                row for row in recorded.read(path) if (row["library"], row["version"]) == (library.name, each)
+            )
+            there = [row["setting"] for row in of_release]
+            known = there and all(any(matches(one, [pattern]) for one in there) for pattern in request.settings)
+            if known and not request.again:
+                continue
+            try:
+                with Store(folder / "runs.jsonl", code()) as store:
+                    rows = measured((name, each), store, request, within)
+            finally:
+                shutil.rmtree(within, ignore_errors=True)
+            # Programs belong to the newest release alone.
+            usual = {"program": "", "program_of_adapter": True}
+            usual |= {"released": f"{releases[each]:%Y-%m-%d}"} if each in releases else {}
+            recorded.record([{**row, **usual} for row in rows if not row["error"]], path, whole=False)
+            for row in rows:
+                if row["error"]:
+                    log(f"{library.name} {each} {row['setting']}: {row['error']}")
+                    ungraded = True
+    return 3 if ungraded else 0
 
 
 def half_years_first(releases: dict[str, datetime]) -> list[str]:
@@ -67,14 +63,6 @@ def half_years_first(releases: dict[str, datetime]) -> list[str]:
     last = {(uploaded.year, uploaded.month > 6): version for version, uploaded in releases.items()}
     newest = list(reversed(releases))
     return sorted(newest, key=lambda version: version not in last.values())
-
-
-def _known(library: Adapter, version: str, settings: Sequence[str], path: Path) -> bool:
-    """Return True if the table has the release, with each of the settings that are wanted."""
-    there = [
-        row["setting"] for row in recorded.read(path) if (row["library"], row["version"]) == (library.name, version)
-    ]
-    return bool(there) and all(any(matches(one, [pattern]) for one in there) for pattern in settings)
 
 
 def changed(rows: Sequence[BoardRow]) -> list[tuple[BoardRow, BoardRow]]:

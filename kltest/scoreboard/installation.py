@@ -1,9 +1,9 @@
-"""A virtual environment for each library and version, kept in a cache, with this kltest beside the library.
+"""A virtual environment for each library and version, stored in a cache, with this kltest beside the library.
 
 Libraries disagree about their dependencies, so each has an environment of its own. A library that is installed without
 dependencies borrows those of the running interpreter (torch above all), which takes seconds. Any other gets all its
 dependencies as they were on the day of its release, with the version of torch that is running here. uv installs, from
-the indexes that pip is configured for.
+the indexes that pip is configured for. A library that no package index has is checked out of a git repository.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ from packaging.version import Version
 from kltest.adapters import Adapter, before
 from kltest.errors import KltestError, UsageError
 from kltest.files import PACKAGE, cache_folder
-from kltest.scoreboard.checkouts import check_out, commit_of
 from kltest.scoreboard.releases import AFTER, InstallError, configured, output_of, run_pip, uploads
 
 # Packages that grading needs beside torch.
@@ -37,10 +36,11 @@ NEEDED = ("numpy", "scipy", "typer", "joblib", "jinja2")
 # Seconds that a process has to end after a signal.
 PATIENCE = 5.0
 # Counts the ways in which environments were built: those of an earlier one are built again.
-LAYOUT = 2
-ALONE = "--no-deps"
+LAYOUT = 3
 NEWEST = "newest"
-VERSION = re.compile(r"[0-9][\w.!+-]*")
+VERSION, COMMIT = re.compile(r"[0-9][\w.!+-]*"), re.compile(r"[0-9a-f]{7,40}")
+# Digits of a commit that is written.
+DIGITS = 10
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class Installed:
 
 def exact_version(library: Adapter, wanted: str | None) -> str:
     """Return the version to install: the one that is wanted, the one of the adapter if None, or the newest there is."""
-    if library.repository:
-        return commit_of(library, wanted, NEWEST)
     if wanted is None:
         return library.version
+    if library.repository:
+        return _exact_commit(library, wanted)
     if wanted == NEWEST:
         printed = run_pip("index", "versions", library.distribution)
         found = re.search(rf"{re.escape(library.distribution)} \(({VERSION.pattern})\)", printed)
@@ -118,9 +118,20 @@ def exact_version(library: Adapter, wanted: str | None) -> str:
     return wanted
 
 
+def _exact_commit(library: Adapter, wanted: str) -> str:
+    """Return the ten digits of a commit, or of that of the branch."""
+    if wanted == NEWEST:
+        return _git("ls-remote", library.repository, "HEAD").split()[0][:DIGITS]
+    if not COMMIT.fullmatch(wanted):
+        raise UsageError(
+            f"{library.name}=={wanted}: {wanted!r} is no commit; give at least 7 digits of one, or {NEWEST}"
+        )
+    return wanted[:DIGITS]
+
+
 def borrows(library: Adapter) -> bool:
     """Return True if the library is installed without dependencies, and uses those of the running interpreter."""
-    return all(ALONE in call for call in library.installs)
+    return all("--no-deps" in call for call in library.installs)
 
 
 def install(library: Adapter, version: str, more: Sequence[str] = (), *, within: Path | None = None) -> Installed:
@@ -137,10 +148,9 @@ def install(library: Adapter, version: str, more: Sequence[str] = (), *, within:
         UnreachableError: no package index answered.
     """
     calls = [[part.format(version=version) for part in call] for call in (*library.installs, *([more] if more else []))]
-    borrowing = borrows(library)
-    here = sys.prefix if borrowing else version_of("torch").partition("+")[0]
-    recipe: list[Any] = [calls, here, NEEDED, sys.version, str(PACKAGE), LAYOUT]
-    recipe += [library.repository, library.folder] if library.repository else []
+    torch = "" if borrows(library) else version_of("torch").partition("+")[0]
+    recipe: list[Any] = [calls, torch or sys.prefix, NEEDED, sys.version, str(PACKAGE), LAYOUT]
+    recipe += [library.repository, library.folder]
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
     within = (within or cache_folder("KLTEST_LIBRARIES", "libraries")).resolve()
     home = within / f"{library.name}-{version}-{name}"
@@ -148,11 +158,11 @@ def install(library: Adapter, version: str, more: Sequence[str] = (), *, within:
     if not (home / "complete").exists():
         shutil.rmtree(home, ignore_errors=True)
         try:
-            _build(home, python, calls, None if borrowing else here, _until(library, version))
-            if library.repository:
-                packages = _packages(home)
-                with (packages / "kltest.pth").open("a") as paths:
-                    paths.write(f"{check_out(library, version, home, packages)}\n")
+            venv.create(home, symlinks=True)
+            paths = _linked(home) if torch else [*_linked(home), *_own_packages()]
+            _install_all(python, calls, torch, _until(library, version))
+            paths += [_check_out(library, version, home)] if library.repository else []
+            (_packages(home) / "kltest.pth").write_text("\n".join(dict.fromkeys(paths)) + "\n")
             (home / "scratch").mkdir()
             (home / "complete").write_text(json.dumps(recipe))
         except OSError as error:
@@ -160,13 +170,24 @@ def install(library: Adapter, version: str, more: Sequence[str] = (), *, within:
     return Installed(python, home / "scratch")
 
 
-def complaints(there: Installed) -> str:
-    """Return what the installer says of requirements that are not met in an environment, "" if nothing."""
-    try:
-        _run_uv("pip", "check", "--python", str(there.python))
-    except InstallError as error:
-        return str(error)
-    return ""
+def _linked(home: Path) -> list[str]:
+    """Give an environment this kltest and its command; returns the folder to import it from."""
+    beside, command = home / "kltest", home / "bin" / "kltest"
+    beside.mkdir()
+    (beside / "kltest").symlink_to(PACKAGE, target_is_directory=True)
+    command.write_text(f"#!{home}/bin/python\nimport sys\n\nfrom kltest.cli import main\n\nsys.exit(main())\n")
+    command.chmod(0o755)
+    return [str(beside)]
+
+
+def _own_packages() -> list[str]:
+    """Folders of packages of the running interpreter, whose environment may itself see those of another one."""
+    own = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    return own + [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+
+
+def _packages(home: Path) -> Path:
+    return Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
 
 
 def _until(library: Adapter, version: str) -> datetime | None:
@@ -177,54 +198,64 @@ def _until(library: Adapter, version: str) -> datetime | None:
     return uploaded + AFTER if uploaded else None
 
 
-def _build(home: Path, python: Path, calls: Sequence[Sequence[str]], torch: str | None, until: datetime | None) -> None:
-    """Build the environment; without a version of torch it sees the running interpreter's packages behind its own."""
-    venv.create(home, symlinks=True)
-    beside = home / "kltest"
-    beside.mkdir()
-    (beside / "kltest").symlink_to(PACKAGE, target_is_directory=True)
-    lines = [str(beside)]
+def _install_all(python: Path, calls: Sequence[Sequence[str]], torch: str, until: datetime | None) -> None:
+    """Install packages as they were on a day; with a version of torch, that and what grading needs as well."""
     options = [] if until is None else ["--exclude-newer", until.isoformat()]
-    if torch is None:
-        lines += [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-        # An environment may itself see the packages of another one.
-        lines += [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    else:
+    if torch:
         _install(python, "--no-deps", f"torch=={torch}")
         # Releases of the past were made before this version of torch.
-        (home / "torch.txt").write_text(f"torch=={torch}\n")
-        options += ["--override", str(home / "torch.txt")]
-        calls = [*calls, NEEDED]
-    for call in calls:
+        override = python.parents[1] / "torch.txt"
+        override.write_text(f"torch=={torch}\n")
+        options += ["--override", str(override)]
+    for call in [*calls, NEEDED] if torch else calls:
         _install(python, *options, *call)
-    (_packages(home) / "kltest.pth").write_text("\n".join(dict.fromkeys(lines)) + "\n")
-    command = home / "bin" / "kltest"
-    command.write_text(f"#!{python}\nimport sys\n\nfrom kltest.cli import main\n\nsys.exit(main())\n")
-    command.chmod(0o755)
-
-
-def _packages(home: Path) -> Path:
-    return Path(sysconfig.get_path("purelib", "venv", {"base": str(home)}))
 
 
 def _install(python: Path, *words: str) -> None:
-    options = configured()
+    """Install with uv, which is put into the cache if it is not on the path."""
+    configuration = configured()
     # All indexes count, as with pip.
     named = ["--index-strategy", "unsafe-best-match"]
     for name in ("index-url", "extra-index-url", "find-links"):
-        named += [part for each in options.get(name, "").split() for part in (f"--{name}", each)]
-    named = [] if "--no-index" in words else named
-    _run_uv("pip", "install", "--python", str(python), "--quiet", *named, *words, certificates=options.get("cert"))
-
-
-def _run_uv(*arguments: str, certificates: str | None = None) -> str:
-    """Call uv, which is put into the cache if it is not on the path."""
+        named += [part for each in configuration.get(name, "").split() for part in (f"--{name}", each)]
     uv = shutil.which("uv")
     if uv is None:
         home = cache_folder("KLTEST_UV", "uv")
         uv = str(home / "bin" / "uv")
         if not Path(uv).exists():
             run_pip("install", "--quiet", "--upgrade", "--target", str(home), "uv")
-    environment = {**os.environ, **({"SSL_CERT_FILE": certificates} if certificates else {})}
-    shown = [each for each in arguments if not each.startswith(("http", "file:", "/")) or each.endswith("python")]
-    return output_of([uv, *arguments], " ".join(["uv", *shown]), environment)
+    command = ["pip", "install", "--python", str(python), "--quiet", *words]
+    certificates = {"SSL_CERT_FILE": configuration["cert"]} if "cert" in configuration else {}
+    output_of(
+        [uv, *command, *([] if "--no-index" in words else named)],
+        " ".join(["uv", *command]),
+        {**os.environ, **certificates},
+    )
+
+
+def _check_out(library: Adapter, commit: str, home: Path) -> str:
+    """Check the library's package out below `home`, as it is in a commit, and return the folder to import it from.
+
+    It is found among the installed packages with the commit as its version.
+
+    Raises:
+        InstallError: git failed; the message ends with what it said.
+    """
+    there = home / "checkout"
+    _git("clone", "--quiet", "--no-checkout", "--filter=blob:none", library.repository, str(there))
+    package = Path(library.folder, library.module.partition(".")[0])
+    _git("-C", str(there), "checkout", "--quiet", commit, "--", package.as_posix())
+    information = _packages(home) / f"{library.distribution.replace('-', '_')}-{commit}.dist-info"
+    information.mkdir(parents=True)
+    about = f"Metadata-Version: 2.1\nName: {library.distribution}\nVersion: {commit}\n"
+    (information / "METADATA").write_text(about, encoding="utf-8")
+    return str(there / library.folder)
+
+
+def _git(*arguments: str) -> str:
+    try:
+        return output_of(["git", *arguments], " ".join(["git", *arguments]))
+    except FileNotFoundError:
+        raise InstallError("git is not installed, and no package index has this library") from None
+    except InstallError as error:
+        raise type(error)(f"{error}; --checkout takes another address, or a folder with a clone") from None

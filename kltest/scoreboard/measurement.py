@@ -6,32 +6,22 @@ A finished setting is stored at once, so that an interrupted measurement goes on
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
-from kltest.adapters import NAMES, Adapter, find
+from kltest.adapters import NAMES, find
 from kltest.errors import KltestError, UsageError
-from kltest.files import PACKAGE, writable, write
+from kltest.files import PACKAGE, contents, writable, write
 from kltest.grading.isolated import terminated_as_interrupted
 from kltest.render.markdown import escape
 from kltest.render.words import one_line, time_spent
 from kltest.scoreboard import recorded
-from kltest.scoreboard.installation import NEWEST, Installed, borrows, complaints, exact_version, install
+from kltest.scoreboard.installation import NEWEST, exact_version, install
 from kltest.scoreboard.rows import BoardRow, absent, changes, graded, matches
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 
-# Rooms that a measurement depends on.
-MEASURING = (
-    *("environments", "truth", "loss", "moments", "language_models", "identify", "counterexample", "checks"),
-    *("adapters", "grading", "scoreboard"),
-)
-# Files of these rooms that only show results.
-SHOWING = ("classes.py", "table.py", "pages.py", "recorded.py")
 FOLDER = "results/libraries"
 CHECKOUT = PACKAGE.parent
 # An adapter, by its name or file, and the version to measure, None for the one of the adapter.
@@ -78,13 +68,8 @@ def libraries(
     found: dict[Requested, list[BoardRow]] = {}
     with Store(folder / "runs.jsonl", code()) as store, terminated_as_interrupted():
         try:
-            # The next ones are installed while one is measured; those with dependencies, which take long, come last.
-            with ThreadPoolExecutor(1) as executor:
-                installed = partial(environment, request=request)
-                order = sorted(wanted, key=lambda each: not borrows(find(each[0])))
-                made = executor.map(installed, order)
-                for each, (version, there) in zip(order, made, strict=True):
-                    found[each] = measured(each[0], version, there, store, request)
+            for each in wanted:
+                found[each] = measured(each, store, request)
         except KeyboardInterrupt:
             log(f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on")
             return 130
@@ -93,9 +78,7 @@ def libraries(
     if not failed:
         check_patterns(request.settings, [each["setting"] for each in rows])
     _show(rows, [*store.all_rows(), *failed], folder)
-    changed = _changed(wanted, found, request) if diff else []
-    if diff:
-        _print_changes(changed, folder)
+    changed = _changed(wanted, found, request.settings, folder) if diff else []
     refused = {(each["library"], each["setting"]) for each in recorded.read() if each["error"]}
     if record:
         recorded.record(rows, whole=not request.settings)
@@ -103,14 +86,20 @@ def libraries(
     return 3 if ungraded else int(bool(changed))
 
 
-def _changed(wanted: Sequence[Requested], found: Mapping[Requested, list[BoardRow]], request: Measurement) -> list[str]:
-    """Differences from the record, or from release to release of a library that is measured in several."""
-    found_changes = []
+def _changed(
+    wanted: Sequence[Requested], found: Mapping[Requested, list[BoardRow]], settings: Sequence[str], folder: Path
+) -> list[str]:
+    """Print and write differences from the record, or between the releases of a library that is measured in several."""
+    changed = []
     for name in dict.fromkeys(name for name, _ in wanted):
         rows = [found[each] for each in wanted if each[0] == name]
         for before, after in pairwise(rows) if len(rows) > 1 else [(recorded.read(), rows[0])]:
-            found_changes += changes(before, after, request.settings)
-    return found_changes
+            changed += changes(before, after, settings)
+    head = "What changed" if changed else "Nothing changed"
+    print("\n".join(["", head + ".", *changed]))
+    items = "".join(f"- {escape(one_line(each))}\n" for each in changed)
+    write(folder / "changes.md", f"# {head}\n" + ("\n" + items if items else ""))
+    return changed
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
@@ -134,55 +123,43 @@ def requested(names: Sequence[str]) -> list[Requested]:
     return [(name, version or None) for name, _, version in pairs]
 
 
-def environment(
-    each: Requested, request: Measurement, within: Path | None = None
-) -> tuple[str, Installed | KltestError]:
-    """Return the version and its environment, below the folder `within` if not in the cache; or the error."""
+def measured(each: Requested, store: Store, request: Measurement, within: Path | None = None) -> list[BoardRow]:
+    """Install a library, below the folder `within` if not in the cache, and return its rows.
+
+    Those in the store are not measured again. If the library failed, the last row has the error.
+    """
     name, wanted = each
     library = find(name)
-    library = replace(library, repository=request.checkout) if request.checkout else library
-    version = wanted or library.version
+    library = replace(library, repository=request.checkout or library.repository)
+    version, names, unkept = wanted or library.version, [], ""
+    done: dict[str, BoardRow] = {}
     try:
         version = exact_version(library, wanted)
         log(f"{library.name} {version}: installing, unless it is there already")
-        return version, install(library, version, request.more, within=within)
-    except KltestError as error:
-        return version, error
-
-
-def measured(
-    name: str, version: str, there: Installed | KltestError, store: Store, request: Measurement
-) -> list[BoardRow]:
-    """The rows of a library, and one with the error if it failed; those in the store are not measured again."""
-    library = find(name)
-    names: list[str] = []
-    unkept = ""
-    # What could not be graded is tried once more.
-    done = {
-        each["setting"]: each
-        for each in ([] if request.again else store.all_rows())
-        if (each["library"], each["version"]) == (library.name, version) and graded(each)
-    }
-    try:
-        if isinstance(there, KltestError):
-            raise there
-        options = [f"--setting={setting}" for setting in request.settings] + [f"--done={setting}" for setting in done]
-        options += [] if request.timeout is None else [f"--timeout={request.timeout}"]
-        options += ["--history"] if request.history else []
+        there = install(library, version, request.more, within=within)
+        # What could not be graded is tried once more.
+        stored = [] if request.again else store.all_rows()
+        here = [row for row in stored if (row["library"], row["version"]) == (library.name, version)]
+        done = {row["setting"]: row for row in here if graded(row)}
         path = str(Path(name).resolve()) if name.endswith(".py") else name
-        answers = map(json.loads, there.lines("-m", "kltest.scoreboard.worker", path, *options))
+        work = {"settings": request.settings, "timeout": request.timeout, "history": request.history}
+        asked = json.dumps({"library": path, **work, "done": list(done)})
+        answers = map(json.loads, there.lines("-m", "kltest.scoreboard.worker", asked))
         first = next(answers)
         if "unimportable" in first:
-            raise KltestError(_unimportable(library, there, first))
+            raise KltestError(
+                f"{library.distribution} cannot be imported in {there.python.parents[1]}: {first['unimportable']}; "
+                f"--with {first['missing'] or 'PACKAGE'} adds a package"
+            )
         names = first["settings"]
         with Progress(f"{library.name} {version}", len(names), done=len(done.keys() & names)) as progress:
-            for each in answers:
-                done[each["setting"]] = each
+            for row in answers:
+                done[row["setting"]] = row
                 try:
-                    store.add([({"library": library.name, "version": version, "setting": each["setting"]}, [each])])
+                    store.add([({"library": library.name, "version": version, "setting": row["setting"]}, [row])])
                 except KltestError as error:
                     unkept = str(error)
-                progress.advance(each["setting"])  # once it is stored
+                progress.advance(row["setting"])  # once it is stored
         if unkept:
             raise KltestError(unkept)
     except KltestError as error:
@@ -191,22 +168,9 @@ def measured(
     return [done[name] for name in names]
 
 
-def _unimportable(library: Adapter, there: Installed, answer: BoardRow) -> str:
-    """One sentence on a library that cannot be imported, with its environment and the installer's own words."""
-    hint = f"; --with {answer['missing']} adds a package" if answer["missing"] else "; --with PACKAGE adds a package"
-    words = "" if borrows(library) else complaints(there)
-    return (
-        f"{library.distribution} cannot be imported in {there.python.parents[1]}: {answer['unimportable']}"
-        f"{f' ({words})' if words else ''}{hint}"
-    )
-
-
 def code() -> str:
-    """A digest of all code that a measurement depends on, so that results of other code are not reused."""
-    root = PACKAGE
-    sources = [*root.glob("*.py"), *(path for room in MEASURING for path in (root / room).rglob("*.py"))]
-    read = [(str(path.relative_to(root)), path.read_bytes()) for path in sources if path.name not in SHOWING]
-    return digest(sorted((name, sha256(content).hexdigest()) for name, content in read))
+    """A digest of kltest's own code, so that results of other code are not reused."""
+    return digest([each for each in contents(PACKAGE) if each[0].endswith(".py")])
 
 
 def _show(rows: Sequence[BoardRow], stored: Sequence[BoardRow], folder: Path) -> None:
@@ -229,13 +193,6 @@ def _show(rows: Sequence[BoardRow], stored: Sequence[BoardRow], folder: Path) ->
     for name, content in files(stored).items():
         write(folder / name, content)
     print(f"\nThe scoreboard is in {folder}: libraries.md, libraries.html and the standalone programs in programs.")
-
-
-def _print_changes(changed: Sequence[str], folder: Path) -> None:
-    head = "What changed" if changed else "Nothing changed"
-    print("\n".join(["", head + ".", *changed]))
-    items = [f"- {escape(one_line(each))}" for each in changed]
-    write(folder / "changes.md", "\n".join([f"# {head}", *([""] if items else []), *items]) + "\n")
 
 
 def log(words: str) -> None:

@@ -117,5 +117,5 @@ def _expanded(line: BoardRow, head: BoardRow) -> BoardRow:
 
 def _usual(library: str, setting: str) -> BoardRow:
     """Defaults of a row; if the adapter knows the setting, they say how it is called as well."""
-    known = find(library).setting(setting) if library in NAMES else None
+    known = find(library).known.get(setting) if library in NAMES else None
     return {**USUAL, **(described(known) if known else {})}

@@ -68,10 +68,10 @@ def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> 
 
 def _leak(report: "Report") -> list[int | float]:
     """Numbers in what KL501 says; [] if it passed, or if what came through is no number."""
-    messages = "".join(check.message for check in report.failed if check.code == LEAKED)
-    found = LEAKS.search(messages)
-    numbers = [float(part) for part in found.groups()[1:]] if found else []
-    return [WRITTEN.index(found[1]), *numbers] if found and all(map(math.isfinite, numbers)) else []
+    found = LEAKS.search("".join(check.message for check in report.failed if check.code == LEAKED))
+    if found is None or not all(math.isfinite(float(part)) for part in found.groups()[1:]):
+        return []
+    return [WRITTEN.index(found[1]), float(found[2]), float(found[3])]
 
 
 def leaked(leak: Sequence[float]) -> str:
@@ -87,16 +87,8 @@ def graded(each: Mapping[str, Any]) -> bool:
 
 def absent(library: Adapter, version: str, reason: str) -> BoardRow:
     """Return the row of a library that could not be installed or took its process down."""
-    return {
-        "library": library.name,
-        "version": version,
-        "setting": "",
-        "verdict": "error",
-        "error": reason,
-        "gradients": [],
-        "value": [],
-        "failed": [],
-    }
+    about = {"library": library.name, "version": version, "setting": "", "verdict": "error", "error": reason}
+    return {**about, "gradients": [], "value": [], "failed": []}
 
 
 def matches(setting: str, patterns: Sequence[str]) -> bool:
@@ -114,27 +106,21 @@ def changes(old: Sequence[BoardRow], new: Sequence[BoardRow], only: Sequence[str
         new: the rows that were just measured.
         only: patterns of the settings that were measured, if not all.
     """
-    first = {each["library"]: each["version"] for each in reversed(old)}
-    before = {(each["library"], each["setting"]): each for each in old if each["version"] == first[each["library"]]}
-    after = {(each["library"], each["setting"]): each for each in new}
+    newest = {each["library"]: each["version"] for each in reversed(old)}
+    left = {(each["library"], each["setting"]): each for each in old if each["version"] == newest[each["library"]]}
     found = []
-    for name, each in after.items():
+    for each in new:
         title = f"{each['library']} {each['version']} {each['setting']}".rstrip()
-        if name not in before:
-            found += [f"{title}: new, {summary(each)}"] if each["library"] in first or not each["setting"] else []
-            continue
-        last = before[name]
-        if differs := [part for part in COMPARED if _compared(last.get(part)) != _compared(each.get(part))]:
+        last = left.pop((each["library"], each["setting"]), None)
+        if last is None and (each["library"] in newest or not each["setting"]):
+            found.append(f"{title}: new, {summary(each)}")
+        differs = [part for part in COMPARED if last and _compared(last.get(part)) != _compared(each.get(part))]
+        if last and differs:
             found.append(
                 f"{title}: {', '.join(differs)} changed since {last['version']}: {summary(last)} → {summary(each)}"
             )
-    broken = {each["library"] for each in new if not each["setting"]}
-    whole = {each["library"] for each in new} - broken
-    gone = [
-        each
-        for name, each in before.items()
-        if each["library"] in whole and name not in after and matches(each["setting"], only)
-    ]
+    whole = {each["library"] for each in new} - {each["library"] for each in new if not each["setting"]}
+    gone = [each for each in left.values() if each["library"] in whole and matches(each["setting"], only)]
     return found + [
         f"{each['library']} {each['setting']}: no longer there (it was in {each['version']})" for each in gone
     ]
@@ -145,7 +131,7 @@ def summary(each: Mapping[str, Any]) -> str:
     if each["error"]:
         return f"not graded: {each['error']}"
     found = "; ".join(
-        f"{row['environment']}, {row['sampler']}: {_named(each, row)}"
+        f"{row['environment']}, {row['sampler']}: {combination(each, row['identified'], row['environment'])}"
         for row in each["gradients"]
         if row["batch"] == 1 or row["identified"] is not None
     )
@@ -163,16 +149,20 @@ def factor(each: Mapping[str, Any], name: str, coefficient: float, environment: 
     return (law or number).removeprefix("-")
 
 
-def _named(each: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    """A combination as text that `--expect` takes, but for coefficients that follow a law."""
-    from kltest.truth import plain
+def combination(
+    each: Mapping[str, Any], identified: Mapping[str, float] | None, environment: str, *, formula: bool = False
+) -> str:
+    """Return a combination as text that `--expect` takes, or as a formula; a coefficient that follows a law is that."""
+    from kltest.truth import plain, render
 
-    if row["identified"] is None:
+    if identified is None:
         return "unnamed"
-    rounded = {name: float(f"{c:.3g}") for name, c in row["identified"].items()}
-    words = plain(rounded)
+    write, times, digits = (render, "·", 4) if formula else (plain, "*", 3)
+    rounded = {name: float(f"{c:.{digits}g}") for name, c in identified.items()}
+    words = write(rounded)
     for name, c in rounded.items():
-        words = words.replace(f"{abs(c):.3g}*{name}", f"{factor(each, name, abs(c), row['environment'])}*{name}")
+        if by := factor(each, name, abs(c), environment):
+            words = words.replace(write({name: abs(c)}), f"{by}{times}{write({name: 1.0})}")
     return words
 
 

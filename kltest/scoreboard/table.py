@@ -7,11 +7,10 @@ from typing import Any
 
 from pandas import DataFrame
 
-from kltest.adapters import NAMES, Setting, find
+from kltest.adapters import NAMES, find
 from kltest.checks import CHECKS
 from kltest.scoreboard.classes import CLASSES, EQUAL_LENGTHS, NO_RATIO, at_equal_lengths, class_of, off_policy
-from kltest.scoreboard.rows import BoardRow, factor, leaked
-from kltest.truth import render
+from kltest.scoreboard.rows import BoardRow, combination, factor, leaked
 
 # Columns of the scoreboard and their headings.
 COLUMNS = {
@@ -151,11 +150,10 @@ def _program(each: BoardRow) -> str:
     """The text of a row's standalone program, as it was kept or as the adapter writes it."""
     from kltest.scoreboard.programs import standalone
 
-    if not each.get("program_of_adapter") or each["library"] not in NAMES:
+    known = find(each["library"]).known.get(each["setting"]) if each["library"] in NAMES else None
+    if known is None or not each.get("program_of_adapter"):
         return each.get("program", "").strip()
-    fields = ("target", "arguments", "options", "depth", "default", "recipe")
-    setting = Setting(each["setting"], **{name: each[name] for name in fields})
-    return standalone(find(each["library"]), setting, (row["batch"] for row in each["gradients"]))
+    return standalone(find(each["library"]), known, (row["batch"] for row in each["gradients"]))
 
 
 def _follows(each: BoardRow, kind: str) -> str:
@@ -193,23 +191,11 @@ def _found(each: BoardRow, sampler: str, environments: Sequence[str]) -> str:
         there = [row for row in each["gradients"] if (row["environment"], row["sampler"]) == (environment, sampler)]
         # A batch of one shows what a rollout contributes; if rows are coupled there are larger batches only.
         for row in [row for row in there if row["batch"] == 1] or there[:1]:
-            found.setdefault(_gradient(row["identified"], each, environment), []).append(environment)
+            words = combination(each, row["identified"], environment, formula=True)
+            found.setdefault(words, []).append(environment)
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{', '.join(names)}: {gradient}" for gradient, names in found.items())
-
-
-def _gradient(identified: Mapping[str, float] | None, each: BoardRow, environment: str) -> str:
-    """A combination as a formula; a coefficient that follows a law is written as that."""
-    if identified is None:
-        return "unnamed"
-    words = ""
-    for name, coefficient in identified.items():
-        sign = "−" if coefficient < 0 else "+"
-        lead = f" {sign} " if words else sign.replace("+", "")
-        by, formula = factor(each, name, abs(coefficient), environment), render({name: 1.0})
-        words += lead + (f"{by}·{formula}" if by else formula)
-    return words
 
 
 def _codes(each: BoardRow) -> str:

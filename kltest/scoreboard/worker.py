@@ -1,26 +1,27 @@
 """Grade all settings of a library that is installed here, each in a child process, a line of JSON for each.
 
-    python -m kltest.scoreboard.worker LIBRARY [--setting NAME]… [--done NAME]… [--timeout SECONDS] [--history]
+    python -m kltest.scoreboard.worker REQUEST
 
-`kltest libraries` runs this inside a library's environment. A row is printed as soon as it is finished: none is lost
-if the library takes this process down. What the library itself prints goes to standard error.
+REQUEST is JSON: {"library": "trl", "settings": [], "done": [], "timeout": null, "history": false}. `kltest libraries`
+runs this inside a library's environment. A row is printed as soon as it is finished: none is lost if the library takes
+this process down. What the library itself prints goes to standard error.
 """
 
-import argparse
 import contextlib
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
 from kltest.adapters import Adapter, Setting, find, installed_settings
 from kltest.adapters.installed import unset
-from kltest.errors import KltestError, UsageError
+from kltest.errors import UsageError
 from kltest.grading.isolated import TRACES, Child, Children, Step, cores, terminated_as_interrupted
 from kltest.grading.jobs import Job, failed, graded
 from kltest.scoreboard.extras import extras
@@ -31,97 +32,90 @@ from kltest.scoreboard.rows import BoardRow, matches, row
 COMPANIONS = ("torch", "transformers", "accelerate", "jax", "tensordict", "numpy")
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(request: str) -> int:
     """Measure a library in this process; the answers are lines of JSON on standard output."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("library")
-    parser.add_argument("--setting", action="append", default=[])
-    parser.add_argument("--done", action="append", default=[])
-    parser.add_argument("--timeout", type=float, default=None)
-    parser.add_argument("--history", action="store_true")
-    options = parser.parse_args(arguments)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         # Output of the library, that of its C code included, must not get between the answers.
         os.dup2(2, 1)
         with terminated_as_interrupted():
-            for each in _measured(options):
+            for each in _measured(SimpleNamespace(**json.loads(request))):
                 print(json.dumps(each, ensure_ascii=False, allow_nan=False), file=answers, flush=True)
     return 0
 
 
-def _measured(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _measured(request: SimpleNamespace) -> Iterator[dict[str, Any]]:
     """Yield the names of the settings, or why there are none, then a row of each that is not done, once finished."""
-    library = find(options.library)
+    library = find(request.library)
     try:
         library.load()
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         yield {"settings": [], "unimportable": f"{type(error).__name__}: {error}", "missing": missing}
         return
-    there = {setting.name: setting for setting in installed_settings(library, history=options.history)}
-    chosen = [name for name in there if matches(name, options.setting)]
-    yield {"settings": chosen}
-    left = [there[name] for name in chosen if name not in options.done]
+    there = installed_settings(library, history=request.history)
+    chosen = [setting for setting in there if matches(setting.name, request.settings)]
+    yield {"settings": [setting.name for setting in chosen]}
+    left = [setting for setting in chosen if setting.name not in request.done]
     # Imported once, before children are forked; each setting reports a failed import when it is graded.
     for module in ("kltest.grading.grader", *library.imports) if left else ():
         with contextlib.suppress(Exception):
             import_module(module)
     with Children(cores()) as children:
         for setting in left:
-            children.add(setting.name, _isolated(options, library, setting))
+            children.add(setting.name, _isolated(request, library, setting))
         for _, found in children.finished():
             yield found
 
 
-def _isolated(options: argparse.Namespace, library: Adapter, setting: Setting) -> Generator[Child, Step, BoardRow]:
+def _isolated(request: SimpleNamespace, library: Adapter, setting: Setting) -> Generator[Child, Step, BoardRow]:
     """Write a setting's row in a child and a folder of its own, which is deleted; one that is killed loses its own row.
 
     A loss may kill the process that isolates it, and no other setting.
     """
     with (
         tempfile.TemporaryDirectory(prefix="setting-", ignore_cleanup_errors=True) as folder,
-        Child(_rows, options, setting, folder) as child,
+        Child(_rows, request, setting, folder) as child,
     ):
         step = yield child.begin()
     lost = f"the process that graded it {step.message}" if step.kind == "ended" else step.message
-    return step.value if step.kind == "value" else _row(options, library, setting, lost)
+    return step.value if step.kind == "value" else _row(request, library, setting, lost)
 
 
-def _rows(options: argparse.Namespace, setting: Setting, folder: str) -> Iterator[BoardRow]:
+def _rows(request: SimpleNamespace, setting: Setting, folder: str) -> Iterator[BoardRow]:
     os.chdir(folder)
     os.environ[TRACES] = tempfile.gettempdir()
     os.environ["TMPDIR"] = tempfile.tempdir = folder
-    yield _row(options, find(options.library), setting)
+    yield _row(request, find(request.library), setting)
 
 
-def _row(options: argparse.Namespace, library: Adapter, setting: Setting, lost: str = "") -> BoardRow:
+def _row(request: SimpleNamespace, library: Adapter, setting: Setting, lost: str = "") -> BoardRow:
     """The row of a setting, with the program that shows its gradient but for histories; or that its result is lost."""
-    shows, started = not (options.history or lost), time.monotonic()
+    shows, started = not (request.history or lost), time.monotonic()
     # Under a stale sampler too, whatever log-probs a setting takes; a recipe for fresh rollouts is held to these alone.
     both = shows and not (setting.recipe and "sampler" in setting.options)
     given: dict[str, Any] = {"sampler": "both"} if both else {}
-    given |= {} if options.timeout is None else {"timeout": options.timeout}
-    (job,) = Job.all_of(f"{options.library}:{setting.name}", given)
-    shown: dict[str, Any] = {"program": "", "program_of_adapter": False}
+    given |= {} if request.timeout is None else {"timeout": request.timeout}
+    (job,) = Job.all_of(f"{request.library}:{setting.name}", given)
     try:
         report = failed(job, f"{job.name}: {lost}") if lost else next(graded([job])).report
     except UsageError as error:
         report = failed(job, str(error))
-    try:
-        shown = program(library, setting, report) if shows else shown
-    except KltestError as error:
-        shown["program_note"] = str(error)
-    others = {
-        "version": _version(library.distribution) or "?",
-        "versions": report.versions | {package: found for package in COMPANIONS if (found := _version(package))},
-        "known": setting in library.settings,
-        "unset": unset(setting.coefficient),
-        **(extras(job, report) if shows else {}),
-        "seconds": round(time.monotonic() - started, 1),
-        "calls": report.calls,
-        "calling": round(report.calling, 1),
-    }
-    return row(library, setting, report, **others, **shown)
+    others: dict[str, Any] = {"program": "", "program_of_adapter": False}
+    if shows:
+        others = program(library, setting, report) | extras(job, report)
+    return row(
+        library,
+        setting,
+        report,
+        version=_version(library.distribution) or "?",
+        versions=report.versions | {package: found for package in COMPANIONS if (found := _version(package))},
+        known=setting in library.settings,
+        unset=unset(setting.coefficient),
+        seconds=round(time.monotonic() - started, 1),
+        calls=report.calls,
+        calling=round(report.calling, 1),
+        **others,
+    )
 
 
 def _version(name: str) -> str:
@@ -132,4 +126,4 @@ def _version(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1]))

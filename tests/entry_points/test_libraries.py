@@ -234,8 +234,7 @@ def test_releases_that_are_named_are_compared_with_one_another(measured, made_up
     found["2.0"] = [{**row, "version": "2.0"} for row in json.loads(json.dumps(found["1.0"]))]
     for row in found["2.0"][1]["gradients"]:
         row["identified"] = row["identified"] and {name: 2 * factor for name, factor in row["identified"].items()}
-    monkeypatch.setattr(measurement, "environment", lambda each, request: (each[1] or "1.0", None))
-    monkeypatch.setattr(measurement, "measured", lambda name, version, *_: found[version])
+    monkeypatch.setattr(measurement, "measured", lambda each, *_: found[each[1] or "1.0"])
     names = [f"{made_up}==1.0", f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True) == 1
     said = capsys.readouterr().out.partition("What changed.")[2]
