@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from kltest.errors import UsageError, did_you_mean
 
@@ -37,6 +37,10 @@ DEPTHS: dict[Depth, str] = {
 }
 # Options for losses of whole groups: every group is called, some several times; groups of two keep that to seconds.
 PAIRS = {"group_size": 2, "timeout": 300}
+# For those that take log-probs of the sampler.
+STEP = {"sampler": "both", **PAIRS}
+# For those that divide parts of a batch by the tokens of the whole step.
+STEP_OF_TOKENS = {**STEP, "ignore": "KL206"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,7 @@ class Setting:
         source: link to what the library says of it.
         note: one neutral sentence on what had to be assumed.
         since: the first release that has what the setting is about; older ones are not asked.
+        brought: the releases that brought arguments, or values of them; `variant` reads `since` from it.
     """
 
     name: str
@@ -71,8 +76,29 @@ class Setting:
     note: str = ""
     since: str = ""
     coefficient: str = ""
+    brought: Mapping[str, str] = field(default_factory=dict)
 
-    def variant(self, arguments: Mapping[str, Any] = MappingProxyType({}), name: str = "", **others: Any) -> "Setting":
+    @classmethod
+    def of(
+        cls, what: str | Callable[..., Any], arguments: Mapping[str, Any] = MappingProxyType({}), **others: Any
+    ) -> Self:
+        """Return the setting of a function, called as it is.
+
+        Args:
+            what: `module:function` of a KL function of the library, or a function of the adapter that calls a loss.
+            arguments: values of its parameters.
+            others: other fields, such as another name.
+        """
+        target = what if isinstance(what, str) else f"{what.__module__}:{what.__name__}"
+        usual = {"name": target.rpartition(":")[2], "depth": "function" if isinstance(what, str) else "loss"}
+        return cls(**{**usual, "target": target, "arguments": arguments, **others})
+
+    def by_default(self, coefficient: str, arguments: Mapping[str, Any] = MappingProxyType({}), **others: Any) -> Self:
+        """Return the variant that is the documented default, "defaults" if it has no arguments and no other name."""
+        name = others.pop("name", "" if arguments else "defaults")
+        return self.variant(arguments, name, default=True, coefficient=coefficient, **others)
+
+    def variant(self, arguments: Mapping[str, Any] = MappingProxyType({}), name: str = "", **others: Any) -> Self:
         """Return a setting of the same target, called `self.name/name`.
 
         Args:
@@ -80,6 +106,8 @@ class Setting:
             name: what tells it from the others, the arguments if empty.
             others: other fields; options are added to those of this setting.
         """
+        brought = [self.brought[str(word)] for pair in arguments.items() for word in pair if str(word) in self.brought]
+        others.setdefault("since", max([self.since, *brought], key=numbers))
         others["options"] = {**self.options, **others.get("options", {})}
         arguments, name = {**self.arguments, **arguments}, f"{self.name}/{name or label(**arguments)}"
         return replace(self, name=name, arguments=arguments, **others)

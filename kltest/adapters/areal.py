@@ -1,11 +1,10 @@
 """AReaL: PPO's KL in the reward, and the KL to a teacher in `grpo_loss_fn`."""
 
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-from kltest.adapters import PAIRS, Adapter, Setting
+from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
 from kltest.adapters.installed import costly, loaded
 from kltest.adapters.standalone import program
 
@@ -46,10 +45,10 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, beta, kl_estimator="k1"
 
 
 costly(distilled, kl_in_reward)
-# Parts of a batch are weighted by their tokens.
-OPTIONS = {"sampler": "both", **PAIRS, "ignore": "KL206"}
-REWARD = Setting("kl_in_reward", f"{__name__}:kl_in_reward", options=OPTIONS, depth="loss", source=SOURCE)
-TEACHER = replace(REWARD, name="teacher", target=f"{__name__}:distilled", note="The reference is the teacher.")
+REWARD = Setting.of(kl_in_reward, options=STEP_OF_TOKENS, source=SOURCE)
+TEACHER = Setting.of(
+    distilled, name="teacher", options=STEP_OF_TOKENS, source=SOURCE, note="The reference is the teacher."
+)
 
 ADAPTER = Adapter(
     name="areal",
@@ -59,8 +58,8 @@ ADAPTER = Adapter(
     module="areal",
     homepage="https://github.com/inclusionAI/AReaL",
     settings=(
-        REWARD.variant(name="defaults", default=True, coefficient="areal.api.cli_args:PPOConfig.ref"),
-        TEACHER.variant(name="defaults", default=True, coefficient="areal.api.cli_args:PPOConfig.teacher"),
+        REWARD.by_default("areal.api.cli_args:PPOConfig.ref"),
+        TEACHER.by_default("areal.api.cli_args:PPOConfig.teacher"),
         TEACHER.variant({"rl_loss_weight": 0}),
     ),
     loads=partial(loaded, MODULE),

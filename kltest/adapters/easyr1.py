@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from kltest.adapters import PAIRS, Setting
+from kltest.adapters import STEP, Setting
 from kltest.adapters.checkout import cloned
 from kltest.adapters.installed import costly, found
 
@@ -42,20 +42,8 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta):
 
 
 costly(kl_in_reward)
-FUNCTION = Setting(
-    "compute_kl",
-    f"{ALGORITHMS}:compute_kl",
-    {"log_probs": "@logp", "ref_log_probs": "@ref_logp"},
-    source=SOURCE,
-)
-LOSS = Setting("kl_loss", "kltest.adapters.easyr1:kl_loss", depth="loss", source=SOURCE)
-REWARD = Setting(
-    "kl_in_reward",
-    "kltest.adapters.easyr1:kl_in_reward",
-    options={"sampler": "both", **PAIRS},
-    depth="loss",
-    source=SOURCE,
-)
+FUNCTION = Setting.of(f"{ALGORITHMS}:compute_kl", {"log_probs": "@logp", "ref_log_probs": "@ref_logp"}, source=SOURCE)
+LOSS = Setting.of(kl_loss, source=SOURCE)
 ADAPTER = cloned(
     "easyr1",
     HOME,
@@ -63,7 +51,7 @@ ADAPTER = cloned(
     ALGORITHMS,
     module=ALGORITHMS,
     settings=(
-        REWARD.variant(name="defaults", default=True, coefficient="verl.trainer.config:AlgorithmConfig.kl_coef"),
+        Setting.of(kl_in_reward, options=STEP, source=SOURCE).by_default("verl.trainer.config:AlgorithmConfig.kl_coef"),
         LOSS.variant(name="defaults", note="`use_kl_loss` is on, and nothing else is set."),
         *(LOSS.variant({"kl_penalty": "low_var_kl", "loss_avg_mode": mode}) for mode in ("token", "seq")),
         *(FUNCTION.variant({"kl_penalty": kind}, kind) for kind in KINDS),

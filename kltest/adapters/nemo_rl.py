@@ -1,6 +1,6 @@
 """NeMo RL: `ClippedPGLossFn` with its KL in the loss, and `DistillationLossFn`, from log-probs."""
 
-from kltest.adapters import PAIRS, Setting
+from kltest.adapters import STEP_OF_TOKENS, Setting
 from kltest.adapters.checkout import cloned
 from kltest.adapters.installed import costly, found
 
@@ -50,24 +50,15 @@ def distilled(logits, ref_logits, mask, **settings):
 
 
 costly(clipped)
-# Parts of a batch are divided by the tokens of the whole step.
-OF_STEP = {"ignore": "KL206"}
-LOSS = Setting(
-    "clipped_pg",
-    "kltest.adapters.nemo_rl:clipped",
-    options={"sampler": "both", **PAIRS, **OF_STEP},
-    depth="loss",
-    source=f"{HOME}/blob/{COMMIT}/docs/guides/grpo.md",
-)
-DISTILLATION = Setting(
-    "distillation",
-    "kltest.adapters.nemo_rl:distilled",
-    options=OF_STEP,
-    depth="loss",
-    source=f"{HOME}/blob/{COMMIT}/{MODULE.replace('.', '/')}.py",
+TREE = f"{HOME}/blob/{COMMIT}"
+LOSS = Setting.of(clipped, name="clipped_pg", options=STEP_OF_TOKENS, source=f"{TREE}/docs/guides/grpo.md")
+DISTILLATION = Setting.of(
+    distilled,
+    name="distillation",
+    options={"ignore": "KL206"},
+    source=f"{TREE}/{MODULE.replace('.', '/')}.py",
     note="The reference is the teacher; all tokens are in its top k.",
 )
-CORRECTED = {"use_on_policy_kl_approximation": True}
 
 ADAPTER = cloned(
     "nemo-rl",
@@ -78,12 +69,10 @@ ADAPTER = cloned(
     installs=(("--no-deps", "pydantic==2.13.4", "pydantic-core==2.46.4", *PYDANTIC),),
     module="nemo_rl",
     settings=(
-        LOSS.variant(
-            name="defaults", default=True, coefficient=f"{MODULE}:ClippedPGLossConfig.reference_policy_kl_penalty"
-        ),
+        LOSS.by_default(f"{MODULE}:ClippedPGLossConfig.reference_policy_kl_penalty"),
         LOSS.variant({"reference_policy_kl_type": "k1"}),
-        LOSS.variant(CORRECTED),
-        DISTILLATION.variant(name="defaults", default=True, coefficient="the loss itself"),
+        LOSS.variant({"use_on_policy_kl_approximation": True}),
+        DISTILLATION.by_default("the loss itself"),
         DISTILLATION.variant({"kl_type": "reverse"}),
     ),
 )

@@ -3,7 +3,7 @@
 from functools import partial
 from types import SimpleNamespace
 
-from kltest.adapters import PAIRS, Setting
+from kltest.adapters import STEP_OF_TOKENS, Setting
 from kltest.adapters.checkout import cloned
 from kltest.adapters.installed import costly, loaded, packed
 
@@ -30,14 +30,9 @@ def packed_loss(logp, old_logp, ref_logp, mask, advantage, beta, kind="default")
 
 
 costly(packed_loss)
-LOSS = Setting(
-    "loss",
-    "kltest.adapters.prime_rl:packed_loss",
-    # Parts of a batch are divided by the tokens of the whole step.
-    options={"sampler": "both", **PAIRS, "ignore": "KL206"},
-    depth="loss",
-    source=f"{HOME}/blob/{COMMIT}/src/prime_rl/trainer/rl/loss.py",
-)
+SOURCE = f"{HOME}/blob/{COMMIT}/src/prime_rl/trainer/rl/loss.py"
+LOSS = Setting.of(packed_loss, name="loss", options=STEP_OF_TOKENS, source=SOURCE)
+NONE = "no KL to a reference"
 
 ADAPTER = cloned(
     "prime-rl",
@@ -48,18 +43,8 @@ ADAPTER = cloned(
     module="prime_rl",
     folder="src",
     settings=(
-        LOSS.variant(
-            name="defaults",
-            default=True,
-            note="Its KL is that to the sampler; there is none to a reference.",
-            coefficient="no KL to a reference",
-        ),
-        LOSS.variant(
-            {"kind": "ref_kl"},
-            default=True,
-            note="On-policy distillation: the reference is the teacher.",
-            coefficient="no KL to a reference",
-        ),
+        LOSS.by_default(NONE, note="Its KL is that to the sampler; there is none to a reference."),
+        LOSS.by_default(NONE, {"kind": "ref_kl"}, note="On-policy distillation: the reference is the teacher."),
     ),
     find=loaded,
 )

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from kltest.adapters import PAIRS, Setting
+from kltest.adapters import STEP_OF_TOKENS, Setting
 from kltest.adapters.checkout import cloned
 from kltest.adapters.installed import costly, found
 
@@ -46,23 +46,16 @@ def distilled(logits, ref_logits, kd_objective, kd_temperature=1.0):
 
 
 costly(actor_loss)
-LOSS = Setting(
-    "actor_loss",
-    "kltest.adapters.roll:actor_loss",
-    # Parts of a batch are divided by the totals of the whole step.
-    options={"sampler": "both", **PAIRS, "ignore": "KL206"},
-    depth="loss",
-    source=f"{TREE}/configs/base_config.py",
-)
-FUNCTION = Setting(
-    "compute_approx_kl",
+LOSS = Setting.of(actor_loss, options=STEP_OF_TOKENS, source=f"{TREE}/configs/base_config.py")
+FUNCTION = Setting.of(
     f"{FUNCTIONS}:compute_approx_kl",
     {"log_probs": "@logp", "log_probs_base": "@ref_logp", "action_mask": "@mask"},
     source=LOSS.source,
 )
-DISTILLED = Setting(
-    "distillation",
-    "kltest.adapters.roll:distilled",
+DISTILLED = Setting.of(
+    distilled,
+    name="distillation",
+    depth="function",
     source=f"{TREE}/pipeline/distill/various_divergence.py",
     note="The reference is the teacher.",
 )
@@ -74,7 +67,7 @@ ADAPTER = cloned(
     FUNCTIONS,
     module=FUNCTIONS,
     settings=(
-        LOSS.variant(name="defaults", default=True, coefficient="roll.configs.base_config:PPOConfig.use_kl_loss"),
+        LOSS.by_default("roll.configs.base_config:PPOConfig.use_kl_loss"),
         LOSS.variant({"loss_agg_mode": "seq-mean-token-sum"}),
         *(FUNCTION.variant({"kl_penalty": kind}, kind) for kind in ("kl", "abs", "mse", "k3")),
         *(DISTILLED.variant({"kd_objective": f"{kind}_kl"}, kind) for kind in ("forward", "reverse")),

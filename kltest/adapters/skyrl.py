@@ -18,9 +18,8 @@ def kl_loss(logp, ref_logp, mask, kl_estimator_type="k3"):
     return loss, {"kl": loss.detach()}
 
 
-LOSS = Setting("kl_loss", "kltest.adapters.skyrl:kl_loss", depth="loss", source=SOURCE)
-FUNCTION = Setting(
-    "compute_approx_kl",
+LOSS = Setting.of(kl_loss, source=SOURCE)
+FUNCTION = Setting.of(
     f"{MODULE}:compute_approx_kl",
     {"log_probs": "@logp", "log_probs_base": "@ref_logp", "loss_mask": "@mask"},
     source=SOURCE,
@@ -33,9 +32,7 @@ ADAPTER = cloned(
     MODULE,
     module="skyrl",
     settings=(
-        LOSS.variant(
-            name="defaults", default=True, coefficient="skyrl.train.config.config:AlgorithmConfig.use_kl_loss"
-        ),
+        LOSS.by_default("skyrl.train.config.config:AlgorithmConfig.use_kl_loss"),
         *(LOSS.variant({"kl_estimator_type": kind}) for kind in ("k1", "k2")),
         *(FUNCTION.variant({"kl_estimator_type": kind}, kind) for kind in KINDS),
     ),

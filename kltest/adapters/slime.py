@@ -1,10 +1,11 @@
 """slime: its KL function, and a whole step from log-probs: KL in the loss, in the reward, on-policy distillation."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
-from kltest.adapters import PAIRS, Setting, label
+from kltest.adapters import STEP, STEP_OF_TOKENS, Setting, label
 from kltest.adapters.checkout import cloned
 from kltest.adapters.installed import costly, loaded, packed
 
@@ -57,24 +58,23 @@ def step(logp, old_logp, ref_logp, mask, advantage, beta, coefficient="kl_loss_c
 
 
 costly(step)
-STEP = Setting("kl_loss", f"{__name__}:step", options={"sampler": "both", **PAIRS}, depth="loss", source=SOURCE)
-NOTE = "On-policy distillation: the reference is the teacher."
-OPD = replace(STEP, name="opd", arguments={"coefficient": "opd_kl_coef"}, note=NOTE)
-FUNCTION = Setting(
-    "compute_approx_kl",
-    "slime.utils.ppo_utils:compute_approx_kl",
-    {"log_probs": "@logp", "log_probs_base": "@ref_logp"},
+LOSS = Setting.of(step, name="kl_loss", options=STEP, source=SOURCE)
+OPD = Setting.of(
+    step,
+    {"coefficient": "opd_kl_coef"},
+    name="opd",
+    options=STEP,
     source=SOURCE,
+    note="On-policy distillation: the reference is the teacher.",
 )
-PER_TOKEN = {"calculate_per_token_loss": True}
-# Parts of a batch are divided by the tokens of the whole step.
-OF_STEP = {"ignore": "KL206"}
+FUNCTION = Setting.of(
+    "slime.utils.ppo_utils:compute_approx_kl", {"log_probs": "@logp", "log_probs_base": "@ref_logp"}, source=SOURCE
+)
 
 
-def loss(kind: str, **settings: object) -> Setting:
+def loss(kind: str, options: Mapping[str, Any] = STEP, **settings: bool) -> Setting:
     """The KL in the loss, by its type and other arguments."""
-    options = OF_STEP if PER_TOKEN.items() <= settings.items() else {}
-    return STEP.variant({"kl_loss_type": kind, **settings}, label(kind, **settings), options=options)
+    return LOSS.variant({"kl_loss_type": kind, **settings}, label(kind, **settings), options=options)
 
 
 ADAPTER = cloned(
@@ -85,12 +85,12 @@ ADAPTER = cloned(
     module="slime.utils.ppo_utils",
     imports=("torch._dynamo",),
     settings=(
-        STEP.variant(name="defaults", default=True, coefficient="slime.utils.arguments:--use-kl-loss"),
+        LOSS.by_default("slime.utils.arguments:--use-kl-loss"),
         *(loss(kind) for kind in ("k2", "low_var_kl")),
         *(loss(kind, use_unbiased_kl=True) for kind in ("k1", "low_var_kl")),
-        loss("low_var_kl", **PER_TOKEN),
-        OPD.variant(name="defaults", default=True, coefficient="slime.utils.arguments:--use-opd"),
-        STEP.variant({"coefficient": "kl_coef"}, "kl_coef,advantage_estimator=grpo"),
+        loss("low_var_kl", STEP_OF_TOKENS, calculate_per_token_loss=True),
+        OPD.by_default("slime.utils.arguments:--use-opd"),
+        LOSS.variant({"coefficient": "kl_coef"}, "kl_coef,advantage_estimator=grpo"),
         *(FUNCTION.variant({"kl_loss_type": kind}, kind) for kind in ("k1", "k2", "low_var_kl")),
     ),
 )

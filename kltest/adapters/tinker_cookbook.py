@@ -2,12 +2,11 @@
 
 import asyncio
 import importlib
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-from kltest.adapters import PAIRS, Adapter, Setting
+from kltest.adapters import STEP, Adapter, Setting
 from kltest.adapters.installed import costly, loaded
 from kltest.adapters.standalone import program
 
@@ -65,20 +64,15 @@ def charged(logp, old_logp, ref_logp, mask, advantage, beta, module="rl.metrics"
 
 
 costly(charged)
-REINFORCED = Setting(
-    "rl",
-    "kltest.adapters.tinker_cookbook:charged",
-    options={"sampler": "both", **PAIRS},
-    depth="loss",
-    source=f"{TREE}/rl/train.py",
-    note="The loss of the service, which is not part of the library, is that of its documentation.",
-)
-DISTILLED = replace(
-    REINFORCED,
+NOTE = "The loss of the service, which is not part of the library, is that of its documentation."
+REINFORCED = Setting.of(charged, name="rl", options=STEP, source=f"{TREE}/rl/train.py", note=NOTE)
+DISTILLED = Setting.of(
+    charged,
+    {"module": "distillation.train_on_policy"},
     name="on_policy_distillation",
-    arguments={"module": "distillation.train_on_policy"},
+    options=STEP,
     source=f"{TREE}/distillation/train_on_policy.py",
-    note=f"The reference is the teacher. {REINFORCED.note}",
+    note=f"The reference is the teacher. {NOTE}",
 )
 
 ADAPTER = Adapter(
@@ -89,14 +83,8 @@ ADAPTER = Adapter(
     module="tinker_cookbook",
     homepage="https://github.com/thinking-machines-lab/tinker-cookbook",
     settings=(
-        REINFORCED.variant(
-            name="defaults", default=True, coefficient="tinker_cookbook.rl.train:Config.kl_penalty_coef"
-        ),
-        DISTILLED.variant(
-            name="defaults",
-            default=True,
-            coefficient="tinker_cookbook.distillation.train_on_policy:Config.kl_penalty_coef",
-        ),
+        REINFORCED.by_default("tinker_cookbook.rl.train:Config.kl_penalty_coef"),
+        DISTILLED.by_default("tinker_cookbook.distillation.train_on_policy:Config.kl_penalty_coef"),
         DISTILLED.variant({"kl_discount_factor": 1.0}),
     ),
     loads=partial(loaded, "tinker_cookbook.rl.metrics"),

@@ -1,6 +1,6 @@
 """torchtune: its GRPO losses, from log-probs, and its losses for distillation."""
 
-from kltest.adapters import PAIRS, Setting
+from kltest.adapters import STEP, Setting
 from kltest.adapters.checkout import cloned
 from kltest.adapters.installed import called, found
 
@@ -23,13 +23,10 @@ def distilled(logits, ref_logits, tokens, mask, loss, **settings):
     return function(logits.flatten(0, 1), ref_logits.flatten(0, 1), labels.flatten())
 
 
-GRPO = Setting(
-    "grpo", f"{__name__}:grpo", options={"sampler": "both", **PAIRS}, depth="loss", source=f"{TREE}/dev/grpo/loss.py"
-)
-DISTILLATION = Setting(
-    "distillation",
-    f"{__name__}:distilled",
-    depth="loss",
+GRPO = Setting.of(grpo, options=STEP, source=f"{TREE}/dev/grpo/loss.py")
+DISTILLATION = Setting.of(
+    distilled,
+    name="distillation",
     source=f"{TREE}/modules/loss/kd_losses.py",
     note="The reference is the teacher.",
 )
@@ -41,14 +38,13 @@ ADAPTER = cloned(
     "torchtune.dev.grpo.loss",
     module="torchtune",
     settings=(
-        GRPO.variant(
+        GRPO.by_default(
+            "torchtune.dev.grpo.loss:GRPOSimpleLoss(kl_coeff)",
             {"loss": "GRPOSimpleLoss"},
-            default=True,
             note="The loss of the recipe for GRPO.",
-            coefficient="torchtune.dev.grpo.loss:GRPOSimpleLoss(kl_coeff)",
         ),
         GRPO.variant({"loss": "GRPOCompletionLoss"}),
-        DISTILLATION.variant({"loss": "ForwardKLLoss"}, default=True, coefficient="the loss itself"),
+        DISTILLATION.by_default("the loss itself", {"loss": "ForwardKLLoss"}),
         DISTILLATION.variant({"loss": "ReverseKLLoss"}),
     ),
 )

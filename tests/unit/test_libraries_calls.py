@@ -14,21 +14,6 @@ from kltest.adapters.installed import called, part, taken
 from kltest.adapters.liger.recipes import charged
 from kltest.adapters.openrlhf.recipes import sequence_kl
 
-SOURCE = '''
-def step(logp, mask):
-    """Cannot be called with one live token, as whitening cannot."""
-    if mask.sum() < 2:
-        raise ValueError("fewer than two tokens")
-    return (logp * mask).sum() / mask.sum()
-'''
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    (tmp_path / "kltest_made_up_names.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    return "kltest_made_up_names"
-
 
 def test_what_a_version_does_not_have_is_said_and_not_swallowed():
     def loss(logp, beta=0.1, **anything):
@@ -62,9 +47,16 @@ def test_a_library_that_is_not_there_is_one_sentence(target):
     assert ".py" not in report.error
 
 
-def test_a_row_that_fails_alone_sends_the_loss_to_batches(module):
+def step(logp, mask):
+    """Cannot be called with one live token, as whitening cannot."""
+    if mask.sum() < 2:
+        raise ValueError("fewer than two tokens")
+    return (logp * mask).sum() / mask.sum()
+
+
+def test_a_row_that_fails_alone_sends_the_loss_to_batches():
     """Rollouts of one token fail, longer ones do not: the loss is graded in pairs, where none does."""
-    report = kltest.grade(f"{module}:step", environment="ragged", select="KL101")
+    report = kltest.grade(step, environment="ragged", select="KL101")
     assert report.verdict != "error"
     assert {row.batch for row in report.gradients} == {2}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.scoreboard import recorded
-from kltest.scoreboard.classes import CLASSES, at_equal_lengths, class_of, off_policy
+from kltest.scoreboard.classes import class_of, off_policy
 from kltest.truth import gradient_again
 
 ENVIRONMENTS = {
@@ -168,11 +168,3 @@ ALL = {environment: {"reverse_kl": 1.0} for environment in ENVIRONMENTS}
 def test_classes_of_known_rows(row, wanted, stale):
     assert class_of(row) == wanted
     assert off_policy(row) == stale
-
-
-def test_a_row_is_excused_for_its_lengths_only_if_others_are_named():
-    assert at_equal_lengths(a_row({**ALL, "ragged": None}))
-    assert class_of(a_row({**ALL, "ragged": None}, ALL)) == "scaled"
-    assert class_of(a_row({"bandit": {"reverse_kl": 1.0}, "ragged": None})) == "unnamed"
-    assert class_of(a_row({"bandit": {"reverse_kl": 1.0}})) == "open"
-    assert list(CLASSES)[-1] == "open"

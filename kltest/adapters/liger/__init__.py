@@ -2,7 +2,7 @@
 
 import importlib
 
-from kltest.adapters import PAIRS, Adapter, Setting, label, numbers
+from kltest.adapters import PAIRS, Adapter, Setting, label
 from kltest.adapters.installed import called, costly, part
 from kltest.adapters.liger.recipes import SETTINGS, charged
 from kltest.adapters.standalone import program
@@ -11,7 +11,10 @@ MODULE = "liger_kernel.chunked_loss.grpo_loss"
 DOCUMENTED = "https://github.com/linkedin/Liger-Kernel/blob/main/src/liger_kernel/chunked_loss/grpo_loss.py"
 # Of the newest release, its default first, and the release in which each appeared.
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
-SINCE = {"dapo": "0.6.4", "cispo": "0.7", "sapo": "0.7", "luspo": "0.8", "vespo": "0.8"}
+SINCE = {
+    **{"dapo": "0.6.4", "cispo": "0.7", "sapo": "0.7", "luspo": "0.8", "vespo": "0.8"},
+    **{"use_bias_correction_kl": "0.8", "importance_sampling_level": "0.6.3"},
+}
 CONSTANT = "A loss type that divides by a constant is given 3 for it, the length of the longest completion here."
 
 
@@ -75,31 +78,26 @@ def distilled(logits, ref_logits, tokens, mask, mixture=0.5):
 costly(ppo_loss_fn, fused, fused_with_charged_advantages, distilled)
 
 
-LOSS = Setting("ppo_loss_fn", f"{__name__}:ppo_loss_fn", options=PAIRS, depth="loss", source=DOCUMENTED)
-DISTILLED = Setting(
-    "distillation",
-    f"{__name__}:distilled",
-    depth="loss",
+LOSS = Setting.of(ppo_loss_fn, options=PAIRS, source=DOCUMENTED, brought=SINCE)
+DISTILLED = Setting.of(
+    distilled,
+    name="distillation",
     source=DOCUMENTED.replace("grpo_loss", "jsd_loss"),
     note="The reference is the teacher, and its part alone is graded: the other half is the loss of the labels.",
     since="0.8",
 )
-FUSED = Setting("fused", f"{__name__}:fused", options=PAIRS, depth="loss", source=DOCUMENTED)
+FUSED = Setting.of(fused, options=PAIRS, source=DOCUMENTED, brought=SINCE)
 
 
 def whole(loss_type: str, loss: Setting = LOSS, **settings: object) -> Setting:
     """The whole loss with a loss type and other settings."""
     constant = {"max_completion_length": 3} if loss_type == "dr_grpo" else {}
-    of_settings = {"use_bias_correction_kl": "0.8", "importance_sampling_level": "0.6.3"}
     return loss.variant(
         {"loss_type": loss_type, **constant, **settings},
         label(loss_type=loss_type, **settings),
-        default=loss is FUSED and loss_type == LOSS_TYPES[0],
-        coefficient=f"{MODULE}:LigerFusedLinearGRPOLoss(beta)" if loss is FUSED and loss_type == LOSS_TYPES[0] else "",
         # The ratio of the others is made of old log-probs: they are graded as they are used, off-policy too.
         options={} if loss_type == "cispo" else {"sampler": "both"},
         note=CONSTANT if constant else "",
-        since=max([SINCE.get(loss_type, ""), *(of_settings[name] for name in settings)], key=numbers),
     )
 
 
@@ -118,12 +116,14 @@ ADAPTER = Adapter(
     imports=(MODULE,),
     homepage="https://github.com/linkedin/Liger-Kernel",
     settings=(
-        whole("dapo", FUSED),
+        FUSED.by_default(
+            f"{MODULE}:LigerFusedLinearGRPOLoss(beta)", {"loss_type": LOSS_TYPES[0]}, options={"sampler": "both"}
+        ),
         *map(whole, LOSS_TYPES),
-        Setting(
-            "k3_loss_fn/log_p=ref_logp",
+        Setting.of(
             f"{MODULE}:k3_loss_fn",
             {"log_p": "@ref_logp", "log_q": "@logp"},
+            name="k3_loss_fn/log_p=ref_logp",
             source=DOCUMENTED,
             note="Called as the loss calls it: the reference first.",
         ),
@@ -132,7 +132,7 @@ ADAPTER = Adapter(
         whole("luspo", use_bias_correction_kl=True, importance_sampling_level="sequence"),
         whole("dr_grpo", FUSED),
         whole("dr_grpo", FUSED, use_bias_correction_kl=True),
-        DISTILLED.variant(name="defaults", default=True, coefficient="the loss itself"),
+        DISTILLED.by_default("the loss itself"),
         DISTILLED.variant({"mixture": 0.0}, "beta=0"),
         DISTILLED.variant({"mixture": 1.0}, "beta=1"),
         FUSED.variant(

@@ -2,7 +2,6 @@
 
 import importlib
 import types
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,9 @@ DOCUMENTED = "https://openrlhf.readthedocs.io/en/latest/rl.html"
 KINDS = ("k1", "k2", "k3")
 CORRECTED = {"unbiased_gradient": True}
 ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
-# The releases that brought `aggregate_loss`, `unbiased_gradient` and an estimator.
-AGGREGATED, UNBIASED, FLASH = "0.10.3", "0.11.1", "0.11.2"
+# The releases that brought `aggregate_loss`, and arguments and values of them.
+AGGREGATED = "0.10.3"
+BROUGHT = {"token_level_loss": AGGREGATED, "unbiased_gradient": "0.11.1", "flash_reinforce": "0.11.2"}
 ALONE = "Its files are loaded without what the full installation wants; float32 inside."
 
 
@@ -99,34 +99,25 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, estimator,
 def configured(estimator, samples):
     """Arguments of the command line at their defaults, in groups and flat, since versions differ in that."""
     space = types.SimpleNamespace
-    return space(
-        advantage_estimator=estimator,
-        n_samples_per_prompt=samples,
-        overlong_buffer_len=None,
-        stop_properly_penalty_coef=None,
-        reward_clip_range=None,
-        gamma=1.0,
-        lambd=1.0,
-        no_advantage_std_norm=False,
-        rollout=space(n_samples_per_prompt=samples),
-        reward=space(clip_range=None, overlong_buffer_len=None, stop_properly_penalty_coef=None),
-        algo=space(advantage=space(estimator=estimator, gamma=1.0, lambd=1.0, no_std_norm=False)),
-    )
+    usual = {"gamma": 1.0, "lambd": 1.0, "n_samples_per_prompt": samples}
+    usual |= dict.fromkeys(("overlong_buffer_len", "stop_properly_penalty_coef", "reward_clip_range", "clip_range"))
+    usual |= {"advantage_estimator": estimator, "no_advantage_std_norm": False}
+    advantage = space(**usual, estimator=estimator, no_std_norm=False)
+    return space(**usual, rollout=space(**usual), reward=space(**usual), algo=space(advantage=advantage))
 
 
 costly(kl_loss, kl_in_reward)
 
 
 # The function alone, per token, as a loss.
-APPROXIMATE = Setting("compute_approx_kl", f"{UTILS}:compute_approx_kl", source=DOCUMENTED, note=ALONE)
-LOSS = Setting("kl_loss", f"{__name__}:kl_loss", depth="loss", source=DOCUMENTED, note=ALONE)
-CHARGED = Setting(
-    "kl_in_reward",
-    f"{__name__}:kl_in_reward",
+APPROXIMATE = Setting.of(f"{UTILS}:compute_approx_kl", source=DOCUMENTED, note=ALONE, brought=BROUGHT)
+LOSS = Setting.of(kl_loss, source=DOCUMENTED, note=ALONE, brought=BROUGHT)
+CHARGED = Setting.of(
+    kl_in_reward,
     options={**PAIRS, "sampler": "current"},
-    depth="loss",
     source=DOCUMENTED,
     note=f"{ALONE} A critic's values are zero.",
+    brought=BROUGHT,
 )
 
 
@@ -167,16 +158,11 @@ ADAPTER = Adapter(
             coefficient="openrlhf.cli.train_ppo_ray:--algo.kl.init_coef",
         ),
         *(APPROXIMATE.variant({"kl_estimator": kind}, kind) for kind in KINDS),
-        *(
-            APPROXIMATE.variant(
-                {"kl_estimator": kind, "unbiased_gradient": True}, f"{kind},unbiased_gradient", since=UNBIASED
-            )
-            for kind in KINDS
-        ),
+        *(APPROXIMATE.variant({"kl_estimator": kind, **CORRECTED}, f"{kind},unbiased_gradient") for kind in KINDS),
         *map(loss, KINDS),
-        replace(loss("k3", token_level_loss=False), since=AGGREGATED),
-        *(replace(loss(kind, **CORRECTED), since=UNBIASED) for kind in KINDS),
-        *(charged(name, since=FLASH if name == "flash_reinforce" else "") for name in ESTIMATORS[1:]),
+        loss("k3", token_level_loss=False),
+        *(loss(kind, **CORRECTED) for kind in KINDS),
+        *map(charged, ESTIMATORS[1:]),
         charged("rloo", "k2"),
         charged("rloo", "k3"),
         LOSS.variant(

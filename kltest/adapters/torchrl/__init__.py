@@ -2,7 +2,7 @@
 
 import importlib
 
-from kltest.adapters import PAIRS, Adapter, Setting, label
+from kltest.adapters import STEP, Adapter, Setting, label
 from kltest.adapters.installed import called, part, taken
 from kltest.adapters.standalone import program
 
@@ -81,21 +81,12 @@ def of_rows(values, mask):
     return [row[live] for row, live in zip(values, mask.bool(), strict=True)]
 
 
-LOSS = Setting(
-    "loss", f"{__name__}:grpo", options={"sampler": "both", **PAIRS}, depth="loss", source=DOCUMENTED, note=ACTOR
-)
+LOSS = Setting.of(grpo, name="loss", options=STEP, source=DOCUMENTED, note=ACTOR, brought=LATER)
 
 
 def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
     """A whole loss, with `kl_to_ref_coeff`."""
-    name = label(loss, **settings)
-    return LOSS.variant(
-        {"loss": loss, **settings},
-        name,
-        default=name == "GRPOLoss",
-        coefficient=f"{LOSSES}:GRPOLoss(kl_to_ref_coeff)" if name == "GRPOLoss" else "",
-        since=next((LATER[each] for each in (loss, *settings) if each in LATER), ""),
-    )
+    return LOSS.variant({"loss": loss, **settings}, label(loss, **settings))
 
 
 ADAPTER = Adapter(
@@ -111,7 +102,7 @@ ADAPTER = Adapter(
     imports=(LOSSES,),
     homepage="https://github.com/pytorch/rl",
     settings=(
-        whole(),
+        LOSS.by_default(f"{LOSSES}:GRPOLoss(kl_to_ref_coeff)", {"loss": "GRPOLoss"}, name="GRPOLoss"),
         whole("DAPO"),
         whole("CISPOLoss"),
         whole(aggregation="prompt_mean"),
@@ -120,9 +111,10 @@ ADAPTER = Adapter(
         whole(masking_strategy="rlhf"),
         whole(masking_strategy="generic"),
         whole(entropy_bonus=False),
-        Setting(
-            "kl_in_reward/KLComputation",
-            f"{__name__}:kl_computation",
+        Setting.of(
+            kl_computation,
+            name="kl_in_reward/KLComputation",
+            depth="function",
             options={"placement": "reward", "sampler": "current"},
             source=TRANSFORMED,
             note=SAMPLED,

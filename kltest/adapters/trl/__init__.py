@@ -1,9 +1,11 @@
 """TRL: `GRPOTrainer` and `RLOOTrainer`, whole trainers, with a table as the language model."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
-from kltest.adapters import Adapter, Setting, label, numbers
+from kltest.adapters import Adapter, Setting, label
 from kltest.adapters.standalone import program
 
 CALLS = "kltest.adapters.trl.calls"
@@ -13,7 +15,8 @@ DOCS_OF_RLOO = "https://huggingface.co/docs/trl/rloo_trainer"
 LOSS_TYPES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 SINCE = {
     **{"dapo": "0.22", "cispo": "0.26", "sapo": "0.26", "luspo": "0.28", "vespo": "1.0"},
-    **{"use_bias_correction_kl": "0.26", "importance_sampling_level": "0.20", "RLOO": "0.22"},
+    **{"use_bias_correction_kl": "0.26", "importance_sampling_level": "0.20"},
+    **dict.fromkeys(("RLOO", "SequenceKLGRPOTrainer"), "0.22"),
 }
 BETA = (
     "The documented default of beta is 0, which leaves the term out: what is graded is what beta multiplies "
@@ -34,20 +37,18 @@ EVALUATED = "Evaluation mode, of which only the logged value matters."
 SCORED = f"{BETA} Rewards and advantages are the trainer's own, in groups that tie and in groups that do not."
 
 # The loss of GRPOTrainer on given rollouts.
-GRPO = Setting("grpo", f"{CALLS}:grpo", options=OPTIONS, depth="trainer", source=DOCS, note=BETA)
-# It is checked with a vocabulary of thousands as well.
-LARGE = replace(GRPO, options={**OPTIONS, "ignore": ("KL502",)})
+GRPO = Setting.of(f"{CALLS}:grpo", options=OPTIONS, depth="trainer", source=DOCS, note=BETA, brought=SINCE)
 # The same from log-probs in float64, which give coefficients to ten digits.
-LOGPROBS = Setting(
-    "grpo_from_logprobs",
+LOGPROBS = Setting.of(
     f"{CALLS}:grpo_from_logprobs",
+    options=BOTH,
     depth="loss",
     source=DOCS,
     note=f"{BETA} Its forward pass is replaced by log-probs.",
+    brought=SINCE,
 )
 # From a teacher, which is the reference.
-GKD = Setting(
-    "gkd",
+GKD = Setting.of(
     "kltest.adapters.trl.gkd:gkd",
     options={"ignore": OPTIONS["ignore"]},
     depth="trainer",
@@ -56,25 +57,20 @@ GKD = Setting(
     since="1.16",
 )
 # RLOOTrainer has the KL in its reward, and scores and centres whole groups itself.
-RLOO = Setting(
-    "rloo", f"{CALLS}:grouped", {"trainer": "RLOO"}, GROUPS, depth="trainer", source=DOCS_OF_RLOO, since=SINCE["RLOO"]
+RLOO = Setting.of(
+    f"{CALLS}:grouped",
+    {"trainer": "RLOO"},
+    name="rloo",
+    options=GROUPS,
+    depth="trainer",
+    source=DOCS_OF_RLOO,
+    since=SINCE["RLOO"],
 )
 
 
-def of(base: Setting, **settings: Any) -> Setting:
-    """A setting that is named by its arguments, as JSON writes them."""
-    needed = [base.since, *(SINCE[each] for each in (*settings, settings.get("loss_type")) if each in SINCE)]
-    return base.variant(settings, label(**settings).lower(), since=max(needed, key=numbers))
-
-
-def noted(setting: Setting, note: str) -> Setting:
-    """The setting with a further sentence."""
-    return replace(setting, note=f"{setting.note} {note}".strip())
-
-
-def stale(setting: Setting, note: str) -> Setting:
-    """The setting, graded off-policy too, with the sentence that says why."""
-    return noted(replace(setting, options={**setting.options, **BOTH}), note)
+def of(base: Setting, more: str = "", options: Mapping[str, Any] = MappingProxyType({}), **settings: Any) -> Setting:
+    """A setting that is named by its arguments, as JSON writes them, with a further sentence."""
+    return base.variant(settings, label(**settings).lower(), options=options, note=f"{base.note} {more}".strip())
 
 
 def corrected(use_bias_correction_kl: bool) -> tuple[Setting, ...]:
@@ -82,7 +78,7 @@ def corrected(use_bias_correction_kl: bool) -> tuple[Setting, ...]:
     switch = {"use_bias_correction_kl": use_bias_correction_kl}
     by_token, by_sequence = {**ADDS_UP, **switch}, {**ADDS_UP, **switch, "importance_sampling_level": "sequence"}
     why = "Completions are used twice: they are stale."
-    both = [(of(GRPO, **each), stale(of(GRPO, **each, num_iterations=2), why)) for each in (by_token, by_sequence)]
+    both = [(of(GRPO, **each), of(GRPO, why, BOTH, **each, num_iterations=2)) for each in (by_token, by_sequence)]
     return (of(GRPO, **switch), *both[0], *both[1])
 
 
@@ -114,27 +110,27 @@ ADAPTER = Adapter(
     # Normalisers differ once a generation serves several steps.
     history=(
         *(of(GRPO, loss_type=name) for name in ("dapo", "bnpo", "grpo", "dr_grpo")),
-        *(stale(of(GRPO, loss_type=name, steps_per_generation=2), STALE) for name in ("dapo", "bnpo")),
+        *(of(GRPO, STALE, BOTH, loss_type=name, steps_per_generation=2) for name in ("dapo", "bnpo")),
         of(GRPO, loss_type="dr_grpo", temperature=0.7),
     ),
     imports=("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "datasets", "tokenizers"),
     homepage="https://github.com/huggingface/trl",
     settings=(
-        GRPO.variant(name="defaults", default=True, coefficient="trl:GRPOConfig.beta"),
-        RLOO.variant(name="defaults", default=True, coefficient="trl:RLOOConfig.beta"),
-        GKD.variant(name="defaults", default=True, coefficient="the loss itself"),
+        GRPO.by_default("trl:GRPOConfig.beta"),
+        RLOO.by_default("trl:RLOOConfig.beta"),
+        GKD.by_default("the loss itself"),
         GKD.variant({"mixture": 0.0}, "beta=0"),
         GKD.variant({"mixture": 1.0}, "beta=1"),
-        *(of(LARGE if name == "grpo" else GRPO, loss_type=name) for name in LOSS_TYPES),
+        # One of them is checked with a vocabulary of thousands as well.
+        *(of(GRPO, options={"ignore": ("KL502",)} if name == "grpo" else {}, loss_type=name) for name in LOSS_TYPES),
         *corrected(False),
         *corrected(True),
-        stale(of(GRPO, **ADDS_UP, steps_per_generation=2), STALE),
+        of(GRPO, STALE, BOTH, **ADDS_UP, steps_per_generation=2),
         of(GRPO, **ADDS_UP, temperature=0.7),
         GRPO.variant(
             {**ADDS_UP, "temperature": 0.7, "generation_kwargs": {"temperature": 1.0}},
             "loss_type=luspo,temperature=0.7,generation_kwargs.temperature=1",
             options=ON_POLICY,
-            since=SINCE["luspo"],
             note=f"{BETA} generation_kwargs overrule the temperature of generation, not that of the loss.",
         ),
         replace(of(GRPO, **ADDS_UP, evaluation=True), note=EVALUATED),
@@ -144,17 +140,13 @@ ADAPTER = Adapter(
                 f"groups,loss_type=luspo,scale_rewards={scaled}",
                 target=RLOO.target,
                 options={**GROUPS, **ON_POLICY},
-                since=SINCE["luspo"],
                 note=SCORED,
             )
             for scaled in ("group", "batch", "none")
         ),
-        *(
-            replace(of(LOGPROBS, **ADDS_UP, use_bias_correction_kl=each, num_iterations=2), options=BOTH)
-            for each in (False, True)
-        ),
+        *(of(LOGPROBS, **ADDS_UP, use_bias_correction_kl=each, num_iterations=2) for each in (False, True)),
         of(RLOO, normalize_advantages=True),
-        noted(of(RLOO, num_iterations=2), "Completions are used twice, so that they are stale."),
+        of(RLOO, "Completions are used twice, so that they are stale.", num_iterations=2),
         RLOO.variant(
             {"epsilon": 1000.0},
             "epsilon=1000",
@@ -162,12 +154,11 @@ ADAPTER = Adapter(
             options={"group_size": 2},
             note="The clip of the policy loss is put out of reach.",
         ),
-        noted(of(RLOO, evaluation=True), EVALUATED),
+        of(RLOO, EVALUATED, evaluation=True),
         GRPO.variant(
             {"recipe": "SequenceKLGRPOTrainer", "num_iterations": 2},
             "recipe=sequence_kl",
             recipe=True,
-            since=SINCE["RLOO"],
             note=f"A subclass of 30 lines, kltest/adapters/trl/recipes.py. {NOISY}",
         ),
         RLOO.variant(

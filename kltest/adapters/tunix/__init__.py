@@ -28,15 +28,9 @@ def grpo(logits, old_logp, ref_logp, mask, tokens, advantage, beta, with_old=Tru
 
 
 # The function alone, per token, as a loss.
-DIVERGENCE = Setting("compute_kl_divergence", f"{COMMON}:compute_kl_divergence", source=f"{SOURCE}/common.py")
-LOSS = Setting(
-    "grpo_loss_fn",
-    f"{__name__}:grpo",
-    options=OPTIONS,
-    depth="trainer",
-    source=f"{SOURCE}/grpo/grpo_learner.py",
-    note=TABLE,
-)
+DIVERGENCE = Setting.of(f"{COMMON}:compute_kl_divergence", source=f"{SOURCE}/common.py")
+LEARNER = f"{SOURCE}/grpo/grpo_learner.py"
+LOSS = Setting.of(grpo, name="grpo_loss_fn", options=OPTIONS, depth="trainer", source=LEARNER, note=TABLE)
 
 
 ADAPTER = Adapter(
@@ -55,7 +49,7 @@ ADAPTER = Adapter(
     module=COMMON,
     homepage="https://github.com/google/tunix",
     settings=(
-        LOSS.variant(name="GRPOConfig", default=True, coefficient="tunix.rl.grpo.grpo_learner:GRPOConfig.beta"),
+        LOSS.by_default("tunix.rl.grpo.grpo_learner:GRPOConfig.beta", name="GRPOConfig"),
         *(DIVERGENCE.variant({"method": method}, method) for method in METHODS),
         LOSS.variant({"kl_loss_mode": "mse_kl"}),
         LOSS.variant({"kl_loss_mode": "low_var_kl"}),

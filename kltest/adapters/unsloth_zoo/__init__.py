@@ -3,7 +3,7 @@
 import inspect
 import os
 
-from kltest.adapters import PAIRS, Adapter, Setting
+from kltest.adapters import STEP, Adapter, Setting
 from kltest.adapters.installed import part, taken
 from kltest.adapters.standalone import program
 from kltest.adapters.unsloth_zoo.recipes import SETTINGS, charged
@@ -52,14 +52,7 @@ def called(offered, settings):
     return whole(**arguments, num_items_in_batch=offered["mask"].sum(), **settings)
 
 
-LOSS = Setting(
-    "grpo_compute_loss",
-    f"{__name__}:grpo",
-    options={"sampler": "both", **PAIRS},
-    depth="loss",
-    source=SOURCE,
-    note=ALONE,
-)
+LOSS = Setting.of(grpo, name="grpo_compute_loss", options=STEP, source=SOURCE, note=ALONE)
 
 ADAPTER = Adapter(
     name="unsloth-zoo",

@@ -7,10 +7,10 @@ from typing import Any
 
 from kltest.adapters import PAIRS, Adapter, Setting, label
 from kltest.adapters.standalone import program
+from kltest.adapters.verl import calls
 from kltest.adapters.verl.recipes import OVERRIDES
 
 CORE = "verl.trainer.ppo.core_algos"
-CALLS = "kltest.adapters.verl.calls"
 DOCUMENTED = "https://verl.readthedocs.io/en/latest/algo/ppo.html"
 CONFIGURED = "https://verl.readthedocs.io/en/latest/examples/config.html"
 
@@ -26,22 +26,17 @@ ESTIMATORS = (
 SINCE = {
     **{"gpg": "0.5", "rloo_vectorized": "0.6.1", "grpo_vectorized": "0.6.1", "optimal_token_baseline": "0.7"},
     **{"tir_optimal_token_baseline": "0.7", "gdpo": "0.7", "token-sum": "0.9"},
+    # Up to 0.7.1 their forward pass takes the whole name for that of an estimator, and there is none.
+    **dict.fromkeys(ENDED, "0.8"),
 }
 PACKED = "Log-probs come packed, after a prompt of one token; one mini-batch in one micro-batch on one device."
 CHARGES = "A critic's values and the rewards of greedy rollouts are zero where they are asked for; one device."
 # The function alone, per token, as a loss.
-PENALTY = Setting("kl_penalty", f"{CORE}:kl_penalty", source=DOCUMENTED)
-LOSS = Setting("kl_loss", f"{CALLS}:kl_loss", {"kl_penalty": "low_var_kl"}, depth="loss", source=CONFIGURED)
-WHOLE = Setting(
-    "ppo_loss", f"{CALLS}:ppo_loss", options=PAIRS, depth="loss", source=CONFIGURED, note=PACKED, since="0.8"
-)
-CHARGED = Setting(
-    "kl_in_reward",
-    f"{CALLS}:kl_in_reward",
-    options={**PAIRS, "sampler": "current"},
-    depth="loss",
-    source=DOCUMENTED,
-    note=CHARGES,
+PENALTY = Setting.of(f"{CORE}:kl_penalty", source=DOCUMENTED, brought=SINCE)
+LOSS = Setting.of(calls.kl_loss, {"kl_penalty": "low_var_kl"}, source=CONFIGURED, brought=SINCE)
+WHOLE = Setting.of(calls.ppo_loss, options=PAIRS, source=CONFIGURED, note=PACKED, since="0.8")
+CHARGED = Setting.of(
+    calls.kl_in_reward, options={**PAIRS, "sampler": "current"}, source=DOCUMENTED, note=CHARGES, brought=SINCE
 )
 BOTH, SUMMED = {"sampler": "both"}, {"loss_agg_mode": "seq-mean-token-sum"}
 
@@ -49,16 +44,13 @@ BOTH, SUMMED = {"sampler": "both"}, {"loss_agg_mode": "seq-mean-token-sum"}
 def charged(estimator: str, settings: Mapping[str, Any] = MappingProxyType({}), **others: Any) -> Setting:
     """The KL in the reward under an advantage estimator."""
     if estimator.endswith("token_baseline"):
-        others["target"] = f"{CALLS}:kl_in_reward_with_probabilities"
-    others["since"] = SINCE.get(estimator, "")
+        others["target"] = f"{CHARGED.target}_with_probabilities"
     return CHARGED.variant({"adv_estimator": estimator, **settings}, label(estimator, **settings), **others)
 
 
 def penalty(name: str) -> Setting:
     """The function under one of its names."""
-    # Up to 0.7.1 their forward pass takes the whole name for that of an estimator, and there is none.
-    since = "0.8" if name in ENDED else ""
-    return PENALTY.variant({"kl_penalty": name}, name, since=since)
+    return PENALTY.variant({"kl_penalty": name}, name)
 
 
 def recipe() -> Setting:
@@ -105,12 +97,12 @@ ADAPTER = Adapter(
     ),
     homepage="https://github.com/verl-project/verl",
     settings=(
-        WHOLE.variant(
-            name="use_kl_loss", options=BOTH, default=True, coefficient="verl.workers.config:ActorConfig.use_kl_loss"
+        WHOLE.by_default("verl.workers.config:ActorConfig.use_kl_loss", name="use_kl_loss", options=BOTH),
+        charged(
+            "gae", options=BOTH, default=True, coefficient="verl.trainer.config:AlgoConfig.use_kl_in_reward"
         ),
-        charged("gae", options=BOTH, default=True, coefficient="verl.trainer.config:AlgoConfig.use_kl_in_reward"),
         *map(penalty, (*PENALTIES, *ENDED)),
-        *(LOSS.variant({"loss_agg_mode": mode}, mode, since=SINCE.get(mode, "")) for mode in AGGREGATIONS),
+        *(LOSS.variant({"loss_agg_mode": mode}, mode) for mode in AGGREGATIONS),
         WHOLE.variant({"kl_loss_type": "k1+", **SUMMED}, options={"sampler": "current"}),
         *map(charged, ESTIMATORS[1:]),
         charged("rloo", SUMMED, options=BOTH),

@@ -12,16 +12,10 @@ CORE = "verl.trainer.ppo.core_algos"
 
 def actor(settings):
     """The actor's configuration at its documented defaults, with settings."""
-    known = actor.__dict__.setdefault("known", {})
-    asked = repr(sorted(settings.items()))
-    if asked not in known:
-        usual = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
-        kind = early("verl.workers.config", "ActorConfig", types.SimpleNamespace)
-        if kind is types.SimpleNamespace:
-            known[asked] = kind(**{"loss_agg_mode": "token-mean", **settings})
-        else:
-            known[asked] = called(kind, usual, settings)
-    return known[asked]
+    kind = early("verl.workers.config", "ActorConfig", None)
+    if kind is None:
+        return types.SimpleNamespace(**{"loss_agg_mode": "token-mean", **settings})
+    return called(kind, {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}, settings)
 
 
 def early_algorithm(**settings):
