@@ -29,29 +29,21 @@ def charged(logp, old_logp, ref_logp, mask, advantage, beta, module="rl.metrics"
 
         from_torch = classmethod(lambda cls, value: cls(value))
 
-    class Client:
-        def __init__(self, rows):
-            self.rows = rows
-
-        def compute_logprobs(self, number):
-            return SimpleNamespace(coroutine=lambda: self.answer(number))
-
-        async def answer(self, number):
-            return [0.0, *self.rows[number].tolist()]
+    async def answer(number):
+        return [0.0, *ref_logp[number].tolist()]
 
     async def score_sequences(client, numbers):
-        return [await client.answer(number) for number in numbers], None
+        return [await answer(number) for number in numbers], None
 
+    client = SimpleNamespace(compute_logprobs=lambda number: SimpleNamespace(coroutine=partial(answer, number)))
     data = []
     for number, (sampled, live, value) in enumerate(zip(old_logp, mask, advantage, strict=True)):
-        words = {"logprobs": sampled, "mask": live, "target_tokens": SimpleNamespace(data=[0])}
-        words = {name: each if name == "target_tokens" else Data(each) for name, each in words.items()}
-        words["advantages"] = Data(live * value)
+        words = {"logprobs": Data(sampled), "mask": Data(live), "advantages": Data(live * value)}
+        words["target_tokens"] = SimpleNamespace(data=[0])
         prompt = SimpleNamespace(append_int=lambda _, number=number: number)
         data.append(SimpleNamespace(model_input=prompt, loss_fn_inputs=words))
     # Log-probs of the service are numbers, of which the library makes float32.
     doubled = mock.MagicMock(wraps=torch, tensor=partial(torch.tensor, dtype=logp.dtype))
-    client = Client(ref_logp)
     teachers = ([client] * len(data), [0] * len(data)) if "distillation" in module else (client,)
     with (
         mock.patch.object(holder, "tinker", SimpleNamespace(TensorData=Data)),

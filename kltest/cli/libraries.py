@@ -11,15 +11,15 @@ from typing import Annotated
 
 import typer
 
-from kltest.adapters import Setting, find
-from kltest.errors import UsageError, did_you_mean
+from kltest.adapters import find, split
+from kltest.errors import UsageError
 from kltest.grading.forms import seconds
 from kltest.render.tables import wrap
 from kltest.render.words import one_line
 from kltest.scoreboard import recorded
 from kltest.scoreboard.history import history
 from kltest.scoreboard.measurement import Measurement, check_patterns, libraries, requested
-from kltest.scoreboard.rows import BoardRow, matches, summary
+from kltest.scoreboard.rows import matches, summary
 
 
 def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
@@ -32,8 +32,8 @@ def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
         chosen = [setting for setting in library.settings if matches(setting.name, settings)]
         if not chosen:
             continue
-        versions = sorted({each["version"] for each in rows.values()})
-        measured = f"measured in {', '.join(versions)}" if versions else "not measured yet"
+        versions = ", ".join(sorted({each["version"] for each in rows.values()}))
+        measured = f"measured in {versions}" if versions else "not measured yet"
         covered = f"; releases since {library.since}" if library.since else ""
         print(f"{library.name} ({library.homepage}): {measured}{covered}")
         for setting in chosen:
@@ -45,52 +45,33 @@ def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
     return 0
 
 
-def program(target: str) -> int:
-    """Print the standalone program of `LIBRARY:SETTING`; UsageError if the adapter writes none."""
+def printed(target: str, *, reported: bool) -> int:
+    """Print the standalone program of `LIBRARY:SETTING`, or, `reported`, all that is recorded of it, and the program.
+
+    Raises:
+        UsageError: the adapter writes no program, or nothing is recorded.
+    """
+    from kltest.scoreboard.pages import facts
     from kltest.scoreboard.programs import standalone
 
-    name, setting = _setting(target)
-    row = _recorded(name, setting) or {"gradients": []}
-    code = standalone(find(name), setting, (each["batch"] for each in row["gradients"]))
-    if not code:
-        raise UsageError(
-            f"the adapter of {name} writes no programs; `kltest libraries {name} --setting '{setting.name}'` measures "
-            "the setting and writes one if its function can be imported"
-        )
-    print(code)
-    return 0
-
-
-def report(target: str) -> int:
-    """Print what is recorded of the setting `LIBRARY:SETTING`, with its program; nothing is sent."""
-    from kltest.scoreboard.pages import facts
-
-    name, setting = _setting(target)
-    row = _recorded(name, setting)
-    if row is None or not row["gradients"]:
-        raise UsageError(f"nothing is recorded of {target}; `kltest libraries {name}` measures it")
-    print(facts(row))
-    return 0
-
-
-def _recorded(library: str, setting: Setting) -> BoardRow | None:
-    """The row of a setting in the newest version that is recorded; None if it was never measured."""
-    wanted = find(library).name, setting.name
-    return next((row for row in recorded.read() if (row["library"], row["setting"]) == wanted), None)
-
-
-def _setting(target: str) -> tuple[str, Setting]:
-    """An adapter's name or file, and one of its known settings."""
-    name, colon, wanted = target.strip().partition(".py:") if ".py:" in target else target.strip().partition(":")
-    name += ".py" if colon == ".py:" else ""
+    name, wanted = split(target)
     if not wanted:
         raise UsageError(f"{target}: no setting is given; write LIBRARY:SETTING, such as trl:grpo/defaults")
     library = find(name)
     setting = library.setting(wanted)
-    if setting is None:
-        hint = did_you_mean(wanted, [each.name for each in library.settings])
-        raise UsageError(f"{name} has no setting {wanted!r}; {hint}`kltest libraries --list {name}` shows them")
-    return name, setting
+    # The newest version comes first.
+    rows = [each for each in recorded.read() if (each["library"], each["setting"]) == (library.name, wanted)]
+    gradients = rows[0]["gradients"] if rows else []
+    if reported and not gradients:
+        raise UsageError(f"nothing is recorded of {target}; `kltest libraries {name}` measures it")
+    text = facts(rows[0]) if reported else standalone(library, setting, (each["batch"] for each in gradients))
+    if not text:
+        raise UsageError(
+            f"the adapter of {name} writes no programs; `kltest libraries {name} --setting '{wanted}'` measures "
+            "the setting and writes one if its function can be imported"
+        )
+    print(text)
+    return 0
 
 
 def command(
@@ -105,18 +86,16 @@ def command(
     list_only: Annotated[
         bool, typer.Option("--list", help="List known settings and what was recorded of them; install nothing.")
     ] = False,
-    wanted_program: Annotated[
+    program: Annotated[
         str | None,
         typer.Option(
-            "--program",
             metavar="LIBRARY:SETTING",
             help="Print a program that shows a setting's gradient without kltest.",
         ),
     ] = None,
-    wanted_report: Annotated[
+    report: Annotated[
         str | None,
         typer.Option(
-            "--report",
             metavar="LIBRARY:SETTING",
             help="Print what is recorded of a setting and the program that shows it, as one would file it upstream.",
         ),
@@ -152,10 +131,9 @@ def command(
         str | None, typer.Option("--output", metavar="DIR", help="Where results go [default: results/libraries]")
     ] = None,
 ) -> int:
-    if wanted_program is not None:
-        return program(wanted_program)
-    if wanted_report is not None:
-        return report(wanted_report)
+    for target, reported in ((program, False), (report, True)):
+        if target is not None:
+            return printed(target, reported=reported)
     if list_only:
         return listing(names or [], setting or [])
     longest = None if timeout is None else seconds(timeout, "--timeout")

@@ -15,13 +15,12 @@ from kltest.adapters import find
 from kltest.files import writable
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import borrows
-from kltest.scoreboard.measurement import CHECKOUT, FOLDER, Measurement, code, log, measured, requested
+from kltest.scoreboard.measurement import FOLDER, Measurement, check_checkout, code, log, measured, requested
 from kltest.scoreboard.releases import minors
 from kltest.scoreboard.rows import BoardRow, matches
 from kltest.sweeps.store import Store
 
 PATH = Path(__file__).parent / "history.jsonl"
-NAME = PATH.name
 # The one check on extreme input that compares releases: a clamp came or went.
 DEAD_ZONE = "KL504"
 
@@ -29,7 +28,9 @@ DEAD_ZONE = "KL504"
 def history(names: Sequence[str], request: Measurement, output: str | None = None, *, record: bool = False) -> int:
     """Measure the defaults and main settings of the releases of libraries (`NAME`, or `NAME==VERSION` for one)."""
     folder = writable(Path(output or FOLDER))
-    path = recorded.checked(PATH, CHECKOUT) if record else folder / NAME
+    path = PATH if record else folder / PATH.name
+    if record:
+        check_checkout()
     within, ungraded = folder / "environments", False
     for name, version in requested(names):
         library = find(name)

@@ -59,7 +59,7 @@ def libraries(
 ) -> int:
     """Measure the libraries (all, or those named, `NAME==VERSION`), write the scoreboard, print what was found."""
     if record:
-        recorded.checked(recorded.PATH, CHECKOUT)
+        check_checkout()
     wanted = requested(names)
     if request.checkout and not (len(wanted) == 1 and find(wanted[0][0]).repository):
         cloned = ", ".join(name for name in NAMES if find(name).repository)
@@ -100,6 +100,14 @@ def _changed(
     items = "".join(f"- {escape(one_line(each))}\n" for each in changed)
     write(folder / "changes.md", f"# {head}\n" + ("\n" + items if items else ""))
     return changed
+
+
+def check_checkout() -> None:
+    """Raise UsageError if kltest does not run in a checkout, whose record can be replaced."""
+    if not (CHECKOUT / "pyproject.toml").is_file():
+        raise UsageError(
+            f"--record replaces a file of a checkout, and {CHECKOUT} is none; run it in one, installed by -e"
+        )
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:

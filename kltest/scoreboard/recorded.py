@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kltest.adapters import NAMES, find
-from kltest.errors import UsageError
 from kltest.files import write
 from kltest.scoreboard.rows import DESCRIBED, GRADIENT, LEAKED, LOOKED_AT, VALUE, BoardRow, described, leaked
 
@@ -71,15 +70,6 @@ def record(rows: Sequence[BoardRow], path: Path | None = None, *, whole: bool = 
     write(path or PATH, "".join(text))
 
 
-def checked(path: Path, checkout: Path) -> Path:
-    """Return the file; UsageError if it is not part of a checkout."""
-    if not (checkout / "pyproject.toml").is_file():
-        raise UsageError(
-            f"--record replaces a file of a checkout, and {checkout} is none; run it in one, installed by -e"
-        )
-    return path
-
-
 def _place(row: BoardRow) -> tuple[Any, ...]:
     """Libraries in the order of their adapters, then others; newest versions first."""
     library, version = row["library"], row["version"].split(".")
@@ -89,8 +79,7 @@ def _place(row: BoardRow) -> tuple[Any, ...]:
 
 def _shortened(row: BoardRow, head: BoardRow) -> BoardRow:
     """The fields of a row that cannot be filled in again."""
-    usual = _usual(row["library"], row["setting"]) | {"versions": head["versions"], "known": True}
-    usual["program_of_adapter"] = bool(row["gradients"])
+    usual = _usual(row, head)
     return {
         **{name: row[name] for name in ("setting", "verdict", "reduction", "dtype")},
         "gradients": [
@@ -105,8 +94,7 @@ def _shortened(row: BoardRow, head: BoardRow) -> BoardRow:
 
 def _expanded(line: BoardRow, head: BoardRow) -> BoardRow:
     """A row with everything but messages and notes."""
-    usual = _usual(head["library"], line["setting"]) | {"known": True, "program_of_adapter": bool(line["gradients"])}
-    found = {**usual, **head, **line, "notes": ["lifted out of its file"] if line.get(LIFTED) else []}
+    found = {**_usual(line, head), **head, **line, "notes": ["lifted out of its file"] if line.get(LIFTED) else []}
     found["gradients"] = [dict(zip(GRADIENT, [*each, METHOD], strict=False)) for each in line["gradients"]]
     found["value"] = [dict(zip(VALUE, each, strict=True)) for each in line["value"]]
     leak = leaked(found["leak"]) if found["leak"] else ""
@@ -115,7 +103,8 @@ def _expanded(line: BoardRow, head: BoardRow) -> BoardRow:
     return found
 
 
-def _usual(library: str, setting: str) -> BoardRow:
+def _usual(row: BoardRow, head: BoardRow) -> BoardRow:
     """Defaults of a row; if the adapter knows the setting, they say how it is called as well."""
-    known = find(library).known.get(setting) if library in NAMES else None
-    return {**USUAL, **(described(known) if known else {})}
+    known = find(head["library"]).known.get(row["setting"]) if head["library"] in NAMES else None
+    usual = {**USUAL, **(described(known) if known else {}), "versions": head["versions"], "known": True}
+    return {**usual, "program_of_adapter": bool(row["gradients"])}

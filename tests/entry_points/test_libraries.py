@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from processes import ran
 
 from kltest.adapters import NAMES, before, find, named
-from kltest.cli.libraries import Measurement, libraries, listing, program
+from kltest.cli.libraries import Measurement, libraries, listing, printed
 from kltest.errors import KltestError, UsageError
 from kltest.scoreboard import history as releases_of
 from kltest.scoreboard import measurement, recorded
@@ -441,7 +441,7 @@ def test_settings_are_chosen_by_patterns(made_up, capsys):
 )
 def test_a_program_that_there_is_not_is_a_usage_error(target, words, made_up):
     with pytest.raises(UsageError, match=re.escape(words.replace("ADAPTER", str(made_up)))):
-        program(target.replace("ADAPTER", str(made_up)))
+        printed(target.replace("ADAPTER", str(made_up)), reported=False)
 
 
 def test_the_former_names_are_still_read_for_one_release(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from kltest.adapters import NAMES, find
 from kltest.adapters.standalone import CHANCES, REWARD, environment
-from kltest.cli.libraries import program, report
+from kltest.cli.libraries import printed
 from kltest.counterexample.environment import at_once
 from kltest.errors import UsageError
 from kltest.loss.resolve import resolve
@@ -51,7 +51,7 @@ def test_every_setting_has_a_program_without_kltest_in_names_of_its_own(name):
 @pytest.mark.parametrize("target", ["verl:kl_penalty/low_var_kl", "tunix:compute_kl_divergence/low_var_kl"])
 def test_examples_are_what_the_command_prints(target, capsys):
     """A function of torch and one of JAX; renewed by `kltest libraries --program TARGET`."""
-    assert program(target) == 0
+    assert printed(target, reported=False) == 0
     file = ROOT / "examples" / "libraries" / f"{target.partition(':')[0]}.py"
     assert file.read_text(encoding="utf-8") == capsys.readouterr().out
 
@@ -84,4 +84,4 @@ def test_the_environment_is_made_of_distributions():
 def test_of_what_is_not_recorded_there_is_nothing_to_report(monkeypatch):
     monkeypatch.setattr(recorded, "read", list)
     with pytest.raises(UsageError, match="nothing is recorded of trl:grpo/defaults"):
-        report("trl:grpo/defaults")
+        printed("trl:grpo/defaults", reported=True)

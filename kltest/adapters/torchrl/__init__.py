@@ -1,6 +1,7 @@
 """torchrl: the whole `GRPOLoss` and its variants, and the transform that puts the KL into the reward."""
 
 import importlib
+from types import SimpleNamespace
 
 from kltest.adapters import STEP, Adapter, Setting, label
 from kltest.adapters.installed import called, part, taken
@@ -22,25 +23,11 @@ TRANSFORMS = "torchrl.envs.llm.transforms.kl"
 
 def actor(logp, mask):
     """An actor whose distribution has these log-probs of the sampled tokens, and entropy zero."""
-    import torch
-
-    class Fixed:
-        def __init__(self):
-            self.mask = mask.bool()
-
-        def log_prob(self, value):
-            return logp
-
-        def entropy(self):
-            return torch.zeros_like(logp)
-
-    class Actor(torch.nn.Module):
-        in_keys = ()
-
-        def get_dist(self, tensordict, **names):
-            return Fixed()
-
-    return Actor()
+    torch = importlib.import_module("torch")
+    network, zeros = torch.nn.Module(), torch.zeros_like(logp)
+    fixed = SimpleNamespace(mask=mask.bool(), log_prob=lambda value: logp, entropy=lambda: zeros)
+    network.in_keys, network.get_dist = (), lambda tensordict, **names: fixed
+    return network
 
 
 def grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, loss="GRPOLoss", recipe=False, **settings):

@@ -98,9 +98,7 @@ ADAPTER = Adapter(
     homepage="https://github.com/verl-project/verl",
     settings=(
         WHOLE.by_default("verl.workers.config:ActorConfig.use_kl_loss", name="use_kl_loss", options=BOTH),
-        charged(
-            "gae", options=BOTH, default=True, coefficient="verl.trainer.config:AlgoConfig.use_kl_in_reward"
-        ),
+        charged("gae", options=BOTH, default=True, coefficient="verl.trainer.config:AlgoConfig.use_kl_in_reward"),
         *map(penalty, (*PENALTIES, *ENDED)),
         *(LOSS.variant({"loss_agg_mode": mode}, mode) for mode in AGGREGATIONS),
         WHOLE.variant({"kl_loss_type": "k1+", **SUMMED}, options={"sampler": "current"}),

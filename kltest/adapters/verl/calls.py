@@ -18,9 +18,10 @@ def actor(settings):
     return called(kind, {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}, settings)
 
 
-def early_algorithm(**settings):
+def early_algorithm(adv_estimator, norm_adv_by_std_in_grpo=True):
     """The algorithm's configuration before it had a class."""
-    found = types.SimpleNamespace(**{"gamma": 1.0, "lam": 1.0, **settings})
+    names = {"adv_estimator": adv_estimator, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
+    found = types.SimpleNamespace(**names, gamma=1.0, lam=1.0)
     found.get = lambda name, otherwise=None: getattr(found, name, otherwise)
     return found
 
@@ -93,12 +94,10 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estima
     trainer = "verl.trainer.ppo.ray_trainer"
     penalty, loss_mode = settings.pop("kl_penalty", "kl"), settings.pop("loss_mode", "vanilla")
     corrected = settings.pop("rollout_correction", None)
-    kind = early("verl.trainer.config", "AlgoConfig", early_algorithm)
-    first = kind is early_algorithm
-    names = {"norm_adv_by_std_in_grpo"} if first else {field.name for field in dataclasses.fields(kind)}
+    kind = early("verl.trainer.config", "AlgoConfig", None)
+    names = {field.name for field in dataclasses.fields(kind)} if kind else {"norm_adv_by_std_in_grpo"}
     asked = {name: settings.pop(name) for name in list(settings) if name in names}
-    given = {"adv_estimator": adv_estimator}
-    algorithm = kind(**given, **asked) if first else called(kind, given, asked)
+    algorithm = called(kind or early_algorithm, {"adv_estimator": adv_estimator}, asked)
 
     logp, old_logp, ref_logp = computed(mask.bool(), logp, old_logp, ref_logp)
     last = mask.long().sum(1, keepdim=True) - 1
