@@ -135,15 +135,18 @@ def rows_of(folder):
     return dict(sorted(rows.items(), key=lambda item: KINDS.index(item[0][1].removeprefix("penalty/"))))
 
 
-def still_running(file, seconds=10):
-    """Processes that have a file in their command, after a while."""
-    for _ in range(10 * seconds):
-        there = [each for each in Path("/proc").glob("[0-9]*/cmdline") if each.exists()]
-        found = [each for each in there if str(file) in each.read_text(errors="replace")]
-        if not found:
-            break
-        time.sleep(0.1)
-    return found
+def running(file):
+    """Command lines of processes, of Linux, that have a file in them."""
+    there = [each for each in Path("/proc").glob("[0-9]*/cmdline") if each.exists()]
+    return [line for each in there if str(file) in (line := each.read_text(errors="replace"))]
+
+
+def until(condition, seconds=20):
+    """Wait for a condition: a killed process is there until the kernel has taken it down."""
+    late = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < late
+        time.sleep(0.05)
 
 
 def test_each_setting_is_graded_or_says_why_not(measured, made_up):
@@ -168,7 +171,7 @@ def test_each_setting_is_graded_or_says_why_not(measured, made_up):
     assert "this version does not know how" in raises["error"]
     assert "exit status 7" in leaves["error"]
     assert "the process that graded it was killed" in kills["error"]
-    assert not still_running(made_up), "what a killed process forked ends with it"
+    until(lambda: not running(made_up))  # what a killed process forked ends with it
     assert "File too large" in fills["error"]
     left = re.findall(r"(/\S+/setting-\S+)", " ".join(fills["notes"]))
     assert len(left) > 1
@@ -225,20 +228,19 @@ def test_a_library_that_breaks_down_stops_no_other_and_is_mended_by_a_package(ma
 
 
 def test_releases_that_are_named_are_compared_with_one_another(measured, made_up, tmp_path, capsys, monkeypatch):
-    """Whatever is recorded; nothing is measured: 2.0 is 1.0 with the gradient of the square doubled."""
+    """Whatever is recorded; nothing is measured: 2.0 is 1.0 with a square without gradient."""
     shutil.copy(measured[1] / "runs.jsonl", tmp_path)
     asked = Measurement(settings=("penalty/linear", "penalty/square"))
     found = {"1.0": [measured[2]["1.0", setting] for setting in asked.settings]}
-    found["2.0"] = [{**row, "version": "2.0"} for row in json.loads(json.dumps(found["1.0"]))]
-    for row in found["2.0"][1]["gradients"]:
-        row["identified"] = row["identified"] and {name: 2 * factor for name, factor in row["identified"].items()}
+    found["2.0"] = [{**row, "version": "2.0"} for row in found["1.0"]]
+    found["2.0"][1]["gradients"] = [{**each, "identified": {"zero": 1.0}} for each in found["1.0"][1]["gradients"]]
     monkeypatch.setattr(measurement, "measured", lambda each, *_: found[each[1] or "1.0"])
     names = [f"{made_up}==1.0", f"{made_up}==2.0"]
     assert libraries(names, output=str(tmp_path), request=asked, diff=True) == 1
     said = capsys.readouterr().out.partition("What changed.")[2]
-    assert re.search(r"2\.0 penalty/square: .*since 1\.0: .*local_reverse_kl;.* → .*2\*local_reverse_kl;", said)
+    assert re.search(r"2\.0 penalty/square: .*since 1\.0: .*local_reverse_kl;.* → .*zero;", said)
     assert "penalty/linear" not in said
-    assert libraries([names[0], names[0].replace("==1.0", "")], output=str(tmp_path), request=asked, diff=True) == 0
+    assert libraries([names[0], str(made_up)], output=str(tmp_path), request=asked, diff=True) == 0
 
 
 def test_what_a_release_does_not_have_yet_is_not_asked(made_up):
@@ -306,43 +308,14 @@ def test_what_cannot_be_kept_is_printed_all_the_same(made_up, tmp_path, monkeypa
 
 
 def test_a_terminated_command_ends_what_it_started(made_up, tmp_path):
-    """Linux: the command lines of all processes are read."""
+    """A worker that went on would have ten minutes."""
     command = [sys.executable, "-m", "kltest.cli", "libraries", str(made_up), "--output", str(tmp_path)]
-
-    def measuring():
-        found = Path("/proc").glob("[0-9]*/cmdline")
-        lines = [each.read_bytes() for each in found if each.exists()]
-        return [line for line in lines if b"scoreboard.worker" in line and str(made_up).encode() in line]
-
     command += ["--setting", "penalty/hangs"]
-    longer = {**os.environ, "HANGS": "600"}
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=longer) as process:
-        while not measuring():
-            assert process.poll() is None
-            time.sleep(0.05)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "HANGS": "600"}) as process:
+        until(lambda: any("scoreboard.worker" in line for line in running(made_up)))
         process.terminate()
         assert process.wait(30) == 130
-    # A killed process is there until the kernel has taken it down; one that goes on has ten minutes.
-    until = time.monotonic() + 20
-    while measuring():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (["trl=="], "write trl==1.16.0"),
-        (["trll"], "did you mean trl"),
-        (["trl==one"], "'one' is no version"),
-        (["nothing.py"], "nothing.py does not exist"),
-        ([str(ROOT / "tests" / "trial.py")], "has no ADAPTER"),
-    ],
-)
-def test_a_question_wrongly_put_is_answered_before_any_work(names, words, tmp_path):
-    with pytest.raises(UsageError, match=re.escape(words)):
-        libraries(names, output=str(tmp_path / "never"))
-    assert not (tmp_path / "never").exists()
+    until(lambda: not running(made_up))
 
 
 def test_measuring_needs_no_package_that_is_not_installed_beside_a_library():
@@ -410,38 +383,42 @@ def test_what_is_known_is_listed_without_torch_and_without_the_libraries():
             assert f"  {setting.name}" in done.stdout
 
 
-def test_a_listing_tells_what_was_recorded(measured, made_up, tmp_path, monkeypatch, capsys):
+def test_a_listing_tells_what_was_recorded_of_settings_that_fit_patterns(measured, made_up, monkeypatch, capsys):
     *_, rows = measured
+    assert listing([], ["grpo/*"]) == 0
+    assert re.findall(r"^(\S+) \(https", capsys.readouterr().out, re.M) == ["trl", "torchtune"]
     monkeypatch.setattr(recorded, "read", lambda: list(rows.values()))
-    assert listing([str(made_up)]) == 0
-    out = capsys.readouterr().out
-    assert "measured in 1.0" in out
-    assert re.search(r"penalty/linear \(default\)\n +bandit, current: zero; [^(]*\(KL101, KL105\)", out)
-
-
-def test_settings_are_chosen_by_patterns(made_up, capsys):
     assert listing([str(made_up)], ["penalty/l*"]) == 0
     out = capsys.readouterr().out
     assert re.findall(r"^  (\S+)", out, re.M) == ["penalty/linear", "penalty/leaves"]
-    assert listing([], ["grpo/*"]) == 0
-    out = capsys.readouterr().out
-    assert re.findall(r"^(\S+) \(https", out, re.M) == ["trl", "torchtune"]
+    assert "measured in 1.0" in out
+    assert re.search(r"penalty/linear \(default\)\n +bandit, current: zero; [^(]*\(KL101, KL105\)", out)
     with pytest.raises(UsageError, match="none of these libraries has such a setting"):
         listing(["trl"], ["grpo/*", "ppo/*"])
 
 
 @pytest.mark.parametrize(
-    ("target", "words"),
+    ("call", "given", "words"),
     [
-        ("trl", "write LIBRARY:SETTING"),
-        ("trll:x", "did you mean trl"),
-        ("trl:grpo/default", "did you mean grpo/defaults"),
-        ("ADAPTER:penalty/linear", "writes no programs; `kltest libraries ADAPTER --setting 'penalty/linear'`"),
+        (libraries, ["trl=="], "write trl==1.16.0"),
+        (libraries, ["trll"], "did you mean trl"),
+        (libraries, ["trl==one"], "'one' is no version"),
+        (libraries, ["nothing.py"], "nothing.py does not exist"),
+        (libraries, [str(ROOT / "tests" / "trial.py")], "has no ADAPTER"),
+        (printed, "trl", "write LIBRARY:SETTING"),
+        (printed, "trll:x", "did you mean trl"),
+        (printed, "trl:grpo/default", "did you mean grpo/defaults"),
+        (printed, "FILE:penalty/linear", "writes no programs; `kltest libraries FILE --setting"),
     ],
 )
-def test_a_program_that_there_is_not_is_a_usage_error(target, words, made_up):
-    with pytest.raises(UsageError, match=re.escape(words.replace("ADAPTER", str(made_up)))):
-        printed(target.replace("ADAPTER", str(made_up)), reported=False)
+def test_a_question_wrongly_put_is_answered_before_any_work(call, given, words, made_up, tmp_path):
+    if call is printed:
+        given, options = given.replace("FILE", str(made_up)), {"reported": False}
+    else:
+        options = {"output": str(tmp_path / "never")}
+    with pytest.raises(UsageError, match=re.escape(words.replace("FILE", str(made_up)))):
+        call(given, **options)
+    assert not (tmp_path / "never").exists()
 
 
 def test_the_former_names_are_still_read_for_one_release(tmp_path):

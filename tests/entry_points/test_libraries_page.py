@@ -2,6 +2,7 @@
 
 import re
 
+from kltest.scoreboard import recorded
 from kltest.scoreboard.pages import html, markdown
 from kltest.scoreboard.table import frame
 
@@ -16,39 +17,25 @@ FOUND = {
 }
 
 
-def row(library, version, name, found, codes, marks):
-    """A row as measuring writes it, with the given finding everywhere."""
+def row(library, name, found, codes, marks):
+    """A recorded row of another setting, with the given finding everywhere."""
     gradients = [
         {"environment": environment, "sampler": sampler, "batch": 1, "identified": found}
         for environment in ENVIRONMENTS
         for sampler in ("current", "stale")
     ]
     return {
-        "library": library,
-        "version": version,
-        "setting": f"penalty/{name}",
-        "expect": "reverse_kl",
-        "depth": "function",
-        "dtype": "float64",
-        "default": False,
-        "recipe": False,
-        "note": "",
-        "source": "https://example.org/a?b=1&c=2",
-        "versions": {"torch": "2.13.0"},
-        "verdict": "confirmed" if found == {"reverse_kl": 1.0} else "refuted",
+        **recorded.read()[0],
+        **{"library": library, "version": "1.0", "setting": f"penalty/{name}", "default": False, "dtype": "float64"},
         "gradients": gradients,
-        "value": [{"environment": environment, "sampler": "current", "matches": "kl"} for environment in ENVIRONMENTS],
         "failed": [{"code": code, "message": "It is so & so <there>."} for code in codes],
-        "notes": [],
-        "error": "",
-        "reads_sampler": True,
         "laws": {"local_reverse_kl": "1/T"},
         "program": "print('a very long line ' * 20)  # " + "x" * 200,
         **marks,
     }
 
 
-ROWS = [row(library, "1.0", name, *found) for library in ("one", "two") for name, found in FOUND.items()]
+ROWS = [row(library, name, *found) for library in ("one", "two") for name, found in FOUND.items()]
 
 
 def test_kinds_say_how_a_row_stands_to_the_true_gradient():
