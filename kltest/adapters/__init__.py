@@ -61,7 +61,7 @@ class Setting:
         recipe: kltest proposes this in place of the default.
         source: link to what the library says of it.
         note: one neutral sentence on what had to be assumed.
-        since: the first release that has what the setting is about; older ones are not asked.
+        since: the first release that has what the setting is about; older ones are not graded in it.
         brought: the releases that brought arguments, or values of them; `variant` reads `since` from it.
     """
 

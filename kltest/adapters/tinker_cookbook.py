@@ -38,8 +38,8 @@ def charged(logp, old_logp, ref_logp, mask, advantage, beta, module="rl.metrics"
     client = SimpleNamespace(compute_logprobs=lambda number: SimpleNamespace(coroutine=partial(answer, number)))
     data = []
     for number, (sampled, live, value) in enumerate(zip(old_logp, mask, advantage, strict=True)):
-        words = {"logprobs": Data(sampled), "mask": Data(live), "advantages": Data(live * value)}
-        words["target_tokens"] = SimpleNamespace(data=[0])
+        words = {"logprobs": sampled, "mask": live, "advantages": live * value}
+        words = {name: Data(each) for name, each in words.items()} | {"target_tokens": SimpleNamespace(data=[0])}
         prompt = SimpleNamespace(append_int=lambda _, number=number: number)
         data.append(SimpleNamespace(model_input=prompt, loss_fn_inputs=words))
     # Log-probs of the service are numbers, of which the library makes float32.

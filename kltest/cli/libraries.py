@@ -2,8 +2,7 @@
 
 Exit codes: 0, everything was measured; 1, with --diff, something differs from the record; 3, a library could not be
 installed, could not be imported or took its process down, or a setting was not graded that the record does not know as
-refused (the others were measured, and its row says so); 130, interrupted, finished rows are
-kept.
+refused (the others were measured, and its row says so); 130, interrupted, finished rows are stored.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,13 @@
-"""Coefficients as laws, 1/T or 1/max_completion_length: found by measuring a loss at several sizes, never guessed.
+"""Measurements beside a report: laws of coefficients, and if the sampler's log-probs enter the KL term.
 
-The loss is called on sequences over two tokens, of one size after another: the length of the rollouts, the padded
-columns, the rows of a group, or an option that is a length. A law is reported if it fits at three sizes or more.
+A law, 1/T or 1/max_completion_length, is found by measuring, never guessed. The loss is called on sequences over two
+tokens, of one size after another: the length of the rollouts, the padded columns, the rows of a group, or an option
+that is a length. A law is reported if it fits at three sizes or more.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,9 +16,13 @@ import numpy as np
 from kltest.counterexample.environment import measure
 from kltest.environments import Instance, sequence
 from kltest.errors import KltestError
+from kltest.grading.isolated import Child
+from kltest.grading.jobs import Job
 from kltest.identify.identification import independent
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
+from kltest.report import Report
+from kltest.rollout import SAMPLER_FIELDS
 from kltest.truth import gradient
 
 TOKENS, WIDTH, GROUP = "T", "padded width", "group size"
@@ -37,6 +43,51 @@ SHAPES: Mapping[str, Callable[[float], float]] = {
 }
 Sizes = dict[str, float]
 Sampler = Literal["current", "stale"]
+# For all measurements beside a report.
+SECONDS = 300.0
+
+
+def extras(job: Job, report: Report) -> dict[str, Any]:
+    """Return fields of a row: laws of coefficients by name, and if the sampler's log-probs move the gradient.
+
+    They are measured in a child of this process. A loss that ends it, or that was not graded, has none of it.
+    """
+    found: dict[str, Any] = {"laws": {}, "reads_sampler": False}
+    if report.gradients:
+        with Child(_extras, job, report) as child:
+            step = child.step(SECONDS)
+        found |= step.value if step.kind == "value" else {}
+    return found
+
+
+def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
+    import torch
+
+    from kltest.checks.off_policy.ratios import sampler_has_influence
+    from kltest.grading.grader import plan
+    from kltest.grading.options import Options
+    from kltest.identify.graded import kl_part
+    from kltest.loss.resolve import resolve
+
+    torch.set_num_threads(1)
+    options = Options(**job.given)
+
+    def build(arguments: Mapping[str, Any]) -> Loss:
+        mine = replace(options, arguments={**options.arguments, **arguments})
+        return kl_part(resolve(job.target, mine.call), mine.expect, mine.seed, mine.group_size)
+
+    found: dict[str, str] = {}
+    # A law of the smallest batch is that of a rollout.
+    for each in sorted(report.gradients, key=lambda row: row.batch):
+        if each.environment == "sequence" and each.identified:
+            found = laws(build, each.identified, each.sampler, each.batch, report.dtype) | found  # type: ignore[arg-type]
+    findings = plan(build({}), options)
+    taken = findings.observed.uses & SAMPLER_FIELDS
+    try:
+        moves = taken and sampler_has_influence(findings, "sequence")
+    except KltestError:
+        moves = taken
+    yield {"laws": found, "reads_sampler": bool(moves)}
 
 
 def laws(

@@ -76,16 +76,13 @@ def defaults(rows: Sequence[BoardRow]) -> DataFrame:
     """
     found = []
     for _, group in frame(rows, programs=False).groupby("title", sort=False):
-        lines = group[group["mark"] == "default"]
-        families = [family(setting) for setting in lines["setting"]]
-        for number, line in enumerate(lines.to_dict("records")):
-            right = following(group, off_policy=line["kind"] == "on-policy")
-            own = [
-                each["family"] == families[number] or (number == 0 and each["family"] not in families)
-                for each in right.to_dict("records")
-            ]
-            kept = {name: line[name] for name in KEPT}
-            found.append({**kept, "instead": right[own].to_dict("records")})
+        lines = group[group["mark"] == "default"].to_dict("records")
+        families = [line["family"] for line in lines]
+        for number, line in enumerate(lines):
+            right = following(group, off_policy=line["kind"] == "on-policy").to_dict("records")
+            open_to = {line["family"]} if number else {line["family"], *(set(group["family"]) - set(families))}
+            instead = [each for each in right if each["family"] in open_to]
+            found.append({**{name: line[name] for name in KEPT}, "instead": instead})
     return DataFrame(found)
 
 
@@ -109,11 +106,6 @@ def following(table: DataFrame, *, off_policy: bool = False) -> DataFrame:
     return right.sort_values("mark", key=lambda marks: marks == "recipe", kind="stable")
 
 
-def family(setting: str) -> str:
-    """Return what comes before the first slash of a setting's name: the function or trainer that it sets."""
-    return setting.partition("/")[0]
-
-
 def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
     there = each["gradients"]
     program, name = _program(each) if programs else "", re.sub(r"[^\w.+=-]", "-", each["setting"])
@@ -126,7 +118,7 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
         "title": f"{each['library']} {each['version']}",
         "setting": each["setting"],
         "mark": "default" if each.get("default") else "recipe" if each.get("recipe") else "",
-        "family": family(each["setting"]),
+        "family": each["setting"].partition("/")[0],
         "kind": kind,
         "tone": TONES.get(kind, "far"),
         "follows": _follows(each, kind),
@@ -147,7 +139,7 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
 
 
 def _program(each: BoardRow) -> str:
-    """The text of a row's standalone program, as it was kept or as the adapter writes it."""
+    """The text of a row's standalone program, as it was stored or as the adapter writes it."""
     from kltest.scoreboard.programs import standalone
 
     known = find(each["library"]).known.get(each["setting"]) if each["library"] in NAMES else None

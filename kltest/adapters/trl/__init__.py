@@ -23,7 +23,7 @@ BETA = (
     "once it is not 0."
 )
 # A sum over tokens and a mean over rollouts: no length changes the term.
-ADDS_UP = {"loss_type": "luspo"}
+ADDS_UP: dict[str, Any] = {"loss_type": "luspo"}
 
 # The padding cannot be NaN (KL502): a trainer computes what stands there with the model itself. KL701 and KL703 are
 # checked with one loss type only: they take a vocabulary of thousands, and all loss types share that code.
@@ -75,7 +75,7 @@ def of(base: Setting, more: str = "", options: Mapping[str, Any] = MappingProxyT
 
 def corrected(use_bias_correction_kl: bool) -> tuple[Setting, ...]:
     """The loss alone, and by token and by sequence, each on fresh and on stale completions."""
-    switch = {"use_bias_correction_kl": use_bias_correction_kl}
+    switch: dict[str, Any] = {"use_bias_correction_kl": use_bias_correction_kl}
     by_token, by_sequence = {**ADDS_UP, **switch}, {**ADDS_UP, **switch, "importance_sampling_level": "sequence"}
     why = "Completions are used twice: they are stale."
     both = [(of(GRPO, **each), of(GRPO, why, BOTH, **each, num_iterations=2)) for each in (by_token, by_sequence)]

@@ -69,9 +69,6 @@ def _built_in(kind: str, beta: float, settings: dict[str, Any], recipe: str | No
             )
         except (ValueError, TypeError) as error:
             raise UsageError(f"TRL {version()} does not take these settings: {error}") from error
-    for name in ("_generate_and_score_completions", "_compute_loss"):
-        if not hasattr(built, name):
-            raise UsageError(f"{kind}Trainer of TRL {version()} has no {name}, through which it is graded")
     built.current_gradient_accumulation_steps = 1
     if hasattr(built, "_generate_single_turn"):
         built._generate_single_turn = lambda prompts, *_, **__: _turn(built, kind, prompts)
