@@ -14,6 +14,7 @@ import runpy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -174,6 +175,27 @@ class Adapter:
     folder: str = "."
     standalone: Callable[..., str] | None = None
 
+    @classmethod
+    def cloned(
+        cls, name: str, home: str, commit: str, *loads: Any, find: Callable[..., Any] | None = None, **others: Any
+    ) -> Self:
+        """Return the adapter to a library that no package index has.
+
+        Args:
+            name: what the command line calls the library, of which its distribution's name is made.
+            home: address of the repository.
+            commit: the commit that the settings were tried with.
+            loads: arguments of `installed.loaded` that bring the library in.
+            find: what its programs take functions from the library with, `installed.found` if None.
+            others: further fields of the adapter, `module` among them.
+        """
+        from kltest.adapters.installed import found, loaded
+        from kltest.adapters.standalone import program
+
+        usual: dict[str, Any] = {"distribution": name.replace("-", "_"), "installs": (), "homepage": home}
+        usual |= {"loads": partial(loaded, *loads), "standalone": partial(program, find=find or found)}
+        return cls(name=name, version=commit, repository=home, **{**usual, **others})
+
     @property
     def known(self) -> dict[str, Setting]:
         """The settings, and those of the history, by name."""
@@ -273,11 +295,11 @@ def _check_installed(library: Adapter) -> None:
         )
 
 
-def split(target: str) -> tuple[str, str]:
-    """Return the name of a library, or the file of its adapter, and what stands behind a colon, "" if nothing does."""
+def split(target: str) -> tuple[str, str | None]:
+    """Return the name of a library, or the file of its adapter, and what stands behind a colon, None without one."""
     file, extension, rest = target.strip().partition(".py:")
-    name, _, wanted = (f"{file}.py", "", rest) if extension else target.strip().partition(":")
-    return name, wanted
+    name, colon, wanted = (f"{file}.py", ":", rest) if extension else target.strip().partition(":")
+    return name, wanted if colon else None
 
 
 def named(text: str, *, to_grade: bool = False) -> list[tuple[str, Setting]]:
@@ -291,7 +313,7 @@ def named(text: str, *, to_grade: bool = False) -> list[tuple[str, Setting]]:
     if not (own or name in NAMES) or (wanted and all(part.isidentifier() for part in wanted.split("."))):
         return []
     library = find(name)
-    if not wanted:
+    if wanted is None:
         return [(f"{name}:{setting.name}", setting) for setting in installed_settings(library)]
     if to_grade:
         _check_installed(library)

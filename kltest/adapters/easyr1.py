@@ -2,8 +2,7 @@
 
 from types import SimpleNamespace
 
-from kltest.adapters import STEP, Setting
-from kltest.adapters.checkout import cloned
+from kltest.adapters import STEP, Adapter, Setting
 from kltest.adapters.installed import costly, found
 
 COMMIT = "b44b311b66"
@@ -44,7 +43,7 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta):
 costly(kl_in_reward)
 FUNCTION = Setting.of(f"{ALGORITHMS}:compute_kl", {"log_probs": "@logp", "ref_log_probs": "@ref_logp"}, source=SOURCE)
 LOSS = Setting.of(kl_loss, source=SOURCE)
-ADAPTER = cloned(
+ADAPTER = Adapter.cloned(
     "easyr1",
     HOME,
     COMMIT,

@@ -1,7 +1,6 @@
 """NeMo RL: `ClippedPGLossFn` with its KL in the loss, and `DistillationLossFn`, from log-probs."""
 
-from kltest.adapters import STEP_OF_TOKENS, Setting
-from kltest.adapters.checkout import cloned
+from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
 from kltest.adapters.installed import costly, found
 
 COMMIT = "7ea279abfb"
@@ -60,7 +59,7 @@ DISTILLATION = Setting.of(
     note="The reference is the teacher; all tokens are in its top k.",
 )
 
-ADAPTER = cloned(
+ADAPTER = Adapter.cloned(
     "nemo-rl",
     HOME,
     COMMIT,

@@ -3,8 +3,7 @@
 from functools import partial
 from types import SimpleNamespace
 
-from kltest.adapters import STEP_OF_TOKENS, Setting
-from kltest.adapters.checkout import cloned
+from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
 from kltest.adapters.installed import costly, loaded, packed
 
 COMMIT = "559b44772e"
@@ -34,7 +33,7 @@ SOURCE = f"{HOME}/blob/{COMMIT}/src/prime_rl/trainer/rl/loss.py"
 LOSS = Setting.of(packed_loss, name="loss", options=STEP_OF_TOKENS, source=SOURCE)
 NONE = "no KL to a reference"
 
-ADAPTER = cloned(
+ADAPTER = Adapter.cloned(
     "prime-rl",
     HOME,
     COMMIT,

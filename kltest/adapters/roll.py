@@ -2,8 +2,7 @@
 
 from types import SimpleNamespace
 
-from kltest.adapters import STEP_OF_TOKENS, Setting
-from kltest.adapters.checkout import cloned
+from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
 from kltest.adapters.installed import costly, found
 
 COMMIT = "8eb27cc2dc"
@@ -60,7 +59,7 @@ DISTILLED = Setting.of(
     note="The reference is the teacher.",
 )
 
-ADAPTER = cloned(
+ADAPTER = Adapter.cloned(
     "roll",
     HOME,
     COMMIT,

@@ -1,7 +1,6 @@
 """SkyRL: `compute_approx_kl` by every estimator, and averaged as the policy worker averages its KL loss."""
 
-from kltest.adapters import Setting
-from kltest.adapters.checkout import cloned
+from kltest.adapters import Adapter, Setting
 from kltest.adapters.installed import found
 
 COMMIT = "a9564572eb"
@@ -25,7 +24,7 @@ FUNCTION = Setting.of(
     source=SOURCE,
 )
 
-ADAPTER = cloned(
+ADAPTER = Adapter.cloned(
     "skyrl",
     HOME,
     COMMIT,

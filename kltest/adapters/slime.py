@@ -5,8 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from kltest.adapters import STEP, STEP_OF_TOKENS, Setting, label
-from kltest.adapters.checkout import cloned
+from kltest.adapters import STEP, STEP_OF_TOKENS, Adapter, Setting, label
 from kltest.adapters.installed import costly, loaded, packed
 
 COMMIT = "624b824a89"
@@ -77,7 +76,7 @@ def loss(kind: str, options: Mapping[str, Any] = STEP, **settings: bool) -> Sett
     return LOSS.variant({"kl_loss_type": kind, **settings}, label(kind, **settings), options=options)
 
 
-ADAPTER = cloned(
+ADAPTER = Adapter.cloned(
     "slime",
     HOME,
     COMMIT,

@@ -1,7 +1,6 @@
 """torchtune: its GRPO losses, from log-probs, and its losses for distillation."""
 
-from kltest.adapters import STEP, Setting
-from kltest.adapters.checkout import cloned
+from kltest.adapters import STEP, Adapter, Setting
 from kltest.adapters.installed import called, found
 
 COMMIT = "bd2a0fc7c3"
@@ -31,7 +30,7 @@ DISTILLATION = Setting.of(
     note="The reference is the teacher.",
 )
 
-ADAPTER = cloned(
+ADAPTER = Adapter.cloned(
     "torchtune",
     HOME,
     COMMIT,

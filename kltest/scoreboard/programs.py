@@ -107,7 +107,7 @@ def compared(found: np.ndarray, report: Report, *, stale: bool) -> str:
     instance = environment(stale=stale).instance()
     wanted = kind(LENGTH, ends=False), "stale" if stale else "current"
     rows = [row for row in report.gradients if (row.environment, row.sampler) == wanted]
-    row = next((row for row in rows if row.batch == 1), rows[0] if rows else None)
+    row = min(rows, key=lambda row: row.batch, default=None)
     if row is None or row.identified is None:
         return "its gradient is unnamed, so there is nothing to compare it with"
     truth = combine(row.identified, instance)

@@ -1,7 +1,6 @@
 """torchrl: the whole `GRPOLoss` and its variants, and the transform that puts the KL into the reward."""
 
 import importlib
-from types import SimpleNamespace
 
 from kltest.adapters import STEP, Adapter, Setting, label
 from kltest.adapters.installed import called, part, taken
@@ -24,8 +23,16 @@ TRANSFORMS = "torchrl.envs.llm.transforms.kl"
 def actor(logp, mask):
     """An actor whose distribution has these log-probs of the sampled tokens, and entropy zero."""
     torch = importlib.import_module("torch")
-    network, zeros = torch.nn.Module(), torch.zeros_like(logp)
-    fixed = SimpleNamespace(mask=mask.bool(), log_prob=lambda value: logp, entropy=lambda: zeros)
+
+    class Fixed:
+        def log_prob(self, value):
+            return logp
+
+        def entropy(self):
+            return torch.zeros_like(logp)
+
+    network, fixed = torch.nn.Module(), Fixed()
+    fixed.mask = mask.bool()
     network.in_keys, network.get_dist = (), lambda tensordict, **names: fixed
     return network
 
