@@ -50,9 +50,6 @@ def printed(target: str, *, reported: bool) -> int:
     Raises:
         UsageError: the adapter writes no program, or nothing is recorded.
     """
-    from kltest.scoreboard.pages import facts
-    from kltest.scoreboard.programs import standalone
-
     name, wanted = split(target)
     if not wanted:
         raise UsageError(f"{target}: no setting is given; write LIBRARY:SETTING, such as trl:grpo/defaults")
@@ -63,7 +60,14 @@ def printed(target: str, *, reported: bool) -> int:
     gradients = rows[0]["gradients"] if rows else []
     if reported and not gradients:
         raise UsageError(f"nothing is recorded of {target}; `kltest libraries {name}` measures it")
-    text = facts(rows[0]) if reported else standalone(library, setting, (each["batch"] for each in gradients))
+    if reported:
+        from kltest.scoreboard.pages import facts
+
+        text = facts(rows[0])
+    else:
+        from kltest.scoreboard.programs import standalone
+
+        text = standalone(library, setting, (each["batch"] for each in gradients))
     if not text:
         raise UsageError(
             f"the adapter of {name} writes no programs; `kltest libraries {name} --setting '{wanted}'` measures "

@@ -356,16 +356,11 @@ def test_every_adapter_is_well_made(name):
     assert library.name == name
     assert len(set(names)) == len(names) > 0
     assert not any(all(part.isidentifier() for part in setting.split(".")) for setting in names)
-    assert any(setting.default for setting in library.settings)
     assert library.settings[0].default
-    recipes = [setting for setting in library.settings if setting.recipe]
-    assert all(setting.note for setting in recipes)
-    assert name == "trl" or [setting.options.get("expect") for setting in recipes] in ([], [None])
     for setting in library.settings:
-        assert setting.source.startswith("https://") or not setting.source
-        assert setting.source or name not in ("torchrl", "tunix", "unsloth-zoo")
+        assert setting.note or not setting.recipe
+        assert setting.source.startswith("https://")
         assert ":" in setting.target
-        assert json.loads(json.dumps(dict(setting.arguments))) == dict(setting.arguments)
         assert named(f"{name}:{setting.name}") == [(f"{name}:{setting.name}", setting)]
 
 

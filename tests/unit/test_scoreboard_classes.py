@@ -1,6 +1,7 @@
 """Classes of settings: every row has exactly one, and its sentence is true of the gradients themselves."""
 
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -105,12 +106,7 @@ NAMED = (
     *({"reverse_kl": 1.0, "forward_kl": -1.0}, {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}),
     {"squared_log_ratio_sum": 1.0, "local_reverse_kl": -1.0},
 )
-PLACES = [
-    (environment, sampler, batch)
-    for environment in ENVIRONMENTS
-    for sampler in ("current", "stale")
-    for batch in (1, 2)
-]
+PLACES = list(product(ENVIRONMENTS, ("current", "stale"), (1, 2)))
 
 
 @st.composite
