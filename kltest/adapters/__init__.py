@@ -176,9 +176,7 @@ class Adapter:
     standalone: Callable[..., str] | None = None
 
     @classmethod
-    def cloned(
-        cls, name: str, home: str, commit: str, *loads: Any, find: Callable[..., Any] | None = None, **others: Any
-    ) -> Self:
+    def cloned(cls, name: str, home: str, commit: str, *loads: Any, **others: Any) -> Self:
         """Return the adapter to a library that no package index has.
 
         Args:
@@ -186,14 +184,13 @@ class Adapter:
             home: address of the repository.
             commit: the commit that the settings were tried with.
             loads: arguments of `installed.loaded` that bring the library in.
-            find: what its programs take functions from the library with, `installed.found` if None.
             others: further fields of the adapter, `module` among them.
         """
         from kltest.adapters.installed import found, loaded
         from kltest.adapters.standalone import program
 
         usual: dict[str, Any] = {"distribution": name.replace("-", "_"), "installs": (), "homepage": home}
-        usual |= {"loads": partial(loaded, *loads), "standalone": partial(program, find=find or found)}
+        usual |= {"loads": partial(loaded, *loads), "standalone": partial(program, find=found)}
         return cls(name=name, version=commit, repository=home, **{**usual, **others})
 
     @property

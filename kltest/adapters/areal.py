@@ -63,5 +63,5 @@ ADAPTER = Adapter(
         TEACHER.variant({"rl_loss_weight": 0}),
     ),
     loads=partial(loaded, MODULE),
-    standalone=partial(program, find=loaded),
+    standalone=program,
 )

@@ -45,5 +45,4 @@ ADAPTER = Adapter.cloned(
         LOSS.by_default(NONE, note="Its KL is that to the sampler; there is none to a reference."),
         LOSS.by_default(NONE, {"kind": "ref_kl"}, note="On-policy distillation: the reference is the teacher."),
     ),
-    find=loaded,
 )

@@ -80,5 +80,5 @@ ADAPTER = Adapter(
         DISTILLED.variant({"kl_discount_factor": 1.0}),
     ),
     loads=partial(loaded, "tinker_cookbook.rl.metrics"),
-    standalone=partial(program, find=loaded),
+    standalone=program,
 )

@@ -26,20 +26,19 @@ def holding(model, logits):
     return model.holding(chains(logits))
 
 
-def bare(kind, model=None, args=(), **attributes):
+def bare(kind, args=(), **attributes):
     """Return a trainer of a class without calling its constructor.
 
     Args:
         kind: the class.
-        model: its model, a table if None.
         args: its arguments by name, beside those of one step on one device.
-        attributes: what its constructor would set; they win over what stands in.
+        attributes: what its constructor would set; they win over what stands in, as a table does for its model.
     """
     trainer = object.__new__(kind)
     usual = {"gradient_accumulation_steps": 1, "n_gpu": 1, "past_index": -1, "average_tokens_across_devices": False}
     same = {name: lambda value, *_, **__: value for name in ("gather", "gather_for_metrics", "unwrap_model", "reduce")}
     trainer.__dict__ |= {
-        "model": tabular() if model is None else model,
+        "model": tabular(),
         "args": SimpleNamespace(**{**usual, **dict(args)}),
         "accelerator": SimpleNamespace(**same, num_processes=1, process_index=0, is_main_process=True),
         "label_smoother": None,
