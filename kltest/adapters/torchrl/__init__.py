@@ -25,15 +25,17 @@ def actor(logp, mask):
     torch = importlib.import_module("torch")
 
     class Fixed:
+        def __init__(self):
+            self.mask = mask.bool()
+
         def log_prob(self, value):
             return logp
 
         def entropy(self):
             return torch.zeros_like(logp)
 
-    network, fixed = torch.nn.Module(), Fixed()
-    fixed.mask = mask.bool()
-    network.in_keys, network.get_dist = (), lambda tensordict, **names: fixed
+    network = torch.nn.Module()
+    network.in_keys, network.get_dist = (), lambda tensordict, **names: Fixed()
     return network
 
 
