@@ -58,4 +58,4 @@ def test_an_error_of_a_loss_that_follows_what_was_declared_says_what_was_found()
     lines = str(kltest.grade(late, select="KL105")).splitlines()
     assert len(lines) <= 25
     assert "KL105" in (words := " ".join(" ".join(lines).split()))
-    assert "In rollouts of 64 tokens (current sampler) the expected gradient is off by" in words
+    assert "In rollouts of 64 tokens, current sampler, the expected gradient is off by" in words
