@@ -20,10 +20,10 @@ from kltest.counterexample.environment import SmallEnvironment
 from kltest.counterexample.sources import FROM_FILE, FUTURE, Definition, NoSourceError, is_literal, source_of
 from kltest.files import template
 from kltest.identify.combinations import Combination
-from kltest.loss.arguments import Stub, field_asked, given_to
-from kltest.loss.building import Built
+from kltest.loss.arguments import Attributes, FieldOf
+from kltest.loss.building import ObjectOf
 from kltest.loss.calling import Loss
-from kltest.loss.filling import FieldOf, Filling
+from kltest.loss.filling import Filling
 from kltest.loss.global_state import eagerly, preserved
 from kltest.loss.jax.bridge import JaxLoss
 from kltest.loss.placement import ROW_FIELDS
@@ -166,23 +166,15 @@ class Program:
         return f"{self.source.name}({', '.join(parts)})"
 
     def _value(self, filling: Filling) -> str:
-        if isinstance(filling, Stub):
-            parts = (f"{name}={self._value(value)}" for name, value in given_to(filling).items())
-            return f"SimpleNamespace({', '.join(parts)})"
-        if isinstance(filling, Built):
-            owner, kind = self.source.name.rpartition(".")[0], type(filling.thing).__name__
-            if (
-                filling is self.loss.arguments.receiver
-                and owner.rpartition(".")[2] == kind
-                and not given_to(filling.given)
-            ):
+        if isinstance(filling, ObjectOf):
+            owner, kind = self.source.name.rpartition(".")[0], type(filling.built).__name__
+            if filling is self.loss.arguments.receiver and owner.rpartition(".")[2] == kind and not filling.given:
                 return f"{owner}()"
-            held = {**getattr(filling.thing, "__dict__", {}), **given_to(filling.given)}
-            return f"SimpleNamespace({', '.join(f'{name}={self._value(value)}' for name, value in held.items())})"
+            filling = Attributes({**getattr(filling.built, "__dict__", {}), **filling.given})
+        if isinstance(filling, Attributes):
+            return f"SimpleNamespace({', '.join(f'{name}={self._value(value)}' for name, value in filling.items())})"
         if isinstance(filling, FieldOf):
             return self._field(filling.name)
-        if isinstance(filling, str) and (name := field_asked(filling)) is not None:
-            return self._field(name)
         if not is_literal(filling):
             raise NoSourceError(f"an argument, a {type(filling).__name__}, cannot be written down")
         return repr(filling)

@@ -1,77 +1,153 @@
-"""Objects built from the defaults of their class: the `self` of a method, and configurations that a loss takes."""
+"""Objects that fill parameters: the `self` of a method and configurations, built from the defaults of their class.
+
+Where a class cannot be built, a stand-in has the attributes that `--arg` gives, and the methods of the class.
+"""
 
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sized
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
 
 from kltest.errors import UsageError, did_you_mean
-from kltest.loss.arguments import Stub, given_to
-from kltest.loss.callables import contents, inner_of, kind_of
+from kltest.loss.arguments import Attributes, FieldOf, argument_for
+from kltest.loss.callables import contents, inner_of, kind_of, required
 from kltest.loss.global_state import preserved
 from kltest.names import field_named
-from kltest.rollout import Rollout
+from kltest.rollout import NotGivenError, Rollout
 
 _DEEPEST = 3
 # Packages whose classes are no configurations, however easily they are built.
 _NOT_OURS = sys.stdlib_module_names | {"torch", "numpy", "jax", "jaxlib", "jaxtyping", "tensordict", "kltest"}
 
 
-@dataclass(frozen=True)
-class Built:
-    """An object built from defaults; `given` are the attributes that `--arg NAME.attribute=value` sets on it."""
+class StandIn:
+    """An object that has the attributes set on it, those of a class, and no others.
 
-    thing: Any
-    given: Stub
+    Methods, properties and constants of the class work, with the stand-in as their `self`. What is set can be read by
+    key as well, as from a dictionary.
+    """
+
+    __slots__ = ("__dict__", "_stand_in_kind", "_stand_in_name")
+
+    def __init__(self, name: str, kind: type | None = None) -> None:
+        self._stand_in_name, self._stand_in_kind = name, kind
+
+    def __getattr__(self, attribute: str) -> Any:
+        kind = self._stand_in_kind
+        found = None if kind is None else inspect.getattr_static(kind, attribute, None)
+        if found is not None:
+            return found.__get__(self, kind) if hasattr(found, "__get__") else found
+        # These are no methods, since the class may have its own of these names.
+        if attribute in ("get", "keys"):
+            return partial(getattr(dict, attribute), vars(self))
+        raise self._not_given(attribute)
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in vars(self):
+            raise self._not_given(key)
+        return vars(self)[key]
+
+    def __setitem__(self, key: str, value: object) -> None:
+        vars(self)[key] = value
+
+    def __contains__(self, key: object) -> bool:
+        return key in vars(self)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(vars(self))
+
+    def _not_given(self, what: object) -> NotGivenError:
+        name = self._stand_in_name
+        known = isinstance(what, str) and what.isidentifier()
+        advice = f"give it with {argument_for(f'{name}.{what}')}" if known else "--arg can give it names alone"
+        return NotGivenError(f"{name} stands in for an object that was not built and has no {what!r}; {advice}")
+
+
+@dataclass(frozen=True)
+class ObjectOf:
+    """An object that fills a parameter.
+
+    Attributes:
+        name: The parameter.
+        given: The attributes that are set on it in each call.
+        built: The object, None if one stands in for it. That is made anew for each call, so that what a loss writes on
+            it ends with the call.
+        kind: The class that a stand-in has its methods from.
+    """
+
+    name: str
+    given: Attributes
+    built: Any = None
+    kind: type | None = None
 
     def at(self, rollout: Rollout) -> Any:
-        """Return the object, its given attributes set, those that are fields ("@beta") from `rollout`."""
-        _set(self.thing, self.given.at(rollout))
-        return self.thing
-
-    def fields(self) -> set[str]:
-        """Return the rollout fields among its given attributes."""
-        return self.given.fields()
-
-    @property
-    def name(self) -> str:
-        return str(vars(self.given)["_stub_name"])
+        """Return the object for a call, its given attributes set, those that are fields from `rollout`."""
+        made = StandIn(self.name, self.kind) if self.built is None else self.built
+        _set(made, self.name, self.given, rollout)
+        return made
 
     def note(self) -> str:
-        """Return a sentence for the report."""
-        changed = ", ".join(f"{self.name}.{name}" for name in given_to(self.given))
-        coefficient = next((name for name in contents(self.thing) if field_named(name) == "beta"), None)
+        """Return a sentence for the report on an object that was built."""
+        changed = ", ".join(f"{self.name}.{name}" for name in self.given)
+        coefficient = next((name for name in contents(self.built) if field_named(name) == "beta"), None)
         change = f"{coefficient}=@beta grades what it multiplies" if coefficient else "ATTRIBUTE=VALUE changes it"
         rest = f", and {changed} set as given" if changed else f"; --arg {self.name}.{change}"
-        return f"{self.name} is {type(self.thing).__name__}(), built from its defaults{rest}."
+        return f"{self.name} is {type(self.built).__name__}(), built from its defaults{rest}."
 
     def lacks(self, error: BaseException) -> str:
-        """Return how to give the attribute that an exception misses on this object, "" for other exceptions."""
-        if not isinstance(error, AttributeError) or error.obj is not self.thing:
+        """Return how to give the attribute that an exception misses on a built object, "" for other exceptions."""
+        if self.built is None or not isinstance(error, AttributeError) or error.obj is not self.built:
             return ""
-        what = f"{self.name} was built as {type(self.thing).__name__}() and has no {error.name!r}"
-        value = f"@{field}" if (field := field_named(error.name)) else "VALUE"
-        return f"{what}; give it with --arg {self.name}.{error.name}={value}"
+        what = f"{self.name} was built as {type(self.built).__name__}() and has no {error.name!r}"
+        return f"{what}; give it with {argument_for(f'{self.name}.{error.name}')}"
 
 
-def stand_in(name: str, kind: type, given: Mapping[str, object]) -> Built | Stub:
-    """Return an object of a class, built from its defaults; or, where that fails, a stub with its methods."""
-    made = build(kind)
-    return Stub(name, given, kind) if made is None else Built(made, Stub(name, given))
+def _set(thing: Any, path: str, given: Attributes, rollout: Rollout) -> None:
+    """Set attributes on an object; objects inside it are copied before that."""
+    mapping = isinstance(thing, MutableMapping)
+    for name, attribute in given.items():
+        value = _value_of(attribute, thing, path, name, rollout)
+        what = f"--arg {path}.{name}=…: {kind_of(thing)}"
+        if hasattr(thing, "__dataclass_fields__") and not hasattr(thing, name):
+            raise UsageError(f"{what} has no {name!r}; {did_you_mean(name, thing.__dataclass_fields__)}".rstrip("; "))
+        try:
+            if mapping:
+                thing[name] = value
+            else:
+                object.__setattr__(thing, name, value)  # it may be frozen, or a module's parameter
+        except (AttributeError, TypeError) as error:
+            raise UsageError(f"{what} does not let it be set: {error}") from error
 
 
-def configuration(parameter: inspect.Parameter, function: Callable[..., Any], given: Mapping[str, object]) -> Any:
-    """Return a Built for a parameter whose annotation is a class that its defaults build, else None.
+def _value_of(attribute: Any, thing: Any, path: str, name: str, rollout: Rollout) -> Any:
+    if isinstance(attribute, FieldOf):
+        return getattr(rollout, attribute.name)
+    if not isinstance(attribute, Attributes):
+        return attribute
+    inner = None
+    if not isinstance(thing, StandIn):
+        inner = thing.get(name) if isinstance(thing, MutableMapping) else getattr(thing, name, None)
+    # What stood in for it in an earlier call is made anew.
+    inner = StandIn(f"{path}.{name}") if inner is None or isinstance(inner, StandIn) else copy.copy(inner)
+    _set(inner, f"{path}.{name}", attribute, rollout)
+    return inner
+
+
+def configuration(
+    parameter: inspect.Parameter, function: Callable[..., Any], given: Attributes | None = None
+) -> ObjectOf | None:
+    """Return the object for a parameter whose annotation is a class that its defaults build, else None.
 
     A container of data that its defaults leave empty is no configuration.
     """
     kind = annotated(parameter, function)
     made = None if kind is None else build(kind)
-    return None if made is None or _is_empty(made) else Built(made, Stub(parameter.name, given))
+    return None if made is None or _is_empty(made) else ObjectOf(parameter.name, given or Attributes(), made)
 
 
 def _is_empty(thing: Any) -> bool:
@@ -106,41 +182,14 @@ def build(kind: type, depth: int = _DEEPEST) -> Any:
     """
     try:
         given: dict[str, Any] = {}
-        for parameter in inspect.signature(kind).parameters.values():
-            if parameter.default is parameter.empty and parameter.kind not in (
-                parameter.VAR_POSITIONAL,
-                parameter.VAR_KEYWORD,
-            ):
-                needed = annotated(parameter, kind.__init__)  # type: ignore[misc]
-                given[parameter.name] = build(needed, depth - 1) if needed is not None and depth else None
-                if given[parameter.name] is None or parameter.kind is parameter.POSITIONAL_ONLY:
-                    return None
+        for parameter in required(kind):
+            needed = annotated(parameter, kind.__init__)  # type: ignore[misc]
+            given[parameter.name] = build(needed, depth - 1) if needed is not None and depth else None
+            if given[parameter.name] is None or parameter.kind is parameter.POSITIONAL_ONLY:
+                return None
         with preserved(0):
             return kind(**given)
     except KeyboardInterrupt:
         raise
     except BaseException:  # it may need a file, a GPU, command-line arguments: then it is not built
         return None
-
-
-def _set(thing: Any, given: Stub) -> None:
-    """Set the attributes of a stub on an object; objects inside it are copied before that."""
-    for name, value in given_to(given).items():
-        mapping = isinstance(thing, MutableMapping)
-        inner = thing.get(name) if mapping else getattr(thing, name, None)
-        if isinstance(value, Stub):
-            if inner is not None and not isinstance(inner, Stub):
-                stub, value = value, copy.copy(inner)
-                _set(value, stub)
-        else:
-            value = Stub.__getattr__(given, name)
-        what = f"--arg {vars(given)['_stub_name']}.{name}=…: {kind_of(thing)}"
-        if hasattr(thing, "__dataclass_fields__") and not hasattr(thing, name):
-            raise UsageError(f"{what} has no {name!r}; {did_you_mean(name, thing.__dataclass_fields__)}".rstrip("; "))
-        try:
-            if mapping:
-                thing[name] = value
-            else:
-                object.__setattr__(thing, name, value)  # it may be frozen, or a module's parameter
-        except (AttributeError, TypeError) as error:
-            raise UsageError(f"{what} does not let it be set: {error}") from error

@@ -47,10 +47,7 @@ def _instance(kind: type, name: str) -> Any:
     if not any("__call__" in vars(base) for base in kind.__mro__ if base is not object):
         raise UsageError(f"{name} is a class whose instances cannot be called. {advice}")
     try:
-        parameters = inspect.signature(kind).parameters.values()
-        needed = [
-            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        ]
+        needed = [parameter.name for parameter in required(kind)]
     except (ValueError, TypeError):
         needed = ["…"]
     if needed:
@@ -64,6 +61,12 @@ def _instance(kind: type, name: str) -> Any:
         raise
     except BaseException as error:
         raise failure(f"building {name}()", error, source_file(kind)) from error
+
+
+def required(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters that need an argument."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def inner_of(function: Any) -> Any:

@@ -11,9 +11,8 @@ import torch
 
 from kltest.errors import KltestError, TargetError, UsageError
 from kltest.estimators.spec import Credit, Place, Spec
-from kltest.loss.arguments import Stub
 from kltest.loss.beside import Beside
-from kltest.loss.building import Built
+from kltest.loss.building import ObjectOf
 from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.filling import Arguments, fill, fixed_beta
 from kltest.loss.frames import describe, failure
@@ -37,7 +36,7 @@ def bind(
     call: Call | None = None,
     name: str | None = None,
     *,
-    receiver: Stub | Built | None = None,
+    receiver: ObjectOf | None = None,
     spec: Spec | None = None,
     notes: tuple[str, ...] = (),
 ) -> "Loss":
@@ -47,7 +46,7 @@ def bind(
         function: any callable; a class that needs no arguments is built, a module called by its forward.
         call: placement, credit, coefficient and arguments.
         name: what reports call it; default its own name.
-        receiver: stands in for `self` if `function` is a plain method.
+        receiver: its `self` if `function` is a plain method.
         spec: description of a registered estimator, whose placement and credit are the defaults.
         notes: sentences for the report.
 
@@ -85,7 +84,7 @@ def bind(
         less="" if shaped else "coefficient",
         fixed_beta=beta,
         stated=(*notes, *(built.note() for built in arguments.built)),
-        calls=Calls.of(function, {built.name: built.thing for built in arguments.built}),
+        calls=Calls.of(function, {one.name: one.built for one in arguments.built}),
         beside=Beside(function),
     )
 

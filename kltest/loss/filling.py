@@ -1,4 +1,4 @@
-"""Filling the parameters of a loss: with a field of the same name, an argument, or a stand-in object."""
+"""Filling the parameters of a loss: with a field of the same name, an argument, or an object."""
 
 import inspect
 import math
@@ -9,30 +9,26 @@ from typing import Any
 
 from kltest.errors import UsageError
 from kltest.loss.advice import advice
-from kltest.loss.arguments import Stub, field_asked, fields_listed, split_dotted
-from kltest.loss.building import Built, annotated, configuration
+from kltest.loss.arguments import Attributes, FieldOf, fields_listed, parsed
+from kltest.loss.building import ObjectOf, annotated, configuration
 from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
 from kltest.names import FIELDS, field_named, near_spelling, suggested_field
 
-
-@dataclass(frozen=True)
-class FieldOf:
-    """A field of the rollout that fills a parameter."""
-
-    name: str
-
-
-Filling = FieldOf | Stub | Built | Any
+Filling = FieldOf | ObjectOf | Any
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What fills the parameters of a callable in each call; `receiver` stands in for the `self` of a plain method."""
+    """What fills the parameters of a callable in each call; `receiver` is the `self` of a plain method."""
 
     parameters: tuple[inspect.Parameter, ...]
     fillings: Mapping[str, Filling]
-    receiver: Stub | Built | None = None
+    receiver: ObjectOf | None = None
+
+    @property
+    def _objects(self) -> list[ObjectOf]:
+        return [one for one in (self.receiver, *self.fillings.values()) if isinstance(one, ObjectOf)]
 
     @cached_property
     def fields(self) -> dict[str, str]:
@@ -41,14 +37,13 @@ class Arguments:
 
     @cached_property
     def takes(self) -> frozenset[str]:
-        """The fields that are given, to objects that stand in for others as well."""
-        objects = [one for one in (self.receiver, *self.fillings.values()) if isinstance(one, Stub | Built)]
-        return frozenset(self.fields.values()).union(*(one.fields() for one in objects))
+        """The fields that are given, as attributes of objects as well."""
+        return frozenset(self.fields.values()).union(*(one.given.fields() for one in self._objects))
 
     @cached_property
-    def built(self) -> list[Built]:
+    def built(self) -> list[ObjectOf]:
         """The objects that were built from the defaults of their class."""
-        return [one for one in (self.receiver, *self.fillings.values()) if isinstance(one, Built)]
+        return [one for one in self._objects if one.built is not None]
 
     def with_value(self, name: str, value: object) -> "Arguments":
         """Return the same with a value for one parameter."""
@@ -68,7 +63,7 @@ class Arguments:
 def _value_of(filling: Filling, view: RolloutView) -> Any:
     if isinstance(filling, FieldOf):
         return getattr(view, filling.name)
-    return filling.at(view) if isinstance(filling, Stub | Built) else filling
+    return filling.at(view) if isinstance(filling, ObjectOf) else filling
 
 
 def fill(
@@ -78,42 +73,33 @@ def fill(
 
     Raises UsageError that names all parameters that nothing fills, or an argument that no parameter takes.
     """
-    plain, dotted = split_dotted(call.arguments)
-    if copied := [key for key, value in call.arguments.items() if value in ("VALUE", "@FIELD")]:
-        raise UsageError(f"--arg {copied[0]}={call.arguments[copied[0]]}: write what is meant in place of the capitals")
-    fillings: dict[str, Filling] = {}
+    fillings: dict[str, Filling] = parsed(call.arguments)
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    fillable = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    unknown = (plain.keys() | dotted.keys()) - {parameter.name for parameter in fillable}
-    if unknown and not open_ended:
-        raise _no_such_parameter(name, sorted(unknown)[0], fillable)
-    if not fillable and not call.arguments and parameters:
+    fillable = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    if not open_ended and (unknown := fillings.keys() - fillable.keys()):
+        raise _no_such_parameter(name, min(unknown), list(fillable))
+    if not fillable and not fillings and parameters:
         raise UsageError(
             f"{name} takes {_shown(parameters)} and names no parameter, so nothing says what to give it. "
             f"Wrap it in a function with named parameters{', or use --arg NAME=@FIELD' if open_ended else ''}; "
             f"fields are {fields_listed()}"
         )
-    for key, value in plain.items():
-        asked = field_asked(value)
-        fillings[key] = value if asked is None else FieldOf(asked)
-    for key, attributes in dotted.items():
-        fillings[key] = Stub(key, attributes)
+    for key, given in fillings.items():
+        if isinstance(given, Attributes):
+            made = configuration(fillable[key], function, given) if key in fillable else None
+            fillings[key] = made or ObjectOf(key, given)
     missing: dict[str, str] = {}
-    for parameter in fillable:
-        if parameter.name in dotted:
-            fillings[parameter.name] = (
-                configuration(parameter, function, dotted[parameter.name]) or fillings[parameter.name]
-            )
-        if parameter.name not in fillings:
-            field = field_named(parameter.name)
-            if field is not None:
-                fillings[parameter.name] = FieldOf(field)
-            elif parameter.default is parameter.empty:
-                if (made := configuration(parameter, function, {})) is not None:
-                    fillings[parameter.name] = made
-                else:
-                    kind = annotated(parameter, function)
-                    missing[parameter.name] = f"{kind.__name__} is not built by its defaults" if kind else ""
+    for key, parameter in fillable.items():
+        if key in fillings:
+            continue
+        if field := field_named(key):
+            fillings[key] = FieldOf(field)
+        elif parameter.default is parameter.empty:
+            if made := configuration(parameter, function):
+                fillings[key] = made
+            else:
+                kind = annotated(parameter, function)
+                missing[key] = f"{kind.__name__} is not built by its defaults" if kind else ""
     if missing:
         raise _cannot_fill(name, missing, parameters, function)
     return fillings
@@ -149,8 +135,7 @@ def _cannot_fill(
     )
 
 
-def _no_such_parameter(name: str, argument: str, fillable: list[inspect.Parameter]) -> UsageError:
-    names = [parameter.name for parameter in fillable]
+def _no_such_parameter(name: str, argument: str, names: list[str]) -> UsageError:
     near = near_spelling(argument, names)
     hint = f"did you mean {near!r}?" if near else f"its parameters are {', '.join(names) or 'none'}"
     if argument == "self":

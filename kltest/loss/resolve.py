@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kltest.errors import UsageError
-from kltest.loss.building import stand_in
+from kltest.loss.arguments import Attributes, parsed
+from kltest.loss.building import ObjectOf, build
 from kltest.loss.calling import Loss, bind
 from kltest.loss.frames import failure
 from kltest.loss.importing import Imported, ImportFailedError, attribute, import_by_name, import_file, source_of
@@ -41,9 +42,10 @@ def resolve(text: Callable[..., Any] | str, call: Call | None = None, name: str 
         return bind(target.estimator.function, call, target.estimator.spec.name, spec=target.estimator.spec)
     found, receiver = _function(target), None
     if found.owner is not None:
-        attributes = {key[5:]: value for key, value in call.arguments.items() if key.startswith("self.")}
-        receiver = stand_in("self", found.owner, attributes)
-        call = replace(call, arguments={k: v for k, v in call.arguments.items() if not k.startswith("self.")})
+        given = {key: value for key, value in call.arguments.items() if key.startswith("self.")}
+        attributes = parsed(given).get("self", Attributes())
+        receiver = ObjectOf("self", attributes, build(found.owner), found.owner)
+        call = replace(call, arguments={key: call.arguments[key] for key in call.arguments if key not in given})
     return bind(found.function, call, text.strip(), receiver=receiver, notes=found.notes)
 
 

@@ -217,7 +217,7 @@ def test_a_configuration_is_lifted_with_its_function(write):
 
 
 def test_what_is_random_in_an_object_is_the_same_in_every_run(classes):
-    one, other = (resolve("mine.py:Module.penalty").arguments.receiver.thing for _ in range(2))
+    one, other = (resolve("mine.py:Module.penalty").arguments.receiver.built for _ in range(2))
     assert one is not other
     assert torch.equal(one.noise, other.noise)
 

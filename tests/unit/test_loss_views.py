@@ -7,6 +7,8 @@ import torch
 
 from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.errors import TargetError, UsageError
+from kltest.loss.arguments import Attributes
+from kltest.loss.building import ObjectOf
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.names import FIELDS
@@ -238,9 +240,7 @@ def test_methods_of_a_class_come_before_those_of_a_dictionary():
         def loss(self, logp):
             return logp * self.get("scale")
 
-    from kltest.loss.arguments import Stub
-
-    bound = bind(Trainer.loss, receiver=Stub("self", {}, Trainer))
+    bound = bind(Trainer.loss, receiver=ObjectOf("self", Attributes(), kind=Trainer))
     torch.testing.assert_close(
         gradient(bound, BATCHES["ragged"]), by_hand(BATCHES["ragged"], torch.full((15, 3), 3.0, dtype=torch.float64))
     )

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from kltest.errors import UsageError
-from kltest.loss.arguments import Stub
+from kltest.loss.building import StandIn
 from kltest.loss.jax.program import narrowest
 from kltest.rollout import LEAVES, Rollout
 
@@ -97,9 +97,10 @@ class JaxLoss:
 def _tensors(given: Any) -> Iterator[Tensor]:
     """Yield the tensors among the arguments of a call, and the leaves of rollouts and stand-in objects there."""
     for item in tree_leaves(given):
-        rollout = vars(item)["_stub_rollout"] if isinstance(item, Stub) else item
-        if isinstance(rollout, Rollout):
-            yield from (rollout.peek(name) for name in LEAVES if name in rollout)
+        if isinstance(item, StandIn):
+            yield from _tensors(list(vars(item).values()))
+        elif isinstance(item, Rollout):
+            yield from (item.peek(name) for name in LEAVES if name in item)
         elif isinstance(item, Tensor):
             yield item
 
@@ -159,7 +160,7 @@ class _Arrays:
     def of(self, thing: Any) -> Any:
         if isinstance(thing, Tensor):
             return self._traced[id(thing)] if id(thing) in self._traced else as_array(thing)
-        return _View(thing, self) if isinstance(thing, Rollout | Stub) else thing
+        return _View(thing, self) if isinstance(thing, Rollout | StandIn) else thing
 
 
 class _View:
