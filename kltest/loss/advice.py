@@ -1,15 +1,13 @@
 """Propose how to fill parameters that nothing fills, from what the body of a loss reads: arguments, or by a shim."""
 
 import ast
-import inspect
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
-from kltest.loss.callables import inner_of
+from kltest.loss.callables import definition_of
 from kltest.names import field_named, suggested_field
 
 _PACKED = re.compile(r"(cu|max)_?seq_?lens?\w*")
@@ -20,9 +18,8 @@ Chain = tuple[str, ...]
 
 def advice(function: Callable[..., Any], missing: Iterable[str]) -> str:
     """Return sentences that say how to fill `missing`; "" if the body of the function does not tell."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inner_of(function))))
-    except (OSError, TypeError, SyntaxError):  # no source, or not all of it
+    tree = definition_of(function)
+    if tree is None:
         return ""
     missing, chains = list(missing), _chains(tree)
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}

@@ -1,7 +1,9 @@
 """Parameters of the callables that can be called with a rollout, and the reason why others are refused."""
 
+import ast
 import inspect
 import reprlib
+import textwrap
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -75,6 +77,14 @@ def inner_of(function: Any) -> Any:
     if not (inspect.isroutine(inner) or inspect.isclass(inner)):
         inner = type(inner).__call__
     return inspect.unwrap(inner)
+
+
+def definition_of(function: Any) -> ast.AST | None:
+    """Return the syntax tree of the function that runs when a callable is called, None if its source is not there."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(inner_of(function)))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return None
 
 
 def without_partials(function: Any) -> Any:

@@ -11,7 +11,6 @@ import torch
 
 from kltest.errors import KltestError, TargetError, UsageError
 from kltest.estimators.spec import Credit, Place, Spec
-from kltest.loss.beside import Beside
 from kltest.loss.building import ObjectOf
 from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.filling import Arguments, fill, fixed_beta
@@ -19,11 +18,12 @@ from kltest.loss.frames import describe, failure
 from kltest.loss.global_state import eagerly, preserved, settings_preserved, unusual_input
 from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
 from kltest.loss.jax.bridge import JaxLoss, jax_loss
-from kltest.loss.jax.recognition import is_for_jax
 from kltest.loss.outcome import Call, Calls, Outcome
 from kltest.loss.placement import ROW_FIELDS, place
 from kltest.loss.precision import PrecisionTrace
-from kltest.loss.results import Result, check_finite
+from kltest.loss.reach import is_for_jax
+from kltest.loss.results import Reader, Result, check_finite
+from kltest.loss.state import State
 from kltest.loss.view import INPUT_FORMS, InputForm, RolloutView, made_unambiguous, unambiguous
 from kltest.rollout import LEAVES, NotGivenError, Rollout
 
@@ -85,7 +85,7 @@ def bind(
         fixed_beta=beta,
         stated=(*notes, *(built.note() for built in arguments.built)),
         calls=Calls.of(function, {one.name: one.built for one in arguments.built}),
-        beside=Beside(function),
+        reader=Reader(function),
     )
 
 
@@ -126,7 +126,7 @@ class Loss:
         fixed_beta: the coefficient at which the KL part is taken, None for the rollout's own.
         stated: sentences for the report that are known before a call.
         calls: how often it was called, and how long that took; its copies count with it.
-        beside: finds the logged KL among what it returns.
+        reader: takes what it returns apart, and finds the logged KL in it.
         forms: the forms in which fields are tried.
         exploring: True if its input is unusual, so that it may give NaN.
         record: what its calls have shown; alone of all this it changes.
@@ -145,7 +145,7 @@ class Loss:
     fixed_beta: float | None
     stated: tuple[str, ...]
     calls: Calls
-    beside: Beside
+    reader: Reader
     forms: tuple[InputForm, ...] = INPUT_FORMS
     exploring: bool = False
     record: Record = field(default_factory=Record)
@@ -216,10 +216,10 @@ class Loss:
         beta = self.beta(rollout)
         # Noise is to be the same in both calls, so that it cancels. Whoever reads the rollout may read β from it.
         twice = self.less == "reference" or self.takes & {"beta", "rollout"}
+        random = State(self.calls.generators if twice else ())
         trace = PrecisionTrace() if self.record.traced is None and len(rollout) <= _TRACED_ROWS else nullcontext()
-        for random in self.calls.noise() if twice else (None,):  # noqa: B007
-            with trace:
-                result, view = self._run(rollout, beta)
+        with trace:
+            result, view = self._run(rollout, beta)
         results = {self.name: result}
         loss = result.loss.to(torch.float64)
         self.record.reads_beta |= "beta" in view.accessed
@@ -228,8 +228,7 @@ class Loss:
         if self.less == "reference" or (self.less and self.takes_beta):
             lacking = self.less == "coefficient"
             where = "at β = 0" if lacking else "with the policy as reference"
-            if random is not None:
-                random.reset()
+            random.reset()
             with trace:
                 without, _ = self._run(rollout if lacking else rollout.near_reference(), 0.0 if lacking else beta)
             results[f"{self.name} {where}"] = without
@@ -308,8 +307,7 @@ class Loss:
             if beta == 0 and isinstance(answer, int | float) and not isinstance(answer, bool):
                 # A loss without its KL term may be the number 0.
                 answer = torch.tensor(float(answer), dtype=torch.float64)
-            result = self.beside.read(self.name, answer, rollout)
-            result = self.beside.chosen(result, rollout, view, self._call)
+            result = self.reader.read(self.name, answer, rollout, view, self._call)
             if result.note and result.note not in self.notes:
                 self.record.notes.append(result.note)
             return (replace(result, loss=-result.loss) if self.shaped else result), view

@@ -1,6 +1,5 @@
 """State of the process that a loss may change (random generators, torch's settings), and modes that it is called in."""
 
-import ctypes
 import random
 import sys
 from collections.abc import Iterator
@@ -12,43 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kltest.loss.state import Place, State
-
-# The global generators. NumPy's is the old one, which a loss without a generator of its own draws from.
-TORCH = Place("torch's generator", torch.get_rng_state, torch.set_rng_state, drawn=True)
-PYTHON = Place("random's generator", random.getstate, random.setstate, drawn=True)
-NUMPY = Place("NumPy's generator", np.random.get_state, np.random.set_state, drawn=True)
-# Bytes of NumPy's generator: 624 words and the number of those that were used.
-MERSENNE_TWISTER = 4 * 625
-
-
-class RandomState(State):
-    """The state of random generators when it was made: the global ones, and others.
-
-    Without `numpy`, NumPy's is not restored: to read and write it takes ten times as long as the other two together.
-    """
-
-    def __init__(self, *own: Place, numpy: bool = True) -> None:
-        super().__init__((TORCH, PYTHON, *[NUMPY] * numpy, *own))
-        self._numpy = _numpy_stands()
-
-    @property
-    def moved(self) -> bool:
-        """True if a generator has been drawn from since."""
-        return bool(self.changed()) or self.numpy_moved
-
-    @property
-    def numpy_moved(self) -> bool:
-        """True if NumPy's generator has been drawn from since."""
-        return self._numpy != _numpy_stands()
-
-
-def _numpy_stands() -> bytes:
-    """Return where NumPy's generator stands: its memory, which is read ten times as fast as its state is."""
-    bits = np.random.mtrand.get_bit_generator()
-    if isinstance(bits, np.random.MT19937):
-        return ctypes.string_at(bits.ctypes.state_address, MERSENNE_TWISTER)
-    return repr(bits.state).encode()
+from kltest.loss.state import NUMPY, PYTHON, TORCH, State
 
 
 @contextmanager
@@ -60,7 +23,7 @@ def preserved(seed: int | None = None) -> Iterator[None]:
     Args:
         seed: the generators of torch, NumPy and Python begin there; None leaves them as they are.
     """
-    before = RandomState()
+    before = State((TORCH, PYTHON, NUMPY))
     with ExitStack() as stack:
         # `torch.device` slows every call of torch down, and nearly nobody needs it.
         if not _on_cpu():

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from kltest.estimators.spec import Credit, Placement
-from kltest.loss.global_state import RandomState
 from kltest.loss.precision import lowest_precision
-from kltest.loss.state import Place, State, places_of
+from kltest.loss.state import NUMPY, Place, State, generators_of, places_of
 
 Returned = Literal["scalar", "rows", "tokens"]
 
@@ -51,13 +50,13 @@ class Calls:
     """The calls of a loss so far: a context manager around each.
 
     `count` of them returned or raised, in `seconds` together, the longest in `longest`; backward passes through what
-    they returned took `backward` seconds; `interrupted` is how long the
-    last one had run when the time was over, 0 if none was under way. `find` yields the places where the loss may keep
-    something between them; `state` is what stood there before the first call, random `generators` aside. What is `held`
-    is made again as it was before each call.
+    they returned took `backward` seconds; `interrupted` is how long the last one had run when the time was over, 0 if
+    none was under way. `state` is what the places where the loss may keep something between calls held before the
+    first, random generators aside; `find` lists the `generators` that it may draw from. What is `held` is made again as
+    it was before each call.
     """
 
-    find: Callable[[], Iterator[Place]]
+    find: Callable[[], list[Place]]
     state: State
     generators: list[Place]
     held: tuple[State, ...] = ()
@@ -67,29 +66,17 @@ class Calls:
     backward: float = 0.0
     interrupted: float = 0.0
     _began: float = 0.0
-    _draws_numpy: bool | None = None
 
     @classmethod
     def of(cls, function: Any, objects: Mapping[str, Any]) -> "Calls":
         """Return the calls of a loss before the first; `objects` are given to it in each, by name."""
-        find = partial(places_of, function, objects)
-        return cls(find, State(one for one in find() if not one.drawn), [one for one in find() if one.drawn])
+        find = partial(generators_of, function, objects)
+        return cls(find, State(one for one in places_of(function, objects) if not one.drawn), find())
 
-    def draws(self) -> RandomState:
+    def draws(self) -> State:
         """Return where all random generators stand that a call may draw from, those made by earlier calls included."""
-        self.generators = [place for place in self.find() if place.drawn]
-        return RandomState(*self.generators)
-
-    def noise(self) -> Iterator[RandomState]:
-        """Yield where generators stand before a call that is to be repeated with the same random numbers.
-
-        NumPy's is saved before the first call, and always once it was drawn from. A call that begins to is made anew.
-        """
-        yield (before := RandomState(*self.generators, numpy=self._draws_numpy is not False))
-        anew = before.numpy_moved and self._draws_numpy is False
-        self._draws_numpy = bool(self._draws_numpy) or before.numpy_moved
-        if anew:
-            yield self.draws()
+        self.generators = self.find()
+        return State((*self.generators, NUMPY))
 
     @contextmanager
     def holding(self, *held: State) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""Read what a loss returned: a tensor of a known shape, alone or beside its metrics."""
+"""Read what a loss returned: a tensor of a known shape, alone or beside what it logs, the KL perhaps among that."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,15 +11,20 @@ from torch import Tensor
 
 from kltest.errors import TargetError
 from kltest.loss.callables import kind_of
+from kltest.loss.global_state import preserved
+from kltest.loss.jax.bridge import JaxLoss
 from kltest.loss.outcome import Returned
-from kltest.rollout import Rollout
+from kltest.loss.returned_names import returned_names
+from kltest.loss.view import RolloutView
+from kltest.names import says_kl
+from kltest.rollout import Rollout, elsewhere
 
 ACCEPTED = (
     "a scalar, (B,) or (B, T) tensor, a pair (loss, metrics) of one and a mapping, (loss, metric, metric, …) with "
     'metrics that have no gradient, or a dict, named tuple or dataclass with a "loss"'
 )
 _WHOLE = ("loss", "total_loss")
-Names = Callable[[int], Sequence[str]]
+Call = Callable[[RolloutView], Any]
 
 
 @dataclass(frozen=True)
@@ -27,60 +32,140 @@ class Result:
     """A loss as returned, before placement; `metric` is the logged KL, a copy, float64; `note` is for the report.
 
     `logged` is that KL itself, as the loss left it.
-    `beside` are tensors and numbers that it returned beside the loss, by name: the logged KL may be among them.
     """
 
     loss: Tensor
     returned: Returned
-    metric: Tensor | None
-    note: str | None = None
+    metric: Tensor | None = None
     logged: Any = None
-    beside: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class _Parts:
-    loss: Any
-    metrics: Any = None
     note: str | None = None
-    beside: tuple[tuple[str, Any], ...] = ()
 
 
-def read(name: str, answer: Any, rollout: Rollout, *, names: Names, aux: bool) -> Result:
-    """Return the loss and the logged KL in what `name` returned for a rollout; TargetError if it is anything else.
+class _Parts(NamedTuple):
+    """What was returned: the loss, what stands beside it by name, and a note if it was not plain which is which."""
 
-    `names` gives the names of so many items of a tuple without any. `aux`: that the second item of a pair has a
-    gradient does not tell that it is a loss.
-    """
-    mask = rollout.peek("mask")
-    shape = tuple(mask.shape)
-    parts = _split(name, answer, shape, names, aux)
-    loss, metrics = parts.loss, parts.metrics
+    loss: Any
+    beside: Sequence[tuple[str, Any]] = ()
+    note: str | None = None
+
+
+class Reader:
+    """Reads the answers of one callable, and decides once what beside its loss is the logged KL."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._names: dict[int, Sequence[str]] = {}
+        self._moves: dict[str, bool] = {}
+        self._note: str | None = None
+
+    def read(self, name: str, answer: Any, rollout: Rollout, view: RolloutView, call: Call) -> Result:
+        """Return the loss and the logged KL in what `name` returned for a rollout.
+
+        `view` is what the loss was given of the rollout; `call` calls it once more, to see what moves with the
+        reference.
+
+        Raises:
+            TargetError: There is no loss in it, or it logged something else as its KL.
+        """
+        loss, beside, note = self._parts(name, answer, rollout)
+        loss, returned = _checked(name, loss, rollout)
+        logged, words = self._logged(name, beside, rollout, view, call)
+        metric = None if logged is None else as_metric(logged, rollout)
+        if note is not None:
+            # That of the first call stays: at β = 0 a KL may be missing.
+            self._note = self._note or f"{note} {words}."
+        return Result(loss, returned, metric, logged, note and self._note)
+
+    def _logged(
+        self, name: str, beside: Sequence[tuple[str, Any]], rollout: Rollout, view: RolloutView, call: Call
+    ) -> tuple[Any, str]:
+        """Return the logged KL, None if there is none, with words for it: the "kl" of a mapping, or what says so."""
+        kls = (item["kl"] for _, item in beside if isinstance(item, Mapping) and item.get("kl") is not None)
+        if (logged := next(kls, None)) is not None:
+            if as_metric(logged, rollout) is None:
+                rows, tokens = rollout.peek("mask").shape
+                raise TargetError(
+                    f'{name} logged {kind_of(logged)} as metrics["kl"]; it must be a number or a tensor of shape (), '
+                    f"{(rows,)} or {(rows, tokens)}"
+                )
+            return logged, "and the kl of its metrics as the logged KL"
+        still = []
+        for label, item in sorted(beside, key=lambda pair: pair[0] != "kl"):
+            if not says_kl(label) or (metric := as_metric(item, rollout)) is None:
+                continue
+            if label not in self._moves:
+                self._moves[label] = self._differs(label, metric, rollout, view, call)
+            if self._moves[label]:
+                return item, f"and {label} as the logged KL"
+            still.append(label)
+        if still:
+            return None, f"and the rest was ignored: {' and '.join(still)} does not move with ref_logp"
+        return None, "and the rest was ignored: nothing there says by its name that it is a KL"
+
+    def _differs(self, label: str, metric: Tensor, rollout: Rollout, view: RolloutView, call: Call) -> bool:
+        fields = {name: lambda name=name: elsewhere(rollout.peek(name)) for name in ("ref_logp", "ref_logits")}
+        moved = view.over(rollout.replace(**{name: field for name, field in fields.items() if name in rollout}))
+        try:
+            with preserved():
+                other = as_metric(dict(self._parts("", call(moved), moved).beside).get(label), moved)
+        except Exception:  # it may refuse such a reference, and then nothing is known
+            return False
+        return other is not None and not torch.allclose(other, metric, rtol=1e-9, atol=1e-12, equal_nan=True)
+
+    def _parts(self, name: str, answer: Any, rollout: Rollout) -> _Parts:
+        """Take an answer apart into the loss and what stands beside it."""
+        entries = _entries(answer)
+        if entries is not None and "loss" in entries:
+            note = (
+                f"Of the {type(answer).__name__} that it returned ({', '.join(map(str, entries))}) its loss was taken"
+            )
+            return _Parts(entries["loss"], [(str(key), entries[key]) for key in entries if key != "loss"], note)
+        if not isinstance(answer, list | tuple):
+            return _Parts(answer)
+        if answer and isinstance(answer[0], Tensor):
+            if len(answer) == 2 and (isinstance(answer[1], list | tuple) or _entries(answer[1]) is not None):
+                return _Parts(answer[0], [("metrics", _entries(answer[1]))])
+            known = list(entries) if entries is not None else self._named(len(answer))
+            if len(answer) == 2:
+                named = known[0] in _WHOLE and not known[1].endswith("loss")
+                one_loss = isinstance(self._function, JaxLoss) or _is_logged(answer[1], named=named)
+            else:
+                one_loss = len(answer) > 2 and sum(_could_be_the_loss(item, rollout) for item in answer) < 2
+            if one_loss:
+                labels = [label or type(item).__name__ for label, item in zip(known, answer, strict=True)]
+                which = f"Of the {len(answer)} items that it returned ({', '.join(labels)}) the first was taken"
+                return _Parts(answer[0], list(zip(labels, answer, strict=True))[1:], f"{which} as the loss")
+        kinds = ", ".join(
+            f"tensor of shape {tuple(i.shape)}" if isinstance(i, Tensor) else type(i).__name__ for i in answer
+        )
+        more = " Which of the two is the loss? Detach what is only logged, or name it." if len(answer) == 2 else ""
+        raise TargetError(f"{name} returned a {type(answer).__name__} of ({kinds}); accepted are {ACCEPTED}.{more}")
+
+    def _named(self, count: int) -> Sequence[str]:
+        if count not in self._names:
+            self._names[count] = returned_names(self._function, count)
+        return self._names[count]
+
+
+def _checked(name: str, loss: Any, rollout: Rollout) -> tuple[Tensor, Returned]:
+    """Return a loss where its inputs are, and what it is one number of; TargetError for anything else."""
     if not isinstance(loss, Tensor):
-        _refuse(name, loss)
+        raise _no_tensor(name, loss)
     if not loss.dtype.is_floating_point:
         raise TargetError(f"{name} returned a tensor of {loss.dtype}; a loss must be floating-point: {ACCEPTED}.")
     if loss.layout is not torch.strided or loss.is_meta:
-        kind = "without numbers (device meta)" if loss.is_meta else f"of the layout {loss.layout}"
+        kind = f"on the device {loss.device}, of the layout {loss.layout}"
         raise TargetError(f"{name} returned a tensor {kind}; a loss must be a dense tensor of numbers: {ACCEPTED}.")
-    # A loss may compute where it likes; what is done with it is done where its inputs came from.
-    loss = loss.to(mask.device)
-    returned = _kind(loss, shape)
+    mask = rollout.peek("mask")
+    returned = _kind(loss, rollout)
     if returned is None:
+        rows, tokens = mask.shape
         raise TargetError(
-            f"{name} returned a tensor of shape {tuple(loss.shape)} for a batch of B = {shape[0]} rollouts of "
-            f"T = {shape[1]} tokens; it must be (), {(shape[0],)} or {shape}. Reduce it, or keep one number a sequence "
-            "or a token."
+            f"{name} returned a tensor of shape {tuple(loss.shape)} for a batch of B = {rows} rollouts of "
+            f"T = {tokens} tokens; it must be (), {(rows,)} or {(rows, tokens)}. Reduce it, or keep one number a "
+            "sequence or a token."
         )
-    # A list of metrics, and metrics of other names, are ignored.
-    logged = metrics.get("kl") if isinstance(metrics, Mapping) else None
-    metric = None if logged is None else as_metric(logged, rollout)
-    if logged is not None and metric is None:
-        raise TargetError(
-            f'{name} logged {kind_of(logged)} as metrics["kl"]; it must be a number or a tensor of shape (), '
-            f"{(shape[0],)} or {shape}"
-        )
-    return Result(loss, returned, metric, parts.note, logged, beside=parts.beside)
+    return loss.to(mask.device), returned
 
 
 def as_metric(logged: Any, rollout: Rollout) -> Tensor | None:
@@ -89,7 +174,7 @@ def as_metric(logged: Any, rollout: Rollout) -> Tensor | None:
         metric = torch.as_tensor(logged, dtype=torch.float64).detach().cpu().to_dense().clone()
     except (TypeError, ValueError, RuntimeError):
         return None
-    return None if _kind(metric, tuple(rollout.peek("mask").shape)) is None else metric
+    return None if _kind(metric, rollout) is None else metric
 
 
 def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str, str]) -> None:
@@ -106,36 +191,6 @@ def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str,
         f"finite){', where ' + given if place and given.strip(', ') else ''}. The inputs are finite and mild there: "
         "look for a logarithm of zero, a division by a count that can be zero, or an overflow."
     )
-
-
-def _split(name: str, answer: Any, shape: tuple[int, ...], names: Names, aux: bool) -> _Parts:
-    """Take an answer apart into the loss and what stands beside it."""
-    entries = _entries(answer)
-    if entries is not None and "loss" in entries:
-        beside = [(str(key), item) for key, item in entries.items() if key != "loss"]
-        metrics = next((item for _, item in beside if isinstance(item, Mapping) and "kl" in item), None)
-        note = f"Of the {type(answer).__name__} that it returned ({', '.join(map(str, entries))}) its loss was taken"
-        return _Parts(entries["loss"], metrics, note, tuple(beside))
-    if not isinstance(answer, list | tuple):
-        return _Parts(answer)
-    if answer and isinstance(answer[0], Tensor):
-        if len(answer) == 2 and (isinstance(answer[1], list | tuple) or _entries(answer[1]) is not None):
-            return _Parts(answer[0], _entries(answer[1]))
-        known = list(entries) if entries is not None else names(len(answer))
-        if len(answer) == 2:
-            one_loss = aux or _is_logged(answer[1], named=known[0] in _WHOLE and not known[1].endswith("loss"))
-        else:
-            one_loss = len(answer) > 2 and sum(_could_be_the_loss(item, shape) for item in answer) < 2
-        if one_loss:
-            labels = [label or type(item).__name__ for label, item in zip(known, answer, strict=True)]
-            note = f"Of the {len(answer)} items that it returned ({', '.join(labels)}) the first was taken as the loss"
-            metrics = next((item for item in answer if isinstance(item, Mapping)), None)
-            return _Parts(answer[0], metrics, note, tuple(zip(labels, answer, strict=True))[1:])
-    kinds = ", ".join(
-        f"tensor of shape {tuple(i.shape)}" if isinstance(i, Tensor) else type(i).__name__ for i in answer
-    )
-    more = " Which of the two is the loss? Detach what is only logged, or name it." if len(answer) == 2 else ""
-    raise TargetError(f"{name} returned a {type(answer).__name__} of ({kinds}); accepted are {ACCEPTED}.{more}")
 
 
 def _entries(thing: Any) -> Mapping[Any, Any] | None:
@@ -157,12 +212,13 @@ def _is_logged(item: Any, *, named: bool) -> bool:
     return not item.requires_grad or (named and item.dim() == 0)
 
 
-def _could_be_the_loss(item: Any, shape: tuple[int, ...]) -> bool:
+def _could_be_the_loss(item: Any, rollout: Rollout) -> bool:
     """Return True if an item could be the loss as well; a scalar is one more metric."""
-    return isinstance(item, Tensor) and item.requires_grad and tuple(item.shape) in (shape[:1], shape)
+    return isinstance(item, Tensor) and item.requires_grad and _kind(item, rollout) in ("rows", "tokens")
 
 
-def _kind(tensor: Tensor, shape: tuple[int, ...]) -> Returned | None:
+def _kind(tensor: Tensor, rollout: Rollout) -> Returned | None:
+    shape = tuple(rollout.peek("mask").shape)
     kinds: dict[tuple[int, ...], Returned] = {(): "scalar", shape[:1]: "rows", shape: "tokens"}
     return kinds.get(tuple(tensor.shape))
 
@@ -175,7 +231,7 @@ def _given(name: str, rollout: Rollout, place: tuple[int, ...]) -> str:
     return f"{name} = {field.detach()[place[: field.dim()]].tolist()}"
 
 
-def _refuse(name: str, answer: Any) -> None:
+def _no_tensor(name: str, answer: Any) -> TargetError:
     what, why = kind_of(answer), ""
     if inspect.iscoroutine(answer):
         answer.close()
@@ -186,4 +242,4 @@ def _refuse(name: str, answer: Any) -> None:
         why = "The loss left torch (`.item()`, `float(…)`, NumPy), so there is nothing to differentiate."
     elif isinstance(answer, Mapping):
         why = f"Its keys are {', '.join(map(repr, list(answer)[:8]))}; return (loss, metrics), or the loss as 'loss'."
-    raise TargetError(f"{name} returned {what}; accepted are {ACCEPTED}. {why}".strip())
+    return TargetError(f"{name} returned {what}; accepted are {ACCEPTED}. {why}".strip())

@@ -1,12 +1,10 @@
 """Names of what a loss returns beside the loss, read from its return statements."""
 
 import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kltest.loss.callables import inner_of
+from kltest.loss.callables import definition_of
 from kltest.names import says_kl
 
 
@@ -15,12 +13,8 @@ def returned_names(function: Callable[..., Any], count: int) -> list[str]:
 
     Of several return statements the first that says KL counts.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inner_of(function)))).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return [""] * count
-    found = [""] * count
-    for answer in _returned(tree):
+    found, tree = [""] * count, definition_of(function)
+    for answer in _returned(tree) if tree else ():
         if isinstance(answer, ast.Tuple | ast.List) and len(answer.elts) == count:
             named = zip(found, map(_name, answer.elts), strict=True)
             found = [new if says_kl(new) and not says_kl(old) else old or new for old, new in named]

@@ -1,23 +1,24 @@
 """State that a loss keeps between calls: in its module, its closure, its object, or attributes of functions.
 
-It is copied before the first call, so that a call after others can be compared with one that knows of no other. Random
-generators of a loss's own are no such state: where they stand is a matter of chance (kltest.loss.global_state).
+It is copied before the first call, so that a call after others can be compared with one that knows of no other. Where
+its random generators stand is a matter of chance, and is compared and restored by itself.
 """
 
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from kltest.loss.callables import inner_of, without_partials
+from kltest.loss.callables import without_partials
+from kltest.loss.reach import MISSING, cells, content, packages_named, reached, values_read
 
 # Random generators, and how the place where one stands is read and set.
 GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
@@ -32,11 +33,6 @@ GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] =
 PLAIN = (bool, int, float, str, type(None), list, dict, set, tuple, deque, torch.Tensor, np.ndarray)
 # Entries of a container, and elements of a tensor, that are copied at most.
 MOST = 10_000
-
-
-class MISSING:
-    """Stands for a module-level name that has no value yet; a class, since copies of it are itself."""
-
 
 Read = Callable[[], Any]
 Write = Callable[[Any], None]
@@ -90,14 +86,19 @@ class State:
                     place.put(copy.deepcopy(before))
 
 
-def generator(name: str, own: Any) -> Place:
-    """Return the place of a random generator: where it stands."""
-    get, put = next(pair for kind, pair in GENERATORS.items() if isinstance(own, kind))
-    return Place(name, partial(get, own), partial(put, own), drawn=True)
+# The global generators. NumPy's is the old one, which a loss without a generator of its own draws from.
+TORCH = Place("torch's generator", torch.get_rng_state, torch.set_rng_state, drawn=True)
+PYTHON = Place("random's generator", random.getstate, random.setstate, drawn=True)
+NUMPY = Place("NumPy's generator", np.random.get_state, np.random.set_state, drawn=True)
 
 
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, tuple(GENERATORS)) and not isinstance(value, random.SystemRandom)
+def generators_of(function: Any, objects: Mapping[str, Any]) -> list[Place]:
+    """Return the random generators that a function may draw from, NumPy's global one if it names NumPy.
+
+    To read and write that one takes ten times as long as the other two.
+    """
+    named = [NUMPY] if "numpy" in packages_named(function) else []
+    return [TORCH, PYTHON, *named, *(place for place in places_of(function, objects) if place.drawn)]
 
 
 def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
@@ -105,43 +106,34 @@ def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
 
     `objects` are others that it is given in every call, by name.
     """
-    for name, value in objects.items():
-        yield from _of_value(name, value)
     bare = without_partials(function)
-    yield from _of_value("self", getattr(bare, "__self__", None if isinstance(bare, FunctionType) else bare))
-    seen: set[int] = set()
-    waiting = [inner_of(function)]
-    while waiting:
-        one = waiting.pop()
-        one = getattr(one, "__wrapped__", one)
-        if not isinstance(one, FunctionType) or id(one) in seen:
-            continue
-        seen.add(id(one))
+    itself = getattr(bare, "__self__", None if isinstance(bare, FunctionType) else bare)
+    for name, value in {**objects, "self": itself}.items():
+        yield from _of_value(name, value)
+    for one in reached(function, _in_same_module):
         yield from _attributes(one.__name__, vars(one))
-        defaults = {str(place): value for place, value in enumerate(one.__defaults__ or ())}
-        defaults |= one.__kwdefaults__ or {}
-        for name, value in defaults.items():
-            get, put = partial(defaults.get, name), partial(_assign, defaults, name)
-            yield from _of_value("a default of a parameter", value, get, put)
-        for name, cell in zip(one.__code__.co_freevars, one.__closure__ or (), strict=True):
-            get, put = partial(_content, cell), partial(setattr, cell, "cell_contents")
-            yield from _of_value(f"{name} in its closure", get(), get, put)
-            waiting.append(get())
-        space = one.__globals__
-        for name in _names(one.__code__):
-            value = space.get(name, MISSING)
-            own = getattr(value, "__module__", None) == one.__module__
-            waiting += [value] * own
-            if own or isinstance(value, PLAIN) or _is_generator(value) or value is MISSING:
+        for value in (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()):
+            yield from _of_value("a default of a parameter", value, lambda value=value: value, partial(_refill, value))
+        closed, space = cells(one), one.__globals__
+        for name, value in values_read(one).items():
+            if name in closed:
+                cell = closed[name]
+                put = partial(setattr, cell, "cell_contents")
+                yield from _of_value(f"{name} in its closure", value, partial(content, cell), put)
+            elif isinstance(value, (*PLAIN, *GENERATORS)) or value is MISSING or _in_same_module(value, one):
                 get, put = partial(space.get, name, MISSING), partial(_assign, space, name)
                 yield from _of_value(f"{name} of its module", value, get, put)
+
+
+def _in_same_module(value: Any, function: FunctionType) -> bool:
+    return getattr(value, "__module__", None) == function.__module__
 
 
 def _of_value(name: str, value: Any, get: Read | None = None, put: Write | None = None) -> Iterator[Place]:
     if hasattr(value, "cache_clear") and hasattr(value, "cache_info"):
         yield Place(f"the cache of {name}", lambda: value.cache_info().currsize, lambda _: value.cache_clear())
     elif _is_generator(value):
-        yield generator(name, value)
+        yield _generator(name, value)
     elif isinstance(value, PLAIN) or value is MISSING:
         if get is not None and put is not None:
             yield Place(name, get, put)
@@ -151,38 +143,23 @@ def _of_value(name: str, value: Any, get: Read | None = None, put: Write | None 
         yield from _attributes(name, vars(value))
 
 
-def _content(cell: CellType) -> Any:
-    """Return the value of a closure's variable, None before it has one."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, tuple(GENERATORS)) and not isinstance(value, random.SystemRandom)
+
+
+def _generator(name: str, own: Any) -> Place:
+    get, put = next(pair for kind, pair in GENERATORS.items() if isinstance(own, kind))
+    return Place(name, partial(get, own), partial(put, own), drawn=True)
 
 
 def _attributes(name: str, present: dict[str, Any]) -> Iterator[Place]:
     """Yield the place of all attributes but the random generators among them, and theirs."""
     yield Place(f"attributes of {name}", partial(_others, present), partial(_fill, present))
-    yield from (generator(f"{name}.{key}", value) for key, value in present.items() if _is_generator(value))
+    yield from (_generator(f"{name}.{key}", value) for key, value in present.items() if _is_generator(value))
 
 
 def _others(present: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in present.items() if not _is_generator(value)}
-
-
-def _set(kind: type, new: dict[str, Any]) -> None:
-    for name, value in new.items():
-        setattr(kind, name, value)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-
-
-def _data(kind: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(kind).items() if isinstance(value, PLAIN) and not name.startswith("__")}
 
 
 def _fill(present: dict[str, Any], new: dict[str, Any]) -> None:
@@ -191,24 +168,39 @@ def _fill(present: dict[str, Any], new: dict[str, Any]) -> None:
     present.update(new)
 
 
+def _data(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(kind).items() if isinstance(value, PLAIN) and not name.startswith("__")}
+
+
+def _set(kind: type, new: dict[str, Any]) -> None:
+    for name, value in new.items():
+        setattr(kind, name, value)
+
+
 def _assign(space: dict[str, Any], name: str, new: Any) -> None:
     """Write a module-level name, a container in place: others may hold it."""
-    old = space.get(name)
     if new is MISSING:
         space.pop(name, None)
-    elif isinstance(old, dict | set) and type(old) is type(new):
-        old.clear()
-        old.update(new)
-    elif isinstance(old, list) and isinstance(new, list):
-        old[:] = new
-    else:
+    elif not _refill(space.get(name), new):
         space[name] = new
 
 
+def _refill(old: Any, new: Any) -> bool:
+    """Write into a container in place; return False for any other value."""
+    if type(old) is not type(new) or not isinstance(old, dict | set | list | deque):
+        return False
+    old.clear()
+    if isinstance(old, list | deque):
+        old.extend(new)
+    else:
+        old.update(new)
+    return True
+
+
 def _small(value: Any) -> bool:
-    size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
-    size = len(value) if isinstance(value, list | dict | set | tuple | deque) else size
-    return not isinstance(size, int) or size <= MOST
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return int(np.prod(value.shape)) <= MOST
+    return not isinstance(value, Sized) or len(value) <= MOST
 
 
 def same(one: Any, other: Any) -> bool:

@@ -44,7 +44,7 @@ class NonDeterministicError(TargetError):
         with preserved():
             draws, state = calls.draws(), calls.state.now()
             call()
-            possible: dict[Cause, tuple[State, ...]] = {"draws": (draws,)} if draws.moved else {}
+            possible: dict[Cause, tuple[State, ...]] = {"draws": (draws,)} if draws.changed() else {}
             possible |= {"state": (draws, state)} if (kept := calls.state.changed()) else {}
             for why, restored in possible.items():
                 with calls.holding(*calls.held, *restored):
@@ -79,7 +79,7 @@ def _check_repeats(caller: Caller, row: int) -> None:
     several = [each % len(caller.base) for each in range(row, row + SEVERAL)]
     before = caller.loss.calls.draws()
     pairs = [(caller.single(row), caller.call([row])), (caller.call(several), caller.call(several))]
-    if before.moved:  # it may draw numbers that change the gradient seldom
+    if before.changed():  # it may draw numbers that change the gradient seldom
         several = list(range(min(len(caller.base), MANY)))
         first = caller.call(several)
         pairs += [(first, caller.call(several)) for _ in range(OFTEN)]

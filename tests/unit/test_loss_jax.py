@@ -16,7 +16,7 @@ import kltest
 from kltest.loss.calling import bind
 from kltest.loss.jax import jax_loss
 from kltest.loss.jax.program import narrowest
-from kltest.loss.jax.recognition import is_for_jax
+from kltest.loss.reach import is_for_jax
 
 jax = pytest.importorskip("jax", reason="JAX is not installed (pip install jax)")
 jnp = pytest.importorskip("jax.numpy")

@@ -48,7 +48,7 @@ def examine(findings: Findings) -> Found | None:
         if not (words := _changes(findings)):
             return None
         with calls.holding(draws):
-            observed.draws = draws.moved and not _changes(findings)
+            observed.draws = bool(draws.changed()) and not _changes(findings)
         if not observed.draws:
             observed.unrepeatable, kept = True, calls.state.changed()
             return Found(words + (f" It keeps state in {' and '.join(kept[:3])}." if kept else ""))
