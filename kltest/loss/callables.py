@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kltest.errors import UsageError
-from kltest.loss.frames import failure
+from kltest.loss.frames import failure, raised_as
 
 
 def contents(thing: Any) -> Mapping[str, Any]:
@@ -57,12 +57,8 @@ def _instance(kind: type, name: str) -> Any:
             f"{name} is a class that has to be built with {', '.join(needed)}. {advice}, and give what it reads of "
             "its object with --arg self.ATTRIBUTE=VALUE; or point kltest at a function that builds and calls it"
         )
-    try:
+    with raised_as(lambda error: failure(f"building {name}()", error, source_file(kind))):
         return kind()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise failure(f"building {name}()", error, source_file(kind)) from error
 
 
 def required(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -5,6 +5,8 @@ import sys
 import sysconfig
 import textwrap
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +44,17 @@ class FailedError(TargetError):
     def __init__(self, message: str, frame: Frame | None = None) -> None:
         super().__init__(f"{message}\n{frame}" if frame else message)
         self.frame = frame
+
+
+@contextmanager
+def raised_as(error_for: Callable[[BaseException], BaseException]) -> Iterator[None]:
+    """Raise another error for whatever code of somebody else raises, but for an interrupt."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise error_for(error) from error
 
 
 def failure(what: str, error: BaseException, home: str | None = None) -> FailedError:

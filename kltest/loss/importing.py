@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +13,10 @@ from typing import Any
 
 from kltest.errors import UsageError, did_you_mean
 from kltest.loss.callables import kind_of
-from kltest.loss.frames import describe, failure
+from kltest.loss.frames import describe, failure, raised_as
 from kltest.loss.target import no_such_module, searching
+
+_NOTHING = object()
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,14 @@ def import_by_name(module: str) -> ModuleType:
 
     Raises UsageError if there is none, ImportFailedError if there is one and importing it raised.
     """
-    with searching(Path.cwd()):
-        try:
-            return importlib.import_module(module)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-                raise UsageError(no_such_module(module, error.name)) from None
-            raise ImportFailedError(describe(error)) from error
+    with searching(Path.cwd()), raised_as(partial(_unimported, module=module)):
+        return importlib.import_module(module)
+
+
+def _unimported(error: BaseException, module: str = "") -> Exception:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return UsageError(no_such_module(module, error.name))
+    return ImportFailedError(describe(error))
 
 
 def import_file(path: Path) -> ModuleType:
@@ -51,24 +53,19 @@ def import_file(path: Path) -> ModuleType:
     Raises ImportFailedError if importing it raised, or if its package's name is taken by another that is loaded.
     """
     root, name = package_of(path)
-    with searching(root):
-        try:
-            if "." in name:
-                module = importlib.import_module(name)
-                if Path(str(module.__file__)).resolve() != path:
-                    raise ImportError(f"the name {name} belongs to {module.__file__}, which is loaded already")
-                return module
-            spec = importlib.util.spec_from_file_location(f"kltest_target_{name}", path)
-            if spec is None or spec.loader is None:
-                raise ImportError(f"{path} is no Python source file")
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module
-            spec.loader.exec_module(module)
+    with searching(root), raised_as(_unimported):
+        if "." in name:
+            module = importlib.import_module(name)
+            if Path(str(module.__file__)).resolve() != path:
+                raise ImportError(f"the name {name} belongs to {module.__file__}, which is loaded already")
             return module
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise ImportFailedError(describe(error)) from error
+        spec = importlib.util.spec_from_file_location(f"kltest_target_{name}", path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is no Python source file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
 
 
 def package_of(path: Path) -> tuple[Path, str]:
@@ -99,21 +96,16 @@ def source_of(module: str) -> Path | None:
 
 def attribute(holder: Any, names: str, where: str) -> Imported:
     """Look up `Class.method` and the like; UsageError if it is not there or cannot be called."""
-    owner = None
-    thing = holder
+    owner, thing = None, holder
     for name in names.split("."):
         parent = thing
-        try:
-            thing = getattr(parent, name)
-        except AttributeError:
+        with raised_as(partial(failure, f"{where}: getting {name!r}")):
+            thing = getattr(parent, name, _NOTHING)
+        if thing is _NOTHING:
             near = did_you_mean(name, (key for key in dir(parent) if not key.startswith("__"))).strip()
             defined = [key for key, value in getattr(parent, "__dict__", {}).items() if callable(value)]
             listed = ", ".join(key for key in defined if not key.startswith("_")) or "no functions"
-            raise UsageError(f"{where} has no {name!r}; {near or f'it defines {listed[:500]}'}") from None
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise failure(f"{where}: getting {name!r}", error) from error
+            raise UsageError(f"{where} has no {name!r}; {near or f'it defines {listed[:500]}'}")
         plain = inspect.isclass(parent) and inspect.isfunction(inspect.getattr_static(parent, name))
         owner = parent if plain else None
         where = f"{where}{'.' if parent is not holder else ':'}{name}"

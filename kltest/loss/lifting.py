@@ -18,7 +18,7 @@ from typing import Any
 
 from kltest.loss.frames import describe, failure
 from kltest.loss.importing import Imported, attribute, package_of, searching, source_of
-from kltest.loss.syntax import compiled, is_plain, names_bound, names_read, parse
+from kltest.loss.syntax import DEFINITIONS, FUNCTIONS, compiled, names_bound, names_read, parse
 from kltest.names import field_named
 
 _PREFIX = "kltest_lifted_"
@@ -79,37 +79,23 @@ class _Absent:
     __lt__ = __gt__ = __le__ = __ge__ = __neg__ = __float__ = __int__ = __instancecheck__ = __mro_entries__ = _refuse
 
 
-class _LiftedModule:
-    """Another file of the package, as `from . import utils` names it: its names are lifted when they are read."""
+class _Lifted:
+    """A file or a folder of the same tree, as an import names it: its names are lifted when they are read."""
 
-    def __init__(self, lifter: "_Lifter") -> None:
-        self._lifter = lifter
+    def __init__(self, path: Path, lifter: "_Lifter") -> None:
+        self._path, self._lifter = path, lifter
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._lifter.units:
-            thing = self._lifter.get(name)
+        path, lifter = self._path, self._lifter
+        if path == lifter.path and name in lifter.units:
+            thing = lifter.get(name)
             if isinstance(thing, _Absent):
-                raise ImportError(f"{self._lifter.path.name} has no usable {name}: {vars(thing)['_why']}")
+                raise ImportError(f"{path.name} has no usable {name}: {vars(thing)['_why']}")
             return thing
-        if self._lifter.path.name == "__init__.py":
-            return getattr(_LiftedFolder(self._lifter.path.parent, self._lifter), name)
-        raise AttributeError(f"{self._lifter.path} defines no {name!r}")
-
-
-class _LiftedFolder:
-    """A folder of the same tree without `__init__.py`: its files and folders are lifted when they are read."""
-
-    def __init__(self, folder: Path, lifter: "_Lifter") -> None:
-        self._folder, self._lifter = folder, lifter
-
-    def __getattr__(self, name: str) -> Any:
-        inner = self._folder / name
-        for file in (inner.with_suffix(".py"), inner / "__init__.py"):
-            if file.is_file():
-                return _LiftedModule(self._lifter.sibling(file))
-        if inner.is_dir():
-            return _LiftedFolder(inner, self._lifter)
-        raise AttributeError(f"{self._folder} has no {name!r}")
+        folder = path.parent if path.name == "__init__.py" else path
+        if inside := lifter.located(folder / name):
+            return inside
+        raise AttributeError(f"{path} defines no {name!r}")
 
 
 class _Lifter:
@@ -126,7 +112,7 @@ class _Lifter:
         for statement in parse(path).body:
             if isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*":
                 self.stars.append(statement)
-            for bound in dict.fromkeys(names_bound(statement)):
+            for bound in dict.fromkeys(names_bound(statement, path)):
                 self.units.setdefault(bound, []).append(statement)
         module = ModuleType(_PREFIX + name)
         sys.modules[module.__name__] = module  # dataclasses look their module up there
@@ -169,8 +155,7 @@ class _Lifter:
     def _execute(self, name: str, unit: ast.stmt) -> None:
         for needed in names_read(unit, self.path):
             self.define(needed)
-        defines = isinstance(unit, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        error = self._define(unit) if defines else self._run(unit)
+        error = self._define(unit) if isinstance(unit, DEFINITIONS) else self._run(unit)
         if error is not None and name not in self.namespace:
             self._leave_absent(name, unit, error)
 
@@ -193,7 +178,7 @@ class _Lifter:
         unit.decorator_list = []
         if is_class:
             unit.bases, unit.keywords = [], []
-            unit.body = list(filter(is_plain, unit.body)) or [ast.Pass(lineno=unit.lineno, col_offset=0)]
+            unit.body = list(filter(_runs_alone, unit.body)) or [ast.Pass(lineno=unit.lineno, col_offset=0)]
         return self._run(unit)
 
     def _lacks(self, node: ast.expr) -> bool:
@@ -235,8 +220,11 @@ class _Lifter:
         self, name: str, globals: Any = None, locals: Any = None, fromlist: Sequence[str] = (), level: int = 0
     ) -> Any:
         """Stand for `__import__` in the lifted code: lift what cannot be imported, if its source is found."""
+        parts = [part for part in name.split(".") if part]
         if level:
-            return _LiftedModule(self.sibling(self._relative(name, level)))
+            if found := self.located(self.path.parents[level - 1].joinpath(*parts)):
+                return found
+            raise ModuleNotFoundError(f"there is no module {'.' * level}{name} beside {self.path}")
         try:
             with searching(self.root):
                 return builtins.__import__(name, globals, locals, fromlist, 0)
@@ -244,24 +232,24 @@ class _Lifter:
             raise
         except BaseException:
             # `import package.module` binds the package, whose module is lifted when it is read.
-            wanted = name if fromlist else name.partition(".")[0]
-            if source := source_of(wanted):
-                return _LiftedModule(self.sibling(source))
+            parts = parts if fromlist else parts[:1]
+            source = source_of(".".join(parts))
+            places = [source.with_suffix("")] if source else []
             for base in (self.root, *self.root.parents[:FOLDERS_ABOVE]):
-                for inner in (base.joinpath(*wanted.split(".")), base.joinpath("src", *wanted.split("."))):
-                    if file := next(filter(Path.is_file, (inner.with_suffix(".py"), inner / "__init__.py")), None):
-                        return _LiftedModule(self.sibling(file))
-                    if inner.is_dir():
-                        return _LiftedFolder(inner, self)
+                places += [base.joinpath(*parts), base.joinpath("src", *parts)]
+            if found := next(filter(None, map(self.located, places)), None):
+                return found
             raise
 
-    def sibling(self, path: Path) -> "_Lifter":
-        """Return the lifter of another file of the same package."""
-        return self.family.get(path) or _Lifter(path, self.family)
+    def located(self, path: Path) -> _Lifted | None:
+        """Return the package, module or folder at a path without suffix, None if there is none."""
+        for file in (path / "__init__.py", path.with_suffix(".py")):
+            if file.is_file():
+                return _Lifted(file, self.family.get(file) or _Lifter(file, self.family))
+        return _Lifted(path, self) if path.is_dir() else None
 
-    def _relative(self, name: str, level: int) -> Path:
-        target = self.path.parents[level - 1].joinpath(*filter(None, name.split(".")))
-        for candidate in (target.with_suffix(".py"), target / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-        raise ModuleNotFoundError(f"there is no module {'.' * level}{name} beside {self.path}")
+
+def _runs_alone(node: ast.stmt) -> bool:
+    """Return True for the parts of a class's body that need nothing else: methods and constants."""
+    constant = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
+    return constant or isinstance(node, FUNCTIONS)

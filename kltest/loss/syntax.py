@@ -11,16 +11,20 @@ from types import CodeType
 from kltest.loss.frames import failure
 
 _FLAGS = __future__.annotations.compiler_flag
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DEFINITIONS = (*FUNCTIONS, ast.ClassDef)
+_BINDS = ("STORE_NAME", "STORE_GLOBAL")
 _READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 
 
 def parse(path: Path) -> ast.Module:
     """Return the syntax tree of a file; FailedError if it is no Python."""
     try:
-        return ast.parse(path.read_bytes(), filename=str(path))
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+        compile(tree, str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError, OSError) as error:
         raise failure(f"reading {path.name}", error, str(path)) from error
+    return tree
 
 
 def compiled(statement: ast.stmt, path: Path) -> CodeType:
@@ -42,43 +46,25 @@ def names_read(statement: ast.stmt, path: Path) -> list[str]:
     return list(found)
 
 
-def names_bound(statement: ast.stmt) -> Iterator[str]:
+def names_bound(statement: ast.stmt, path: Path) -> Iterator[str]:
     """Yield the module-level names that a statement binds, or changes in place."""
-    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+    if isinstance(statement, DEFINITIONS):
         yield statement.name
         return
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        yield from (alias.asname or alias.name.split(".")[0] for alias in statement.names if alias.name != "*")
-        return
-    if isinstance(statement, ast.If) and ast.unparse(statement.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-        return
-    if isinstance(statement, ast.Expr):
-        # `TABLE.update(…)` changes TABLE.
-        call = statement.value
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-            yield from _root(call.func)
-        return
-    for node in ast.iter_child_nodes(statement):
-        if isinstance(node, ast.stmt):
-            yield from names_bound(node)
-        elif isinstance(node, ast.ExceptHandler):
-            for handled in node.body:
-                yield from names_bound(handled)
-        elif isinstance(node, ast.expr | ast.withitem):
-            for inner in ast.walk(node):
-                if isinstance(inner, ast.Name | ast.Subscript | ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                    yield from _root(inner)
+    for instruction in dis.get_instructions(compiled(statement, path)):
+        if instruction.opname in _BINDS:
+            yield instruction.argval
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from _root(node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            # `TABLE.update(…)` changes TABLE; `print(…)` changes nothing.
+            yield from _root(getattr(node.value.func, "value", None))
 
 
-def _root(node: ast.AST) -> Iterator[str]:
+def _root(node: ast.AST | None) -> Iterator[str]:
     """Yield `TABLE` of `TABLE[key].attribute`; nothing for any other expression."""
     while isinstance(node, ast.Subscript | ast.Attribute):
         node = node.value
     if isinstance(node, ast.Name):
         yield node.id
-
-
-def is_plain(node: ast.stmt) -> bool:
-    """Return True for the parts of a class's body that run alone: methods and constants."""
-    constant = isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant)
-    return constant or isinstance(node, _FUNCTIONS)

@@ -60,16 +60,12 @@ def is_dotted(text: str) -> bool:
 
 
 def _existing(path: Path) -> Path:
-    try:
-        there = path.is_file()
-    except OSError as error:
-        raise UsageError(f"{str(path)[:80]} … cannot be looked for: {error.strerror}") from None
-    if there:
+    if os.path.isfile(path):  # unlike the path's own method, it answers for names that are too long
         return path.resolve()
     folder = path.parent
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UsageError(f"{path} is a folder; name a .py file in it, {path}/FILE.py:FUNCTION")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UsageError(f"there is no file {path}: the folder {folder} does not exist (seen from {Path.cwd()})")
     near = did_you_mean(path.name, (entry.name for entry in folder.glob("*.py"))).strip()
     raise UsageError(f"there is no file {path}; {near or f'looked in {folder.resolve()}'}")
