@@ -20,15 +20,12 @@ from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
 from kltest.loss.jax.bridge import JaxLoss, jax_loss
 from kltest.loss.outcome import Call, Calls, Outcome
 from kltest.loss.placement import ROW_FIELDS, place
-from kltest.loss.precision import PrecisionTrace
+from kltest.loss.precision import PrecisionTrace, least_precise
 from kltest.loss.reach import is_for_jax
 from kltest.loss.results import Reader, Result, check_finite
 from kltest.loss.state import State
 from kltest.loss.view import INPUT_FORMS, InputForm, RolloutView, made_unambiguous, unambiguous
 from kltest.rollout import LEAVES, NotGivenError, Rollout
-
-# The first call follows rounding step by step, unless the batch is larger than this: it does every step twice.
-_TRACED_ROWS = 4096
 
 
 def bind(
@@ -96,7 +93,7 @@ class Record:
     Attributes:
         form: the form in which it last took its fields.
         per_token: True if it wants rewards as (B, T), False if as (B,), None if that is not known.
-        traced: the precision of the steps that autograd does not record.
+        traced: the types in which the first call computed, those of steps without a gradient among them.
         reads_beta: True if β was read in a call.
         writes: the change, in words, of each field that it wrote into.
         made_trainable: the constants whose gradient it switched on.
@@ -217,7 +214,8 @@ class Loss:
         # Noise is to be the same in both calls, so that it cancels. Whoever reads the rollout may read β from it.
         twice = self.less == "reference" or self.takes & {"beta", "rollout"}
         random = State(self.calls.generators if twice else ())
-        trace = PrecisionTrace() if self.record.traced is None and len(rollout) <= _TRACED_ROWS else nullcontext()
+        # The first call follows rounding step by step: it does every step twice.
+        trace = PrecisionTrace() if self.record.traced is None else nullcontext()
         with trace:
             result, view = self._run(rollout, beta)
         results = {self.name: result}
@@ -242,16 +240,17 @@ class Loss:
             for name, part in results.items():
                 check_finite(name, part.loss, rollout, self.fields)
         if isinstance(trace, PrecisionTrace):
-            self.record.traced = [trace.of(part.loss) for part in results.values()]
+            self.record.traced = [getattr(self.function, "precision", None) or torch.float64]
+            self.record.traced += [trace.of(part.loss) for part in results.values()]
         scalar = result.returned == "scalar"
+        types = [*(self.record.traced or ()), *(part.loss.dtype for part in results.values())]
         return Outcome(
             objective=placed if scalar else placed.mean(),
             returned=result.returned,
             rows=None if scalar else placed,
             value=None if scalar else loss.detach(),
             metric=result.metric,
-            computed=tuple(part.loss for part in results.values()),
-            traced=tuple(self.record.traced or ()),
+            dtype=str(least_precise(types)).removeprefix("torch."),
         )
 
     def settle(self, rollout: Rollout) -> None:

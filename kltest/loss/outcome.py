@@ -4,14 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from kltest.estimators.spec import Credit, Placement
-from kltest.loss.precision import lowest_precision
 from kltest.loss.state import NUMPY, Place, State, generators_of, places_of
 
 Returned = Literal["scalar", "rows", "tokens"]
@@ -24,8 +22,7 @@ class Outcome:
     `objective` is the scalar to be differentiated (the KL part, if the loss takes a coefficient); `rows` (B,) are
     its parts, with objective = rows.mean(), if the loss returned one number a sequence or a token, else None.
     `value` is what it returned, detached, if that was (B,) or (B, T); `metric` the logged `metrics["kl"]`, detached:
-    a scalar, (B,) or (B, T). All are float64. `computed` are the results as the loss returned them, `traced` the
-    precision of the steps that autograd does not record.
+    a scalar, (B,) or (B, T). All are float64; `dtype` is the lowest floating-point precision on the way.
 
     No gradient at all is not an error here: the objective then does not require grad, or its gradient with respect to
     the leaves (`rollout.built("logp")`, `rollout.built("logits")`) is None, since nothing connects the two.
@@ -36,13 +33,7 @@ class Outcome:
     rows: Tensor | None = None
     value: Tensor | None = None
     metric: Tensor | None = None
-    computed: tuple[Tensor, ...] = ()
-    traced: tuple[torch.dtype, ...] = ()
-
-    @cached_property
-    def dtype(self) -> str:
-        """The lowest floating-point precision on the way; found when it is first asked for, since most calls agree."""
-        return lowest_precision(self.computed, self.traced)
+    dtype: str = "float64"
 
 
 @dataclass

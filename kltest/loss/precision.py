@@ -10,17 +10,13 @@ from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-_BITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+DIGITS = {torch.float64: 52, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+"""Bits of the mantissa of each floating-point type."""
 
 
-def lowest_precision(results: Iterable[Tensor], traced: Iterable[torch.dtype] = ()) -> str:
-    """Return the least precise floating type that went into some tensors: the name of a type, without "torch.".
-
-    Autograd's record of what they were computed from tells of every differentiable step; `traced` (from a
-    PrecisionTrace) of the others, such as a detached weight in float32.
-    """
-    found = set(traced).union(*(_in_graph(result) for result in results))
-    return str(min(found, key=_bits)).removeprefix("torch.")
+def least_precise(types: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the least precise of some types, float64 if there is none."""
+    return min(types, key=_digits, default=torch.float64)
 
 
 class PrecisionTrace(TorchFunctionMode):
@@ -43,13 +39,13 @@ class PrecisionTrace(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-        seen = min((self.of(item) for item in inputs), key=_bits, default=torch.float64)
+        seen = least_precise(map(self.of, inputs))
         outputs = func(*args, **kwargs)
         for output in tree_iter((outputs, args[:1] if _writes(func) else ())):
-            if isinstance(output, Tensor) and output.dtype in _BITS:
-                narrow = _bits(output.dtype) < 52 and _rounded(func, args, kwargs, output)
-                found = min((seen, output.dtype if narrow else torch.float64), key=_bits)
-                if _bits(found) < _bits(self.of(output)):
+            if isinstance(output, Tensor) and output.dtype in DIGITS:
+                narrow = _digits(output.dtype) < 52 and _rounded(func, args, kwargs, output)
+                found = least_precise((seen, output.dtype) if narrow else (seen,))
+                if _digits(found) < _digits(self.of(output)):
                     self._alive.append(_memory(output))
                     self._narrowest[self._alive[-1]._cdata] = found
         return outputs
@@ -62,31 +58,19 @@ def _memory(tensor: Tensor) -> torch.UntypedStorage:
     return tensor.untyped_storage()
 
 
-def _in_graph(result: Tensor) -> set[torch.dtype]:
-    found = {result.dtype}
-    nodes, seen = [result.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found.update([entry.dtype for entry in getattr(node, "_input_metadata", ())])
-            nodes += [following for following, _ in node.next_functions]
-    return {kind for kind in found if kind.is_floating_point} | {result.dtype}
-
-
 def _rounded(func: Any, args: tuple, kwargs: dict[str, Any], output: Tensor) -> bool:
     """Return True if an operation lost digits, by doing it again in float64."""
     if _writes(func):
         return any(isinstance(item, Tensor) and item.is_floating_point() for item in args[1:])
-    args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
-    if isinstance(kwargs.get("dtype"), torch.dtype):
-        kwargs = {**kwargs, "dtype": torch.float64}
+    args, kwargs = tree_map_only((Tensor, torch.dtype), _widened, (args, kwargs))
     try:
         again = func(*args, **kwargs)
     except (RuntimeError, TypeError):
         return True
     if not isinstance(again, Tensor) or again.shape != output.shape:
         return True
+    if again.dtype in DIGITS and again.dtype != torch.float64 and args and isinstance(args[0], Tensor):
+        again = args[0]  # a cast that its name alone makes, as `half`
     return not torch.equal(torch.nan_to_num(again.double()), torch.nan_to_num(output.double()))
 
 
@@ -96,9 +80,11 @@ def _writes(func: Any) -> bool:
     return name == "__setitem__" or bool(re.fullmatch(r"__i\w+__|\w*[a-z0-9]_", name))
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.dtype in _BITS else tensor
+def _widened(item: Tensor | torch.dtype) -> Tensor | torch.dtype:
+    if isinstance(item, torch.dtype):
+        return torch.float64 if item in DIGITS else item
+    return item.double() if item.dtype in DIGITS else item
 
 
-def _bits(kind: torch.dtype) -> int:
-    return _BITS.get(kind, 0)
+def _digits(kind: torch.dtype) -> int:
+    return DIGITS.get(kind, 0)

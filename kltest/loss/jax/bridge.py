@@ -29,7 +29,6 @@ Run = Callable[..., tuple[list[Any], list[Any]]]
 # Flags with which XLA compiles in a fifth of the time; a release that does not know one ends the process.
 QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 KNOWN = (0, 8), (0, 12)
-_NARROW = {23: torch.float32, 10: torch.float16, 7: torch.bfloat16}
 
 
 def jax_loss(function: Callable[..., Any]) -> "JaxLoss":
@@ -51,12 +50,15 @@ def jax_loss(function: Callable[..., Any]) -> "JaxLoss":
 
 
 class JaxLoss:
-    """A function of JAX arrays that is called with tensors."""
+    """A function of JAX arrays that is called with tensors.
+
+    `precision` is the narrowest type to which a step of its first call rounds.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
-        self._bits: int | None = None
+        self.precision: torch.dtype | None = None
 
     def __repr__(self) -> str:
         return f"jax_loss({self.function!r})"
@@ -72,26 +74,21 @@ class JaxLoss:
         def run(*values: Any) -> tuple[list[Any], list[Any]]:
             """Return the arrays that the loss returns for these values of its leaves: floating-point ones, others."""
             nonlocal items, form
-            arrays = _Arrays(dict(zip(leaves, values, strict=True)))
-            given, named = tree_map(arrays.of, (args, kwargs))
+            traced = dict(zip(leaves, values, strict=True))
+            given, named = tree_map(lambda thing: _for_jax(thing, traced), (args, kwargs))
             items, form = tree_flatten(self.function(*given, **named))
-            floats = [item for item in items if _is_array(item, floating=True)]
-            return floats, [item for item in items if _is_array(item, floating=False)]
+            return [item for item in items if _floating(item)], [item for item in items if _floating(item) is False]
 
         with _ready():
             called: Run = run
-            if self._bits is None:
-                self._bits, called = _written(run, leaves.values())
-            outputs = iter(_Bridge.apply(called, *leaves.values()))
-            floats = [self._as_precise(next(outputs)) for item in items if _is_array(item, floating=True)]
-            tensors = {True: iter(floats), False: outputs}
-            answer = [next(tensors[_is_array(item, floating=True)]) if _is_array(item) else item for item in items]
-            return tree_unflatten(answer, form)
-
-    def _as_precise(self, output: Tensor) -> Tensor:
-        """Convert to the narrowest type on the way and back: the same numbers, and kltest sees the type."""
-        narrow = _NARROW.get(self._bits or 52)
-        return output.to(narrow).to(output.dtype) if narrow and output.dtype == torch.float64 else output
+            if self.precision is None:
+                self.precision, called = _written(run, leaves.values())
+            outputs = _Bridge.apply(called, *leaves.values())
+            # A function that was written down is not run again: `items` are those of the call that wrote it.
+            places = [place for kind in (True, False) for place, item in enumerate(items) if _floating(item) is kind]
+            for place, output in zip(places, outputs, strict=True):
+                items[place] = output
+            return tree_unflatten(items, form)
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:
@@ -105,15 +102,15 @@ def _tensors(given: Any) -> Iterator[Tensor]:
             yield item
 
 
-def _written(run: Run, leaves: Iterable[Tensor]) -> tuple[int, Run]:
-    """Return the digits in which a function computes, and the function as it was written down by calling it once."""
+def _written(run: Run, leaves: Iterable[Tensor]) -> tuple[torch.dtype, Run]:
+    """Return the type in which a function computes, and the function as it was written down by calling it once."""
     import jax
     import jax.extend.core
 
     try:
         written, (floats, _) = jax.make_jaxpr(run, return_shape=True)(*map(as_array, leaves))
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
-        return 52, run  # it does what only known numbers allow, as indexing by its mask does
+        return torch.float64, run  # it does what only known numbers allow, as indexing by its mask does
 
     def again(*values: Any) -> tuple[list[Any], list[Any]]:
         outputs = jax.extend.core.jaxpr_as_fun(written)(*values)
@@ -143,40 +140,35 @@ class _Bridge(torch.autograd.Function):
         return None, *(part.to(kind) if part.any() else None for part, kind in zip(found, ctx.types, strict=True))
 
 
-def _is_array(item: Any, *, floating: bool | None = None) -> bool:
-    """Return True for an array of JAX's; with `floating`, of floating-point numbers or of others."""
+def _floating(item: Any) -> bool | None:
+    """Return True for a JAX array of floating-point numbers, False for one of others, None for anything else."""
     import jax
     import jax.numpy as jnp
 
-    return isinstance(item, jax.Array) and floating in (None, bool(jnp.issubdtype(item.dtype, jnp.floating)))
+    return bool(jnp.issubdtype(item.dtype, jnp.floating)) if isinstance(item, jax.Array) else None
 
 
-class _Arrays:
-    """Conversion of a loss's arguments into arrays, traced ones for tensors that are differentiated."""
-
-    def __init__(self, traced: Mapping[int, Any]) -> None:
-        self._traced = traced
-
-    def of(self, thing: Any) -> Any:
-        if isinstance(thing, Tensor):
-            return self._traced[id(thing)] if id(thing) in self._traced else as_array(thing)
-        return _View(thing, self) if isinstance(thing, Rollout | StandIn) else thing
+def _for_jax(thing: Any, traced: Mapping[int, Any]) -> Any:
+    """Return what a loss is given for one argument: arrays, those `traced` for tensors that are differentiated."""
+    if isinstance(thing, Tensor):
+        return traced[id(thing)] if id(thing) in traced else as_array(thing)
+    return _View(thing, traced) if isinstance(thing, Rollout | StandIn) else thing
 
 
 class _View:
     """A rollout or a stand-in object whose tensors are read as JAX arrays."""
 
-    def __init__(self, thing: Any, arrays: _Arrays) -> None:
-        vars(self).update(_thing=thing, _arrays=arrays)
+    def __init__(self, thing: Any, traced: Mapping[int, Any]) -> None:
+        vars(self).update(_thing=thing, _traced=traced)
 
     def __getattr__(self, name: str) -> Any:
-        return self._arrays.of(getattr(self._thing, name))
+        return _for_jax(getattr(self._thing, name), self._traced)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._arrays.of(self._thing[key])
+        return _for_jax(self._thing[key], self._traced)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self._arrays.of(self._thing.get(key, default))
+        return _for_jax(self._thing.get(key, default), self._traced)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._thing, name, value)
@@ -213,13 +205,10 @@ def _ready() -> Iterator[None]:
     """Run JAX on the CPU, with float64, optimising little; UsageError if JAX is not installed."""
     try:
         import jax
+        from jax import experimental
     except ImportError as error:
         raise UsageError(f"a loss written for JAX needs JAX (pip install jax): {error}") from None
-    wide: Any = getattr(jax, "enable_x64", None)
-    if wide is None:
-        from jax import experimental
-
-        wide = experimental.enable_x64
+    wide: Any = jax.enable_x64 if hasattr(jax, "enable_x64") else experimental.enable_x64
     # Compiling for every shape of batch takes longer than all that is computed.
     if KNOWN[0] <= jax.version.__version_info__ < KNOWN[1]:
         os.environ.setdefault("XLA_FLAGS", QUICK)

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
-_BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
+from kltest.loss.precision import DIGITS, least_precise
+
+_TYPES = {str(kind).removeprefix("torch."): kind for kind in DIGITS}
 # A mask or a count in float32 has lost nothing, nor has what these make of it.
 _WHOLE_STAYS_WHOLE = frozenset(
     {"add", "sub", "mul", "neg", "max", "min", "sign", "abs", "reduce_sum", "reduce_max", "reduce_min", "cumsum"}
@@ -17,14 +20,14 @@ _WHOLE_STAYS_WHOLE = frozenset(
 )
 
 
-def narrowest(written: Any) -> int:
-    """Return the digits of the narrowest mantissa to which a step of a closed jaxpr rounds."""
+def narrowest(written: Any) -> torch.dtype:
+    """Return the narrowest type to which a step of a closed jaxpr rounds."""
     constants = zip(written.jaxpr.constvars, written.consts, strict=True)
-    return min(_rounded(written.jaxpr, {variable for variable, value in constants if _is_whole(value)}), default=52)
+    return least_precise(_rounded(written.jaxpr, {name for name, value in constants if _is_whole(value)}))
 
 
-def _rounded(jaxpr: Any, whole: set[Any]) -> Iterator[int]:
-    """Yield the digits of each step's results; `whole` are the variables that are known to hold whole numbers.
+def _rounded(jaxpr: Any, whole: set[Any]) -> Iterator[torch.dtype]:
+    """Yield the type of each step's results; `whole` are the variables that are known to hold whole numbers.
 
     It is added to: the caller asks it about the outputs.
     """
@@ -40,7 +43,7 @@ def _rounded(jaxpr: Any, whole: set[Any]) -> Iterator[int]:
         if all(exact) and step.primitive.name in _WHOLE_STAYS_WHOLE:
             whole |= {*step.outvars}
         elif not inside:
-            yield from (_BITS.get(str(output.aval.dtype), 52) for output in step.outvars)
+            yield from (_TYPES.get(str(output.aval.dtype), torch.float64) for output in step.outvars)
 
 
 def _holds_whole(atom: Any, whole: set[Any]) -> bool:
@@ -49,7 +52,7 @@ def _holds_whole(atom: Any, whole: set[Any]) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    if str(getattr(value, "dtype", "float64")) not in _BITS:
+    if str(getattr(value, "dtype", "float64")) not in _TYPES:
         return True
     numbers = np.asarray(value, dtype=np.float64)
     return bool(np.all(numbers == np.round(numbers)))
