@@ -7,21 +7,18 @@ from torch import Tensor
 
 # Fields of up to this many numbers are copied for every call; of larger ones, writes are noticed by their version.
 SMALL = 2**16
-
-FEW = 2**10
-"""Up to this many numbers, bytes are compared faster in Python than bits in torch."""
-
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackedTensor:
-    """A tensor given to a loss; `before` is its former content, if kept.
+    """A tensor given to a loss; `before` is its former content, None if it is large.
 
-    `trainable` and `version` are the tensor's own at that moment.
+    If `shared`, a write reaches other calls. `trainable` and `version` are the tensor's own before the call.
     """
 
     tensor: Tensor
+    shared: bool
     before: Tensor | None
     trainable: bool
     version: int
@@ -29,25 +26,13 @@ class TrackedTensor:
     @classmethod
     def of(cls, tensor: Tensor, original: Tensor) -> "TrackedTensor":
         """Track a field; `original` is the rollout's own."""
-        before: Tensor | None = original.detach()
-        if tensor is original:
-            before = None
-        elif tensor.dtype != original.dtype or tensor.shape != original.shape:
-            before = tensor.detach().clone() if tensor.numel() <= SMALL else None
-        return cls(tensor, before, tensor.requires_grad, tensor._version)
-
-    @property
-    def shared(self) -> bool:
-        """True if there is no copy, so that a write reaches other calls."""
-        return self.before is None
+        before = tensor.detach().clone() if tensor.numel() <= SMALL else None
+        return cls(tensor, tensor is original, before, tensor.requires_grad, tensor._version)
 
     def change(self) -> str | None:
         """Return the change in words; None if every bit is the same."""
-        untouched = self.tensor._version == self.version
         if self.before is None:
-            return None if untouched else "it was written into"
-        if untouched and self.tensor.numel() > SMALL:
-            return None
+            return None if self.tensor._version == self.version else "it was written into"
         return difference(self.tensor.detach(), self.before)
 
     @property
@@ -62,19 +47,12 @@ def difference(found: Tensor, before: Tensor) -> str | None:
     """Return in words where two tensors differ in any bit (a NaN equals the same NaN, −0 is not 0); None if nowhere."""
     if found.shape != before.shape or found.dtype != before.dtype:
         return f"its shape {tuple(before.shape)} became {tuple(found.shape)}"
-    # Where an experiment lifts the stops of gradients, even what was detached is no plain number.
-    plain = found.dtype == torch.float64 and found.is_cpu and not (found.requires_grad or before.requires_grad)
-    if found.numel() <= FEW and plain:
-        if found.numpy().tobytes() == before.numpy().tobytes():
-            return None
-    elif torch.equal(_bits(found), _bits(before)):
-        return None
     other = _bits(found) != _bits(before)
+    if not other.any():
+        return None
     place = tuple(other.nonzero()[0].tolist())
-    digits = 6 if f"{before[place].item():.6g}" != f"{found[place].item():.6g}" else 17
-    was, now = (f"{part[place].item():.{digits}g}" for part in (before, found))
     count = f" ({int(other.sum())} of {other.numel()} places differ)" if other.numel() > 1 else ""
-    return f"{list(place) or 'it'} was {was} and is {now}{count}"
+    return f"{list(place) or 'it'} was {before[place].item()} and is {found[place].item()}{count}"
 
 
 def _bits(tensor: Tensor) -> Tensor:
