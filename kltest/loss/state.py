@@ -1,13 +1,12 @@
-"""State that a loss keeps between calls: in its module, its closure, its object, or attributes of functions.
+"""State that a loss keeps between calls: what it can reach and change, in its module, closure, object or attributes.
 
-It is copied before the first call, so that a call after others can be compared with one that knows of no other. Where
-its random generators stand is a matter of chance, and is compared and restored by itself.
+Its content is copied before the first call, so that a call after others can be compared with one that knows of no
+other. Where its random generators stand is a matter of chance, and is compared and restored by itself.
 """
 
-import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,51 +17,33 @@ import numpy as np
 import torch
 
 from kltest.loss.callables import without_partials
-from kltest.loss.reach import MISSING, cells, content, packages_named, reached, values_read
+from kltest.loss.reach import MISSING, cells, packages_named, reached, values_read
 
-# Random generators, and how the place where one stands is read and set.
-GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
-    random.Random: (random.Random.getstate, random.Random.setstate),
-    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
-    np.random.Generator: (
-        lambda own: own.bit_generator.state,
-        lambda own, new: setattr(own.bit_generator, "state", new),
-    ),
-}
-PLAIN = (bool, int, float, str, type(None), list, dict, set, tuple, deque, torch.Tensor, np.ndarray)
-# Entries of a container, and elements of a tensor, that are copied at most.
-MOST = 10_000
-
-Read = Callable[[], Any]
-Write = Callable[[Any], None]
+# Entries of a container, and elements of a tensor, that are copied at most; objects inside objects that are looked at.
+MOST, DEEPEST = 10_000, 4
 
 
 @dataclass(frozen=True)
 class Place:
-    """A place for state: its name in messages, and how to read and write it; `drawn`: it is a random generator's."""
+    """A place for state: its name in messages, and how to copy and write its content.
+
+    `drawn`: it is a random generator's.
+    """
 
     name: str
-    get: Read
-    put: Write
+    get: Callable[[], Any]
+    put: Callable[[Any], object]
     drawn: bool = False
 
 
 class State:
-    """The content of some places, as it was when this was made.
-
-    Where a random generator stands is read as a copy, and is written as fast as it is compared.
-    """
+    """The content of some places, as it was when this was made."""
 
     def __init__(self, places: Iterable[Place]) -> None:
         self._before: list[tuple[Place, Any]] = []
         for place in places:
             with suppress(Exception):  # what cannot be copied is not looked at
-                value = place.get()
-                if place.drawn:
-                    self._before.append((place, value))
-                elif _small(value):
-                    self._before.append((place, copy.deepcopy(value)))
+                self._before.append((place, place.get()))
 
     def now(self) -> "State":
         """Return the same places as they are now."""
@@ -72,7 +53,7 @@ class State:
         """Return the names of what is no longer as it was."""
         names = []
         for place, before in self._before:
-            with suppress(Exception):
+            with suppress(Exception):  # what cannot be compared
                 names += [] if same(place.get(), before) else [place.name]
         return list(dict.fromkeys(names))
 
@@ -80,12 +61,54 @@ class State:
         """Make everything as it was."""
         for place, before in self._before:
             with suppress(Exception):
-                if place.drawn:
+                # A generator is written as fast as it is compared.
+                if place.drawn or not same(place.get(), before):
                     place.put(before)
-                elif not same(place.get(), before):
-                    place.put(copy.deepcopy(before))
 
 
+def same(one: Any, other: Any) -> bool:
+    """Return True if the content of a place is the same; what it holds is a place of its own if it can change."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | deque) or (isinstance(one, tuple) and any(isinstance(each, np.ndarray) for each in one)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    getattr(container, "update", getattr(container, "extend", None))(content)
+
+
+def _rewrite(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    tensor.data.copy_(content)
+
+
+GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: (
+        lambda own: own.bit_generator.state,
+        lambda own, new: setattr(own.bit_generator, "state", new),
+    ),
+}
+# What changes in place: how its content is copied and written.
+CONTENTS = {
+    **dict.fromkeys((dict, list, set, deque), (lambda container: container.copy(), _refill)),
+    torch.Tensor: (lambda tensor: tensor.detach().clone(), _rewrite),
+    np.ndarray: (np.copy, np.copyto),
+    **GENERATORS,
+}
+PLAIN = (bool, int, float, str, type(None), tuple, *CONTENTS)
 # The global generators. NumPy's is the old one, which a loss without a generator of its own draws from.
 TORCH = Place("torch's generator", torch.get_rng_state, torch.set_rng_state, drawn=True)
 PYTHON = Place("random's generator", random.getstate, random.setstate, drawn=True)
@@ -106,119 +129,60 @@ def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
 
     `objects` are others that it is given in every call, by name.
     """
+    seen: dict[int, Any] = {}
     bare = without_partials(function)
     itself = getattr(bare, "__self__", None if isinstance(bare, FunctionType) else bare)
     for name, value in {**objects, "self": itself}.items():
-        yield from _of_value(name, value)
+        yield from _inside(name, value, seen)
     for one in reached(function, _in_same_module):
-        yield from _attributes(one.__name__, vars(one))
-        for value in (*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()):
-            yield from _of_value("a default of a parameter", value, lambda value=value: value, partial(_refill, value))
-        closed, space = cells(one), one.__globals__
+        yield from _inside(f"attributes of {one.__name__}", vars(one), seen)
+        yield from _inside("a default of a parameter", [one.__defaults__, one.__kwdefaults__], seen)
+        closed = cells(one)
         for name, value in values_read(one).items():
             if name in closed:
-                cell = closed[name]
-                put = partial(setattr, cell, "cell_contents")
-                yield from _of_value(f"{name} in its closure", value, partial(content, cell), put)
-            elif isinstance(value, (*PLAIN, *GENERATORS)) or value is MISSING or _in_same_module(value, one):
-                get, put = partial(space.get, name, MISSING), partial(_assign, space, name)
-                yield from _of_value(f"{name} of its module", value, get, put)
+                cell, label = closed[name], f"{name} in its closure"
+                yield Place(label, partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
+            elif isinstance(value, PLAIN) or value is MISSING or _in_same_module(value, one):
+                space, label = one.__globals__, f"{name} of its module"
+                yield Place(label, partial(space.get, name, MISSING), partial(_assign, space, name))
+            else:
+                continue
+            yield from _inside(label, value, seen)
 
 
 def _in_same_module(value: Any, function: FunctionType) -> bool:
     return getattr(value, "__module__", None) == function.__module__
 
 
-def _of_value(name: str, value: Any, get: Read | None = None, put: Write | None = None) -> Iterator[Place]:
+def _inside(name: str, value: Any, seen: dict[int, Any], deep: int = DEEPEST) -> Iterator[Place]:
+    """Yield the places inside a value, at any depth; `seen` are values that need no second look, by their `id`."""
+    if id(value) in seen or not deep or _size(value) > MOST:
+        return
+    seen[id(value)] = value
     if hasattr(value, "cache_clear") and hasattr(value, "cache_info"):
         yield Place(f"the cache of {name}", lambda: value.cache_info().currsize, lambda _: value.cache_clear())
-    elif _is_generator(value):
-        yield _generator(name, value)
-    elif isinstance(value, PLAIN) or value is MISSING:
-        if get is not None and put is not None:
-            yield Place(name, get, put)
+    elif kind := next((kind for kind in CONTENTS if isinstance(value, kind)), None):
+        get, put = CONTENTS[kind]
+        yield Place(name, partial(get, value), partial(put, value), drawn=kind in GENERATORS)
     elif isinstance(value, type):
-        yield Place(f"attributes of {name}", partial(_data, value), partial(_set, value))
+        data = [key for key, each in vars(value).items() if isinstance(each, PLAIN) and not key.startswith("__")]
+        for key in data:
+            yield Place(f"attributes of {name}", partial(getattr, value, key), partial(setattr, value, key))
     elif hasattr(value, "__dict__") and not isinstance(value, FunctionType | ModuleType | torch.nn.Module):
-        yield from _attributes(name, vars(value))
+        yield from _inside(f"attributes of {name.removeprefix('attributes of ')}", vars(value), seen, deep)
+    if isinstance(value, dict | list | tuple | deque):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _inside(name, each, seen, deep - 1)
 
 
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, tuple(GENERATORS)) and not isinstance(value, random.SystemRandom)
-
-
-def _generator(name: str, own: Any) -> Place:
-    get, put = next(pair for kind, pair in GENERATORS.items() if isinstance(own, kind))
-    return Place(name, partial(get, own), partial(put, own), drawn=True)
-
-
-def _attributes(name: str, present: dict[str, Any]) -> Iterator[Place]:
-    """Yield the place of all attributes but the random generators among them, and theirs."""
-    yield Place(f"attributes of {name}", partial(_others, present), partial(_fill, present))
-    yield from (_generator(f"{name}.{key}", value) for key, value in present.items() if _is_generator(value))
-
-
-def _others(present: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in present.items() if not _is_generator(value)}
-
-
-def _fill(present: dict[str, Any], new: dict[str, Any]) -> None:
-    for name in _others(present):
-        del present[name]
-    present.update(new)
-
-
-def _data(kind: type) -> dict[str, Any]:
-    return {name: value for name, value in vars(kind).items() if isinstance(value, PLAIN) and not name.startswith("__")}
-
-
-def _set(kind: type, new: dict[str, Any]) -> None:
-    for name, value in new.items():
-        setattr(kind, name, value)
-
-
-def _assign(space: dict[str, Any], name: str, new: Any) -> None:
-    """Write a module-level name, a container in place: others may hold it."""
-    if new is MISSING:
-        space.pop(name, None)
-    elif not _refill(space.get(name), new):
-        space[name] = new
-
-
-def _refill(old: Any, new: Any) -> bool:
-    """Write into a container in place; return False for any other value."""
-    if type(old) is not type(new) or not isinstance(old, dict | set | list | deque):
-        return False
-    old.clear()
-    if isinstance(old, list | deque):
-        old.extend(new)
-    else:
-        old.update(new)
-    return True
-
-
-def _small(value: Any) -> bool:
+def _size(value: Any) -> int:
     if isinstance(value, torch.Tensor | np.ndarray):
-        return int(np.prod(value.shape)) <= MOST
-    return not isinstance(value, Sized) or len(value) <= MOST
+        return int(np.prod(value.shape))
+    return len(value) if isinstance(value, dict | list | set | tuple | deque) else 0
 
 
-def same(one: Any, other: Any) -> bool:
-    """Return True if two values are equal, entry by entry."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
-    if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple | deque):
-        if set(map(type, one)) == {int}:  # as the 625 words of random's generator
-            return bool(one == other)
-        return len(one) == len(other) and all(map(same, one, other))
-    if hasattr(one, "__dict__") and not isinstance(one, FunctionType | type):
-        return same(vars(one), vars(other))
-    return bool(one == other)
+def _assign(space: dict[str, Any], name: str, value: Any) -> None:
+    if value is MISSING:
+        space.pop(name, None)
+    else:
+        space[name] = value
