@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from kltest.loss.syntax import names_read
+from kltest.loss.lifting import compiled
+from kltest.loss.reach import MISSING, cells, content, names_read
 
 # Modules that exist only while kltest runs, or that the program must not need.
 OURS = frozenset({"kltest", "__main__", "__mp_main__"})
@@ -97,10 +98,9 @@ def _inlined(function: Callable[..., Any], taken: frozenset[str]) -> Definition:
 def _definitions(function: Any, seen: set[str]) -> Iterator[str]:
     """Lines of everything that a function uses from its module, then its own."""
     names, lines = _parsed(function)
-    try:
-        closed = inspect.getclosurevars(function).nonlocals
-    except ValueError:
-        raise NoSourceError("a variable around it has no value") from None
+    closed = {name: content(cell) for name, cell in cells(function).items()}
+    if MISSING in closed.values():
+        raise NoSourceError("a variable around it has no value")
     known = {**function.__globals__, **closed}
     for name in sorted(names, key=lambda name: (name not in closed, name)):
         if name in seen or name == "__name__" or (name not in known and hasattr(builtins, name)):
@@ -143,7 +143,7 @@ def _parsed(function: Any) -> tuple[list[str], list[str]]:
         # With this, the names in annotations need no definition.
         lines.insert(0, FUTURE)
     try:
-        return names_read(node, Path("<loss>")), lines
+        return names_read(compiled(node, Path("<loss>"))), lines
     except SyntaxError:
         # It changes a variable of the function around it.
         raise NoSourceError(UNREADABLE) from None

@@ -166,7 +166,7 @@ def annotated(parameter: inspect.Parameter, function: Callable[..., Any]) -> typ
         hint = getattr(inner, "__qualname__", "").rpartition(".")[0]
     if isinstance(hint, str):
         try:
-            hint = eval(hint, dict(getattr(inner, "__globals__", {})))
+            hint = eval(hint, getattr(inner, "__globals__", {}))
         except Exception:  # names that only a type checker knows, or that were not lifted
             return None
     kinds = [kind for kind in get_args(hint) or (hint,) if isinstance(kind, type) and kind is not type(None)]

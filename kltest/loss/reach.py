@@ -1,6 +1,8 @@
 """Names that a function reads and functions that it calls by them: what a loss may depend on, found without a call."""
 
+import dis
 from collections.abc import Callable, Iterator
+from itertools import chain
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -10,6 +12,8 @@ from kltest.loss.callables import without_partials
 
 JAX = frozenset({"jax", "jaxlib"})
 TORCH = frozenset({"torch"})
+_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_WRITTEN = ("STORE_GLOBAL", "IMPORT_NAME")
 # Depth to which helpers' helpers are read for the packages that they name.
 DEEPEST = 4
 
@@ -49,7 +53,7 @@ def reached(
 
 def values_read(function: FunctionType) -> dict[str, Any]:
     """Return the value of each name of its module or closure that a function reads, MISSING where there is none."""
-    found = {name: function.__globals__.get(name, MISSING) for name in _names(function.__code__)}
+    found = {name: _global(function, name) for name in names_read(function.__code__, _WRITTEN)}
     return found | {name: content(cell) for name, cell in cells(function).items()}
 
 
@@ -66,11 +70,23 @@ def content(cell: CellType) -> Any:
         return MISSING
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from (name.partition(".")[0] for name in code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+def _global(function: FunctionType, name: str) -> Any:
+    try:
+        return function.__globals__[name]  # which lifts it, if the function was lifted
+    except (KeyError, NameError):
+        return MISSING
+
+
+def names_read(code: CodeType, more: tuple[str, ...] = ()) -> list[str]:
+    """Return the module-level names that code reads when it runs or, of functions in it, when they are called.
+
+    Args:
+        code: The code.
+        more: Names of further instructions that count.
+    """
+    found = [each.argval for each in dis.get_instructions(code) if each.opname in (*_READS, *more)]
+    inner = [names_read(constant, more) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return list(dict.fromkeys(chain([name.partition(".")[0] for name in found], *inner)))
 
 
 def packages_named(function: Any) -> set[str]:

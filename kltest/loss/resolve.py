@@ -12,9 +12,8 @@ from kltest.loss.building import ObjectOf, build
 from kltest.loss.calling import Loss, bind
 from kltest.loss.frames import failure
 from kltest.loss.importing import Imported, ImportFailedError, attribute, import_by_name, import_file, source_of
-from kltest.loss.lifting import lift
+from kltest.loss.lifting import lift, parse
 from kltest.loss.outcome import Call, Outcome
-from kltest.loss.syntax import parse
 from kltest.loss.target import LossName, is_dotted, named
 from kltest.rollout import Rollout
 
