@@ -18,7 +18,6 @@ from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
-from kltest.loss.resolve import Variant
 from kltest.moments.caller import centred
 from kltest.moments.differentiate import RowGradients
 from kltest.moments.tolerances import TOLERANCES
@@ -220,7 +219,7 @@ def _logits(logp: Tensor, others: tuple[float, ...]) -> Tensor:
     return torch.cat([left[..., :1], logp[..., None], left[..., 1:]], dim=-1)
 
 
-def with_gradient(loss: Loss, added: Callable[[Rollout], Mapping[str, Tensor]]) -> Variant:
+def with_gradient(loss: Loss, added: Callable[[Rollout], Mapping[str, Tensor]]) -> Loss:
     """Return a loss whose policy gets a further gradient at its leaves."""
 
     def call(rollout: Rollout) -> Outcome:
@@ -228,4 +227,4 @@ def with_gradient(loss: Loss, added: Callable[[Rollout], Mapping[str, Tensor]]) 
         extra = [(rollout.peek(name) * part).sum() for name, part in added(rollout).items()]
         return replace(outcome, objective=outcome.objective + sum(extra), rows=None, returned="scalar")
 
-    return Variant(loss, call)
+    return loss.changed(instead=call)

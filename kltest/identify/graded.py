@@ -30,7 +30,6 @@ from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Outcome
 from kltest.loss.placement import ROW_FIELDS, reduce, with_rewards
-from kltest.loss.resolve import Variant
 from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import SAMPLER_FIELDS, Rollout, elsewhere
@@ -227,12 +226,14 @@ def without_rewards(loss: Loss, batches: list[Rollout]) -> Loss:
     return loss.changed(UNREWARDED, unrewarded=True) if moves else loss
 
 
-class Rest(Variant):
-    """A loss that takes β, at β = 0: all of it but its KL term."""
+def without_kl_term(loss: Loss) -> Loss:
+    """Return a loss that takes β, at β = 0: all of it but its KL term."""
 
-    def __call__(self, rollout: Rollout) -> Outcome:
-        rest = reduce(self.loss.returned(rollout, 0.0).loss.double(), rollout.peek("mask")).mean()
-        return replace(self.loss(rollout), objective=rest, returned="scalar", rows=None, value=None, metric=None)
+    def rest(rollout: Rollout) -> Outcome:
+        objective = reduce(loss.returned(rollout, 0.0).loss.double(), rollout.peek("mask")).mean()
+        return replace(loss(rollout), objective=objective, returned="scalar", rows=None, value=None, metric=None)
+
+    return loss.changed(instead=rest)
 
 
 def fields_used(loss: Loss, seed: int) -> frozenset[str]:

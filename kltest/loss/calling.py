@@ -1,6 +1,5 @@
 """Losses: callables whose parameters are filled by name, called with rollouts, and what each call did and returned."""
 
-import copy
 import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -126,6 +125,7 @@ class Loss:
         reader: takes what it returns apart, and finds the logged KL in it.
         forms: the forms in which fields are tried.
         exploring: True if its input is unusual, so that it may give NaN.
+        instead: what is called in place of it, for a loss that is like it in all else.
         record: what its calls have shown; alone of all this it changes.
     """
 
@@ -145,6 +145,7 @@ class Loss:
     reader: Reader
     forms: tuple[InputForm, ...] = INPUT_FORMS
     exploring: bool = False
+    instead: Callable[[Rollout], Outcome] | None = None
     record: Record = field(default_factory=Record)
 
     @property
@@ -174,11 +175,7 @@ class Loss:
 
     def changed(self, *notes: str, **attributes: Any) -> "Loss":
         """Return the same loss with other values of some attributes and more notes; its calls count with it."""
-        other = copy.copy(self)
-        if unknown := attributes.keys() - vars(self).keys():
-            raise AttributeError(f"a loss has no attribute {min(unknown)!r}")
-        vars(other).update(attributes, stated=(*self.stated, *notes))
-        return other
+        return replace(self, stated=(*self.stated, *notes), **attributes)
 
     def for_experiments(self, floats: torch.dtype | None = None) -> "Loss":
         """Return the same loss for unusual input: it may be NaN or infinite, and what it does is not recorded here.
@@ -208,6 +205,8 @@ class Loss:
             TargetError: it raises (FailedError, with the user's own frame), leaves the process, or returns no loss.
             UsageError: it asks a stand-in object for an attribute that was not given.
         """
+        if self.instead is not None:
+            return self.instead(rollout)
         if not unambiguous(rollout):
             self.settle(rollout)
         beta = self.beta(rollout)

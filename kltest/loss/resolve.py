@@ -13,9 +13,8 @@ from kltest.loss.calling import Loss, bind
 from kltest.loss.frames import failure
 from kltest.loss.importing import Imported, ImportFailedError, attribute, import_by_name, import_file, source_of
 from kltest.loss.lifting import lift, parse
-from kltest.loss.outcome import Call, Outcome
+from kltest.loss.outcome import Call
 from kltest.loss.target import LossName, is_dotted, named
-from kltest.rollout import Rollout
 
 
 def resolve(text: Callable[..., Any] | str, call: Call | None = None, name: str | None = None) -> Loss:
@@ -76,14 +75,3 @@ def _functions(path: Path) -> Iterator[str]:
         for function in inner:
             if isinstance(function, ast.FunctionDef) and "__" not in function.name:
                 yield function.name if function is node else f"{getattr(node, 'name', '')}.{function.name}"
-
-
-class Variant(Loss):
-    """A loss that calls another one, `loss`, in a special way (`call`), and is like it in all else."""
-
-    def __init__(self, loss: Loss, call: Callable[[Rollout], Outcome] | None = None) -> None:
-        vars(self).update(vars(loss))
-        self.loss, self._instead = loss, call or loss
-
-    def __call__(self, rollout: Rollout) -> Outcome:
-        return self._instead(rollout)

@@ -92,11 +92,3 @@ def test_a_declared_policy_gradient_is_no_other_term():
 def test_a_registered_estimator_stays_what_it_is():
     loss = resolve("k1-reward", Call())
     assert kl_part(loss, {"reverse_kl": 1.0}, seed=0) is loss
-
-
-def test_only_attributes_that_a_loss_has_are_changed():
-    loss = bind(coefficient, Call())
-    assert loss.changed(credit="to-go").credit == "to-go"
-    assert loss.credit == "return"
-    with pytest.raises(AttributeError, match="crdit"):
-        loss.changed(crdit="to-go")

@@ -19,7 +19,6 @@ from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
-from kltest.loss.resolve import Variant
 from kltest.moments.differentiate import LossExperiment, received
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
@@ -83,7 +82,7 @@ def right_without_clip(findings: Findings, environment: str) -> bool:
 
     near = table(instance.policy + NEAR * (instance.sampler - instance.policy))
     meets = findings.measure.meets
-    return meets(Variant(loss, lifted), instance) or meets(loss, replace(instance, sampler=near))
+    return meets(loss.changed(instead=lifted), instance) or meets(loss, replace(instance, sampler=near))
 
 
 @shared
