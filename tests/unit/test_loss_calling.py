@@ -520,7 +520,7 @@ class Odd(BaseException):
     ("raised", "error", "words"),
     [
         (SystemExit(4), TargetError, "left the process"),
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
+        (KeyboardInterrupt(), KeyboardInterrupt, None),
         (Odd("very"), TargetError, "Odd: very"),
     ],
 )
