@@ -248,59 +248,104 @@ def test_a_sibling_that_lacks_the_name(write):
     assert "line 2 of utils.py" in str(refused.value)
 
 
-def test_files_that_import_each_other(write):
-    write("pack/__init__.py", "")
-    write(
-        "pack/a.py",
-        """
-        from .b import second
-        def first(x):
-            return x
-        def loss(logp, ref_logp):
-            return second(logp, ref_logp)
-        """,
-    )
-    write("pack/b.py", "from .a import first\ndef second(x, y):\n    return first((x - y) ** 2 / 2)\n")
-    follows(resolve("pack/a.py:loss"))
+CONDITIONAL = """
+    try:
+        import no_such_accelerator.fused as backend
+        from no_such_accelerator import half
+    except Exception:
+        from math import pi
+        half = 0.5
+        backend = None
+
+    def loss(logp, ref_logp):
+        assert backend is None
+        return half * (logp - ref_logp) ** 2
+"""
+FAILING_BLOCK = """
+    if True:
+        half = 0.5
+        import no_such_accelerator.fused
+        whole = 1.0
+
+    def loss(logp, ref_logp):
+        return half * (logp - ref_logp) ** 2
+
+    def other(logp, ref_logp):
+        return whole * loss(logp, ref_logp)
+"""
+CHANGED_LATER = """
+    if True:
+        half, scale = 0.5, 3.0
+    scale = scale / 3
+
+    def loss(logp, ref_logp):
+        return half * scale * (logp - ref_logp) ** 2
+"""
+CIRCLE = """
+    from .b import second
+    def first(x):
+        return x
+    def loss(logp, ref_logp):
+        return second(logp, ref_logp)
+"""
+SECOND = "from .a import first\ndef second(x, y):\n    return first((x - y) ** 2 / 2)\n"
+TOTAL = "def total(x, y):\n    return (x - y) ** 2 / 2\n"
 
 
-def test_names_of_conditional_imports(write):
-    write(
-        "library.py",
-        """
-        try:
-            import no_such_accelerator.fused as backend
-            from no_such_accelerator import half
-        except Exception:
-            from math import pi
-            half = 0.5
-            backend = None
-
-        def loss(logp, ref_logp):
-            assert backend is None
-            return half * (logp - ref_logp) ** 2
-        """,
-    )
-    follows(resolve("library.py:loss"))
+def of_total(imports, name):
+    return f"{imports}\ndef loss(logp, ref_logp):\n    return {name}total(logp, ref_logp)\n"
 
 
-def test_a_block_that_fails_leaves_what_it_bound_before(write):
-    write(
-        "library.py",
-        """
-        if True:
-            half = 0.5
-            import no_such_accelerator.fused
-            whole = 1.0
+@pytest.mark.parametrize(
+    ("files", "target"),
+    [
+        ({"library.py": CONDITIONAL}, "library.py"),
+        ({"library.py": FAILING_BLOCK}, "library.py"),
+        ({"library.py": CHANGED_LATER}, "library.py"),
+        ({"pack/__init__.py": "", "pack/a.py": CIRCLE, "pack/b.py": SECOND}, "pack/a.py"),
+        # Python remembers where it found a package, so each is called otherwise.
+        *(
+            (
+                {
+                    f"{tree}/loss.py": of_total(lines.format(tree), name.format(tree)),
+                    f"{tree}/utils.py": TOTAL,
+                    f"{tree}/inner/utils.py": TOTAL,
+                    **dict.fromkeys([f"{tree}/__init__.py", f"{tree}/inner/__init__.py"] if package else [], ""),
+                },
+                f"{tree}/loss.py",
+            )
+            for package in (True, False)
+            for number, (lines, name) in enumerate(
+                [
+                    ("from {} import utils", "utils."),
+                    ("from {}.inner import utils", "utils."),
+                    ("import {}.utils as utils", "utils."),
+                    ("import {0}.inner.utils", "{0}.inner.utils."),
+                ]
+            )
+            for tree in [f"tree{number}{package}"]
+        ),
+        *(
+            (
+                {
+                    f"repository/{inner}{package}/__init__.py": "",
+                    f"repository/{inner}{package}/ops.py": TOTAL,
+                    "repository/apps/train/main.py": of_total(f"from {package}.ops import total", ""),
+                },
+                "repository/apps/train/main.py",
+            )
+            for inner, package in (("", "beside"), ("src/", "in_src"))
+        ),
+    ],
+)
+def test_trees_of_files_that_cannot_be_imported(files, target, write):
+    for name, text in files.items():
+        write(name, text)
+    follows(resolve(f"{target}:loss"))
 
-        def loss(logp, ref_logp):
-            return half * (logp - ref_logp) ** 2
 
-        def other(logp, ref_logp):
-            return whole * loss(logp, ref_logp)
-        """,
-    )
-    follows(resolve("library.py:loss"))
+def test_a_block_that_fails_leaves_what_it_did_not_bind(write):
+    write("library.py", FAILING_BLOCK)
     with pytest.raises(TargetError, match=r"whole is not available to the lifted function: line 3 of library"):
         resolve("library.py:other")(RAGGED)
 
@@ -324,51 +369,3 @@ def test_a_compiled_function_is_not_compiled_for_its_program_either(tmp_path, mo
     report = kltest.grade("compiled_terms.py:penalty", environment="bandit", select="KL1")
     assert report.verdict == "refuted"
     assert "penalty(" in report.smallest.code
-
-
-@pytest.mark.parametrize("package", [True, False])
-@pytest.mark.parametrize(
-    "lines",
-    [
-        "from tree import utils\nf = 'utils'",
-        "from tree.inner import utils\nf = 'utils'",
-        "import tree.utils as utils\nf = 'utils'",
-        "import tree.inner.utils\nf = 'tree.inner.utils'",
-    ],
-)
-def test_modules_of_the_same_tree_are_lifted_however_they_are_imported(lines, package, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    # Python remembers where it found a package, so each is called otherwise.
-    tree = f"tree{len(lines)}{package}"
-    lines = lines.replace("tree", tree)
-    (tmp_path / tree / "inner").mkdir(parents=True)
-    helper = "import not_installed\ndef total(x, mask):\n    return x.where(mask != 0, 0.0).sum(-1)\n"
-    for folder in (tree, f"{tree}/inner"):
-        (tmp_path / folder / "utils.py").write_text(helper)
-        if package:
-            (tmp_path / folder / "__init__.py").write_text("import not_installed\n")
-    *imports, named = lines.splitlines()
-    named = named.removeprefix("f = '").removesuffix("'")
-    body = f"def loss(logp, ref_logp, mask):\n    return {named}.total(logp - ref_logp, mask) ** 2 / 2\n"
-    (tmp_path / tree / "loss.py").write_text("\n".join(["import not_installed", *imports, body]))
-    report = kltest.grade(f"{tree}/loss.py:loss", environment="bandit", select="KL1")
-    assert report.verdict == "confirmed", report.error
-
-
-@pytest.mark.parametrize("inner", ["", "src/"])
-def test_a_package_beside_the_folder_of_a_script_is_lifted(inner, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    # Python remembers where it found a package, so each is called otherwise.
-    package = f"library{len(inner)}"
-    (tmp_path / "repository" / "apps" / "train").mkdir(parents=True)
-    (tmp_path / "repository" / inner / package).mkdir(parents=True)
-    (tmp_path / "repository" / inner / package / "__init__.py").write_text("import not_installed\n")
-    (tmp_path / "repository" / inner / package / "ops.py").write_text(
-        "import not_installed\ndef total(x, mask):\n    return x.where(mask != 0, 0.0).sum(-1)\n"
-    )
-    (tmp_path / "repository" / "apps" / "train" / "main.py").write_text(
-        f"from {package}.ops import total\n"
-        "def loss(logp, ref_logp, mask):\n    return total(logp - ref_logp, mask) ** 2 / 2\n"
-    )
-    report = kltest.grade("repository/apps/train/main.py:loss", environment="bandit", select="KL1")
-    assert report.verdict == "confirmed", report.error
