@@ -95,11 +95,9 @@ def suggested_field(name: str) -> str | None:
     if stated in FIELDS:
         return stated
     words = _words(name)
-    if words[0] == "kl" and words[-1] in _COEFFICIENTS:
+    if words[:1] == ["kl"] and words[-1] in _COEFFICIENTS:
         return "beta"
-    fields = {spelling: field for field, entry in FIELDS.items() for spelling in (field, *entry.aliases)}
-    near = near_spelling(name, fields)
-    return fields[near] if near else None
+    return field_named(near_spelling(name, _NAMED))
 
 
 def near_spelling(name: str, known: Iterable[str]) -> str | None:
@@ -125,7 +123,7 @@ def _stated(name: str) -> str | None:
 
 
 def _words(name: str) -> list[str]:
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("_", " ").split()
+    return re.findall(r"[^\W_]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
 
 
 def _similar(word: str, other: str) -> bool:
@@ -146,9 +144,5 @@ def says_kl(name: str) -> bool:
 
     The scan looks for terms, and so for `kl_loss` and `k3` as well: `kltest.scanning.sides.says_kl`.
     """
-    words = _parts(name)
+    words = _words(name)
     return any(map(_KL.fullmatch, words)) and not any(map(_NO_KL.fullmatch, words))
-
-
-def _parts(name: str) -> list[str]:
-    return re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())

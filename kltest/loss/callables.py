@@ -5,6 +5,7 @@ import inspect
 import reprlib
 import textwrap
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -92,14 +93,8 @@ def without_partials(function: Any) -> Any:
 
 def source_file(function: Any) -> str | None:
     """Return the file that defines a callable, None if there is none."""
-    function = without_partials(function)
-    if isinstance(function, torch.nn.Module):
-        function = type(function)
-    for candidate in (function, type(function)):
-        try:
-            return inspect.getsourcefile(inspect.unwrap(candidate))
-        except (TypeError, ValueError):
-            continue
+    with suppress(TypeError, ValueError):
+        return inspect.getsourcefile(inner_of(function))
     return None
 
 

@@ -125,13 +125,3 @@ def test_a_proposal_is_not_copied_as_it_stands(arguments, proposed):
 
 def test_nothing_is_proposed_for_what_is_not_told(proposed):
     assert proposed("unknown") == ""
-
-
-def test_a_target_may_be_written_as_pytest_writes_it(proposed, tmp_path):
-    (tmp_path / "methods.py").write_text(
-        "class A:\n    def loss(self, logp, ref_logp, mask):\n        return logp.sum()\n"
-    )
-    assert (
-        resolve("methods.py::A::loss").arguments.parameters[0].name
-        == resolve("methods.py:A.loss").arguments.parameters[0].name
-    )
