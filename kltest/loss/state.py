@@ -85,14 +85,18 @@ def same(one: Any, other: Any) -> bool:
 
 def _refill(container: Any, content: Any) -> None:
     container.clear()
-    getattr(container, "update", getattr(container, "extend", None))(content)
+    if isinstance(container, list | deque):
+        container.extend(content)
+    else:
+        container.update(content)
 
 
 def _rewrite(tensor: torch.Tensor, content: torch.Tensor) -> None:
     tensor.data.copy_(content)
 
 
-GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
+Kinds = dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]]
+GENERATORS: Kinds = {
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
@@ -102,13 +106,14 @@ GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
     ),
 }
 # What changes in place: how its content is copied and written.
-CONTENTS = {
-    **dict.fromkeys((dict, list, set, deque), (lambda container: container.copy(), _refill)),
+CONTAINERS: Kinds = {kind: (lambda container: container.copy(), _refill) for kind in (dict, list, set, deque)}
+CONTENTS: Kinds = {
+    **CONTAINERS,
     torch.Tensor: (lambda tensor: tensor.detach().clone(), _rewrite),
     np.ndarray: (np.copy, np.copyto),
     **GENERATORS,
 }
-PLAIN = (bool, int, float, str, type(None), tuple, *CONTENTS)
+PLAIN: tuple[type, ...] = (bool, int, float, str, type(None), tuple, *CONTENTS)
 # The global generators. NumPy's is the old one, which a loss without a generator of its own draws from.
 TORCH = Place("torch's generator", torch.get_rng_state, torch.set_rng_state, drawn=True)
 PYTHON = Place("random's generator", random.getstate, random.setstate, drawn=True)
