@@ -105,8 +105,10 @@ def difference(found: Tensor, before: Tensor) -> str | None:
     if not other.any():
         return None
     place = tuple(other.nonzero()[0].tolist())
+    was, now = (part[place].item() for part in (before, found))
+    digits = 6 if f"{was:.6g}" != f"{now:.6g}" else 17
     count = f" ({int(other.sum())} of {other.numel()} places differ)" if other.numel() > 1 else ""
-    return f"{list(place) or 'it'} was {before[place].item()} and is {found[place].item()}{count}"
+    return f"{list(place) or 'it'} was {was:.{digits}g} and is {now:.{digits}g}{count}"
 
 
 def _bits(tensor: Tensor) -> Tensor:
