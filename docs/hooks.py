@@ -149,20 +149,21 @@ def finetune_settings() -> list[dict[str, str]]:
 
     return [
         {
-            "setting": f"`{one.name}`",
-            "default": "`{}`" if one.name == "kl_options" else f"`{one.default}`",
+            "setting": f"`{name}`",
+            "default": f"`{default}`",
             "meaning": described["meaning"].replace("[", r"\[")
             + (
                 f" (one of {', '.join(f'`{each}`' for each in described['choices'])})" if "choices" in described else ""
             ),
         }
-        for one, described in ((one, DESCRIBED[one.name]) for one in dataclasses.fields(Settings))
+        for name, default in dataclasses.asdict(Settings()).items()
+        for described in [DESCRIBED[name]]
     ]
 
 
 def finetune_metrics() -> list[dict[str, str]]:
     """The metrics that the language-model runner writes."""
-    from kltest.finetune.metrics import METRICS
+    from kltest.finetune.settings import METRICS
 
     return [{"metric": f"`{name}`", "what it is": meaning} for name, meaning in METRICS.items()]
 

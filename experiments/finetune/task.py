@@ -21,8 +21,7 @@ from scipy.optimize import minimize
 from scipy.special import expit
 
 from kltest.errors import UsageError
-from kltest.finetune.problems import Problem, Split
-from kltest.finetune.tasks import drawn
+from kltest.finetune.tasks import Problem, Split, drawn
 
 BEGINNING = re.compile(r"(?:return |(?:self\.)?\w+ = |\w+\.\w+\()")
 NAME = re.compile(r"[A-Za-z_]\w*")

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from kltest.files import as_csv
-from kltest.finetune.checkpoints import RunFolder
 from kltest.finetune.models import Models, load
 from kltest.finetune.objective import Objective
-from kltest.finetune.rollouts import draw
+from kltest.finetune.rollouts import draw, stream
 from kltest.finetune.run import Training
 from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import task_named
@@ -40,14 +39,17 @@ def record(seed: int, **changes: Any) -> list[Row]:
     task = task_named(settings.task, settings.keys)
     torch.set_num_threads(1)
     models = load(settings, task, torch.device("cpu"))
-    training, files = Training(settings, task, models, Objective(settings)), RunFolder(None, settings)
+    training = Training(settings, task, models, Objective(settings))
     rows: list[Row] = []
     while training.step < settings.steps:
-        training.next(files)
+        training.next()
         last = training.step == settings.steps
         if last or training.step in LANGUAGE["updates"]:
-            sizes = (int(LANGUAGE["rollouts" if last else "fewer"]), 1)
-            rollouts = draw(models.policy, task, settings, "held-out", (training.step,), *sizes)
+            generator, count = (
+                stream(settings, "held-out", training.step),
+                int(LANGUAGE["rollouts" if last else "fewer"]),
+            )
+            rollouts = draw(models.policy, task, settings, "held-out", generator, count)
             at = positions(models, rollouts, settings.temperature)
             rows.append({"what": "training", "update": training.step, **state(at, rollouts, settings)})
     return [{"seed": seed, **row} for row in (*rows, *measured(models, rollouts, settings, at))]

@@ -4,9 +4,8 @@ With `--exact` estimators are graded instead, as by `kltest grade --environment 
 """
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,32 +30,33 @@ NO_BIAS = 1e-9
 
 def listing() -> int:
     """Every setting with its default and meaning, and every metric with what it is."""
-    from kltest.finetune.metrics import METRICS
-    from kltest.finetune.settings import DESCRIBED, Settings
+    from kltest.finetune.settings import DESCRIBED, METRICS, Settings
 
     print("Settings (--set NAME=VALUE):")
-    for one in fields(Settings):
-        default = "{}" if one.name == "kl_options" else one.default
-        described = DESCRIBED[one.name]
-        choices = f" ({'|'.join(described['choices'])})" if "choices" in described else ""
-        print(f"  {one.name} = {default}{choices}: {described['meaning']}")
-    print("\nMetrics (metrics.jsonl):")
-    for name, meaning in METRICS.items():
-        print(f"  {name}: {meaning}")
+    for name, default in asdict(Settings()).items():
+        choices = "|".join(DESCRIBED[name].get("choices", ()))
+        print(f"  {name} = {default}{choices and f' ({choices})'}: {DESCRIBED[name]['meaning']}")
+    print("\nMetrics (metrics.jsonl):", *(f"  {name}: {meaning}" for name, meaning in METRICS.items()), sep="\n")
     return 0
 
 
-def _said(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def _evaluations(records: Sequence[Mapping[str, Any]]) -> str:
     """The evaluations as a table."""
-    lines = [f"{'step':>6}  {'held-out reward':>22}  {'KL(π‖ref), nats':>22}  {'cosine of the KL gradient':>26}"]
-    for record in records:
-        if "kl" in record or "kl_gradient_cosine" in record:
-            first, second, third = (_cell(record, name) for name in ("reward_held_out", "kl", "kl_gradient_cosine"))
-            lines.append(f"{record['step']:6d}  {first:>22}  {second:>22}  {third:>26}")
-    return lines
+    columns = {
+        "held-out reward": "reward_held_out",
+        "KL(π‖ref), nats": "kl",
+        "cosine of the KL gradient": "kl_gradient_cosine",
+    }
+    heads = ["step", *columns]
+    rows = [
+        [str(record["step"]), *(_interval(record, name) for name in columns.values())]
+        for record in records
+        if record.keys() & set(columns.values())
+    ]
+    return table(heads, rows, right=heads, whole=heads)
 
 
-def _cell(record: Mapping[str, Any], name: str) -> str:
+def _interval(record: Mapping[str, Any], name: str) -> str:
     if name not in record:
         return "–"
     return f"{record[name]:.3f} [{record[f'{name}_low']:.3f}, {record[f'{name}_high']:.3f}]"
@@ -69,7 +69,7 @@ def command(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="TASK", help="addition, countdown, jsonl:PATH, FILE.py:NAME [default: addition]"),
+        typer.Option(metavar="TASK", help="addition, jsonl:PATH, FILE.py:NAME [default: addition]"),
     ] = None,
     kl: Annotated[
         str | None,
@@ -87,9 +87,10 @@ def command(
         str | None, typer.Option(metavar="FILE", help="Settings from a .toml or .json file; options win over it.")
     ] = None,
     output: Annotated[
-        str | None, typer.Option("--output", metavar="DIR", help="Where it is kept [default: results/finetune/KEY]")
+        str | None,
+        typer.Option("--output", metavar="DIR", help="Where the run is stored [default: results/finetune/KEY]"),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Start anew instead of going on.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Start again instead of continuing.")] = False,
     exact: Annotated[
         bool,
         typer.Option(
@@ -98,37 +99,28 @@ def command(
             "completions are all counted (--kl: of this one).",
         ),
     ] = False,
-    list_only: Annotated[bool, typer.Option("--list", help="Say all settings and metrics.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="List all settings and metrics.")] = False,
 ) -> int:
     if list_only:
         return listing()
-    given: dict[str, Any] = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}
+    given = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if exact:
-        given |= {"settings": settings, "again": again or None, "set": changes}
-        return _exact(given, output)
-    from kltest.finetune.settings import changes_of, read, settings_of
+        others = {"settings": settings, "again": again, "set": changes}
+        return _exact(values | {name: value for name, value in others.items() if value}, output)
+    from kltest.finetune.run import run
+    from kltest.finetune.settings import changed, read, settings_of
 
     # Options win over the file, and changes over both.
-    values: dict[str, Any] = {} if settings is None else read(Path(settings))
-    values |= {name: value for name, value in given.items() if value is not None}
-    changed = changes_of(changes or [])
-    if isinstance(changed.get("kl_options"), dict) and isinstance(values.get("kl_options"), dict):
-        # A single argument on the command line leaves the file's others as they are.
-        changed["kl_options"] = {**values["kl_options"], **changed["kl_options"]}
-    chosen = settings_of(values | changed, settings or "--set")
-    from kltest.language_models.models import needs_transformers
-
-    needs_transformers()
-    from kltest.finetune.run import run
-
+    stored = {} if settings is None else read(Path(settings))
+    chosen = settings_of(changed(stored | values, changes or []), settings or "--set")
     folder = Path(output) if output else Path(FOLDER) / chosen.key
     try:
         records = run(chosen, folder, again=again)
     except KeyboardInterrupt:
         print(f"kltest: interrupted; everything is kept in {folder}: the same command goes on", file=sys.stderr)
         return INTERRUPTED
-    if records:  # another process keeps them otherwise
-        print(*_said(records), f"Metrics, checkpoint and model are in {folder}.", sep="\n")
+    print(_evaluations(records), f"Metrics, checkpoint and model are in {folder}.", sep="\n")
     return 0
 
 
@@ -136,24 +128,21 @@ def _exact(options: Mapping[str, Any], output: str | None) -> int:
     """Print a table and return 1 if an estimator follows something else than its SPEC names, else 0.
 
     Args:
-        options: Values of the command line's options, of which seed and kl (one estimator, else all) may be given.
+        options: Those given on the command line, of which seed and kl (one estimator, else all) are taken.
         output: The folder for exact.json, if the table is to be kept.
     """
     from kltest.finetune.exact import rows
 
-    given = {name: value for name, value in options.items() if value is not None}
-    seed, kl = given.pop("seed", 0), given.pop("kl", None)
-    if given:
-        raise UsageError(f"--exact takes no {next(iter(given))}; there are: seed, kl")
-    started = time.perf_counter()
-    found = list(rows(() if kl is None else (kl,), seed))
+    if excess := sorted(options.keys() - {"seed", "kl"}):
+        raise UsageError(f"--exact takes no {excess[0]}; there are: seed, kl")
+    seed = options.get("seed", 0)
+    found = list(rows((options["kl"],) if "kl" in options else (), seed))
     heads = ["estimator", "sampler", "named gradient", "relative bias", "cosine", "as its SPEC says"]
     print(table(heads, map(_cells, found), right=heads[3:5], whole=heads, terminal=Terminal(width=140)))
     wrong = [row for row in found if not row.agrees]
     for row in wrong:
         print(f"{row.estimator}, {row.sampler}: its SPEC says {_named(row.expected)}")
-    seconds = time.perf_counter() - started
-    print(f"\n{len(found) - len(wrong)} of {len(found)} as their SPECs say; {seconds:.0f} s.")
+    print(f"\n{len(found) - len(wrong)} of {len(found)} as their SPECs say.")
     if output is not None:
         kept = {"schema": SCHEMA, "kltest": VERSION, "seed": seed, "rows": [asdict(row) for row in found]}
         print(f"The table is in {write(writable(Path(output)) / 'exact.json', as_json(kept))}.")

@@ -10,8 +10,8 @@ token or at `max_tokens`. Dropout is off.
 
 *Randomness.* Prompts and uniforms depend on the seed and the number of the step alone (`kltest.finetune.rollouts`).
 
-*Measurements* are taken on fresh rollouts, never on the training batch; see METRICS in `kltest.finetune.metrics`.
+*Measurements* are taken on fresh rollouts, never on the training batch; see METRICS in `kltest.finetune.settings`.
 
 Read `kltest.finetune.run` first: it is the whole loop. `kltest.finetune.objective` computes the gradient with respect
-to each log-prob, and `kltest.finetune.update` pulls it back through the model.
+to each log-prob and pulls it back through the model.
 """

@@ -3,30 +3,28 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
 from scipy.stats import norm as normal
+from scipy.stats import sem
 from torch import Tensor
 
 from kltest.errors import UsageError
 from kltest.finetune.models import Models
-from kltest.finetune.objective import Fields, Objective, advantages, clipped, importance_ratios
-from kltest.finetune.rollouts import draw, longest
-from kltest.finetune.settings import AUTO, NONE, Settings
+from kltest.finetune.objective import Fields, Objective, accumulate
+from kltest.finetune.rollouts import draw, stream
+from kltest.finetune.settings import AUTO, Settings
 from kltest.finetune.tasks import Task
-from kltest.finetune.update import accumulate
 from kltest.language_models.generation import Rollouts
-from kltest.language_models.language import LanguageModel
-from kltest.language_models.scoring import over_time, score, score_in_parts
+from kltest.language_models.scoring import score, score_in_parts
 from kltest.samples.blocks import Interval, Sample, cosine, norm, reach
 from kltest.samples.sketch import Sketch
 
 LEVEL = 0.95
 Record = dict[str, float]
 # Most rollouts in one forward pass of an evaluation, and most log-probs of all their next tokens.
-ROWS, LOGITS = 256, 2**27
+ROWS, LOGITS = 256, 2**25
 # Numbers that are kept of each gradient; of a model with no more weights that is all of it.
 SKETCH = 2**20 - 1
 
@@ -37,7 +35,7 @@ def evaluate(models: Models, task: Task, settings: Settings, step: int) -> Recor
     for split in ("held-out", "out-of-distribution"):
         if not _has(task, split):
             continue
-        rollouts = draw(models.policy, task, settings, split, (step,), settings.eval_prompts, 1)
+        rollouts = draw(models.policy, task, settings, split, stream(settings, split, step), settings.eval_prompts)
         assert rollouts.reward is not None
         name = split.replace("-", "_")
         own = rollouts.reward, rollouts.lengths.double(), *kl_and_entropy(models, rollouts, settings)
@@ -57,57 +55,56 @@ def kl_and_entropy(models: Models, rollouts: Rollouts, settings: Settings) -> tu
     """Return (B,) Σ_t KL(π(·|s_t)‖ref(·|s_t)) and (B,) Σ_t entropy of π(·|s_t), in nats, float64."""
     kls: list[Tensor] = []
     entropies: list[Tensor] = []
-    each = LOGITS // (models.policy.vocabulary * max(1, rollouts.tokens.shape[1]))
-    for rows in rollouts.split(max(1, min(settings.micro_batch or ROWS, ROWS, each))):
-        part = rollouts.rows(rows)
-        policy, reference = (
+    most = LOGITS // (models.policy.vocabulary * rollouts.tokens.shape[1])
+    for part in rollouts.parts(max(1, min(settings.micro_batch or ROWS, ROWS, most))):
+        scored = [
             score(one, part, temperature=settings.temperature, logits=True).logits
             for one in (models.policy, models.reference)
-        )  # (b, T, V) log-probs
-        assert policy is not None
-        assert reference is not None
-        sums = [_summed(*(one.double() for one in piece)) for piece in over_time(policy, reference)]
-        for found, steps in zip((kls, entropies), zip(*sums, strict=True), strict=True):
-            found.append(torch.cat(steps, dim=1).where(part.mask, 0.0).sum(1))
+        ]
+        policy, reference = (one.double() for one in scored if one is not None)  # (b, T, V) log-probs
+        chances = policy.exp()
+        for found, log_ratio in ((kls, policy - reference), (entropies, -policy)):
+            found.append((chances * log_ratio).sum(-1).where(part.mask, 0.0).sum(1))
     return torch.cat(kls), torch.cat(entropies)
 
 
-def _summed(policy: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """(b, t) KL and entropy of next tokens, whose log-probs are (b, t, V)."""
-    chances = policy.exp()
-    return (chances * (policy - reference)).sum(-1), -(chances * policy).sum(-1)
-
-
-def compare_gradients(
-    models: Models,
-    task: Task,
-    settings: Settings,
-    step: int,
-    sampler: LanguageModel | None = None,
-) -> Record:
+def compare_gradients(models: Models, task: Task, settings: Settings, step: int) -> Record:
     """Compare the KL term's expected gradient with ∇KL(π‖ref), from independent batches; names as in METRICS.
 
-    `step` chooses the random stream. With `sampler`, an older policy, the term is measured on its rollouts, and names
-    begin with stale_gradient.
+    `step` chooses the random stream.
     """
     term = Objective(settings, reward=False)
     if term.kl is None:
         return {}
-    plain = {"normalise": NONE, "placement": AUTO, "credit": AUTO, "kl_options": {}, "truncated": "keep"}
-    truth = Objective(replace(settings.resolved, kl="rao-blackwell", **plain), reward=False)  # type: ignore[arg-type]
-    sketch = Sketch(models.policy.model, SKETCH)
-    gradients = partial(_gradients, models, task, settings, sketch)
-    parts = []
+    exact = {"kl": "rao-blackwell", "placement": AUTO, "credit": AUTO, "kl_options": {}, "algorithm": "reinforce"}
+    truth = Objective(replace(settings, **exact), reward=False)  # type: ignore[arg-type]
+    sketch, batches = Sketch(models.policy.model, SKETCH), settings.gradient_batches
+    chunks = []
     for chunk in range(settings.gradient_chunks):
-        if sampler is None:
-            parts.append(gradients((step, chunk), term, truth))
-        else:
-            parts.append([*gradients((step, chunk), term, sampler=sampler), *gradients((step, chunk), truth)])
-    name = "kl_gradient" if sampler is None else "stale_gradient"
-    return compared(Sample(torch.stack([torch.stack(part) for part in parts]).numpy()), settings.gradient_batches, name)
+        generator = stream(settings, "gradient", step, chunk)
+        sizes = (settings.prompts * batches, settings.group_size)
+        rollouts = draw(models.policy, task, settings, "train", generator, *sizes)
+        size = settings.micro_batch or settings.rollouts
+        ref_logp = score_in_parts(models.reference, rollouts, size, temperature=settings.temperature)
+        parts = list(replace(rollouts, ref_logp=ref_logp).parts(settings.rollouts))
+        chunks.append(torch.stack([_sketched(objective, models, parts, sketch) for objective in (term, truth)]))
+    return compared(Sample(torch.stack(chunks).numpy()), batches)
 
 
-def compared(sample: Sample, batches: int = 1, name: str = "kl_gradient") -> Record:
+def _sketched(objective: Objective, models: Models, batches: Sequence[Rollouts], sketch: Sketch) -> Tensor:
+    """The sketch of the mean gradient over batches."""
+    models.policy.model.zero_grad(set_to_none=True)
+    for batch in batches:
+        accumulate(objective, models, batch)
+    vector = torch.zeros(sketch.size, dtype=sketch.dtype, device=models.policy.device)
+    for weight in sketch.weights:
+        if weight.grad is not None:
+            sketch.fold(weight, weight.grad, vector)
+    models.policy.model.zero_grad(set_to_none=True)
+    return vector.cpu() / len(batches)
+
+
+def compared(sample: Sample, batches: int = 1) -> Record:
     """Return cosine, relative norm ("size") and noise of the term's gradient E against the true one, R.
 
     A square within twice its jackknife error from zero has no direction: for the truth nothing is returned, for the
@@ -116,57 +113,22 @@ def compared(sample: Sample, batches: int = 1, name: str = "kl_gradient") -> Rec
     Args:
         sample: In each chunk a gradient of the term and one of the truth, perhaps of the same rollouts.
         batches: Number of batches of which each gradient is the mean.
-        name: Prefix of the metrics.
     """
     term, truth = np.eye(2)
     (square, error), (true, true_error) = sample.estimate(norm(term)), sample.estimate(norm(truth))
     if true <= 2 * true_error:
         return {}
-    found: Record = {}
     if square <= 2 * error:
         high = square + reach(1 - LEVEL, len(sample)) * error
-        size = (math.sqrt(max(one, 0.0) / true) for one in (square, 0.0, high))
-        found |= Interval(*size).named(f"{name}_size")
+        found = {"size": Interval(*(math.sqrt(max(one, 0.0) / true) for one in (square, 0.0, high)))}
     else:
         ratios = {"cosine": cosine(term, truth), "size": lambda pairs: np.sqrt(norm(term)(pairs) / norm(truth)(pairs))}
-        for what, ratio in ratios.items():
-            interval = sample.interval(ratio, 1 - LEVEL)
-            if math.isfinite(interval.width):
-                found |= interval.named(f"{name}_{what}")
-    found[f"{name}_noise"] = math.sqrt(max(float(term @ sample.noise @ term) * batches, 0.0) / true)
-    return found
-
-
-def _gradients(
-    models: Models,
-    task: Task,
-    settings: Settings,
-    sketch: Sketch,
-    numbers: tuple[int, int],
-    *objectives: Objective,
-    sampler: LanguageModel | None = None,
-) -> list[Tensor]:
-    """Sketches, one for each objective, of the mean gradient over batches of the run's size, the same for all."""
-    batches = settings.gradient_batches
-    sizes = (settings.prompts * batches, settings.group_size)
-    rollouts = draw(sampler or models.policy, task, settings, "gradient", numbers, *sizes)
-    size = settings.micro_batch or settings.rollouts
-    scored = partial(score_in_parts, rollouts=rollouts, size=size, temperature=settings.temperature)
-    old_logp = None if sampler is None else scored(sampler)
-    rollouts = replace(rollouts, ref_logp=scored(models.reference), old_logp=old_logp)
-    model = models.policy.model
-    found = []
-    for objective in objectives:
-        model.zero_grad(set_to_none=True)
-        for rows in rollouts.split(settings.rollouts):
-            accumulate(objective, models, rollouts.rows(rows), longest=longest(settings, task))
-        vector = torch.zeros(sketch.size, dtype=sketch.dtype, device=models.policy.device)
-        for weight in sketch.weights:
-            if weight.grad is not None:
-                sketch.fold(weight, weight.grad, vector)
-        found.append(vector.cpu() / batches)
-    model.zero_grad(set_to_none=True)
-    return found
+        found = {what: sample.interval(ratio, 1 - LEVEL) for what, ratio in ratios.items()}
+    record = {"kl_gradient_noise": math.sqrt(max(float(term @ sample.noise @ term) * batches, 0.0) / true)}
+    for what, interval in found.items():
+        if math.isfinite(interval.width):
+            record |= interval.named(f"kl_gradient_{what}")
+    return record
 
 
 def _has(task: Task, split: str) -> bool:
@@ -178,12 +140,11 @@ def _has(task: Task, split: str) -> bool:
 
 
 def _mean(values: np.ndarray) -> Interval:
-    return (_wilson if 0 <= values.min() <= values.max() <= 1 else _student)(values)
+    return _wilson(values) if 0 <= values.min() <= values.max() <= 1 else _student(values)
 
 
 def _student(values: np.ndarray) -> Interval:
-    mean, error = values.mean(), values.std(ddof=1) / math.sqrt(len(values))
-    either = reach(1 - LEVEL, len(values)) * error
+    mean, either = values.mean(), reach(1 - LEVEL, len(values)) * sem(values)
     return Interval(mean, mean - either, mean + either)
 
 
@@ -222,12 +183,9 @@ def of_batch(batch: Rollouts, fields: Fields, logged: Sequence[float | None], en
     return {**record, "kl_logged": sum(known) / len(known)} if known else record
 
 
-def of_ratios(fields: Fields, settings: Settings) -> Record:
-    """Return metrics of the importance ratios in the last inner epoch; `settings` are resolved."""
-    record = {"ratio_largest": float(importance_ratios(fields, "token").max())}
-    if settings.clip > 0:
-        ratio = importance_ratios(fields, settings.ratio)
-        advantage = advantages(fields.reward, fields.group, settings.baseline, settings.scale)[:, None]
-        cut = clipped(ratio, advantage, settings.clip) & fields.mask
-        record["clipped"] = float(cut.sum() / fields.mask.sum())
+def of_ratios(fields: Fields, objective: Objective) -> Record:
+    """Return metrics of the importance ratios in the last inner epoch."""
+    record = {"ratio_largest": float(fields.log_ratio.exp().max())}
+    if objective.grpo:
+        record["clipped"] = float((objective.clipped(fields) & fields.mask).sum() / fields.mask.sum())
     return record

@@ -42,9 +42,7 @@ class ExactRow:
     @property
     def agrees(self) -> bool:
         """True if it follows what its SPEC names."""
-        found, named = self.identified, self.expected
-        if found is None or named is None:
-            return found is named
+        found, named = self.identified or {}, self.expected or {}
         return found.keys() == named.keys() and all(abs(found[name] - named[name]) < SAME for name in named)
 
 
@@ -62,6 +60,6 @@ def rows(estimators: Sequence[str] = (), seed: int = 0) -> Iterator[ExactRow]:
             for sampler in SAMPLERS["both"]:
                 # Of a loss that couples rollouts the last row is that of whole batches.
                 row, expected = measure.rows(ENVIRONMENT, sampler)[-1], spec.expectation("sequence", sampler)
-                found = row.identified, None if expected is None else dict(expected)
+                found = row.identified, expected and dict(expected)
                 yield ExactRow(spec.name, sampler, *found, row.relative_bias, row.cosine, row.residual)
             progress.advance(spec.name)

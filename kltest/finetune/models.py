@@ -4,8 +4,6 @@ The reference of a tiny model is made by supervised learning on the task until i
 kept in a cache.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.errors import TargetError, UsageError
+from kltest.errors import UsageError
 from kltest.files import cache_folder
+from kltest.finetune.rollouts import draw
 from kltest.finetune.settings import AUTO, Settings
 from kltest.finetune.tasks import Problem, Task
-from kltest.language_models.generation import generate
 from kltest.language_models.language import LanguageModel, padded
 from kltest.language_models.models import (
     in_double,
@@ -29,7 +27,6 @@ from kltest.language_models.models import (
     tiny_model,
     tiny_tokenizer,
 )
-from kltest.loss.frames import failure
 from kltest.loss.global_state import preserved
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import digest
@@ -58,18 +55,13 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
         UsageError: The model cannot be loaded, or transformers is not installed.
     """
     needs_transformers()
-    if is_tiny(settings.model):
-        model, tokenizer = trained(settings, task)
-    else:
-        model, tokenizer = pretrained(settings.model)
+    model, tokenizer = trained(settings, task) if is_tiny(settings.model) else pretrained(settings.model)
     came, dtype = model.dtype, settings.resolved.dtype
     model = (in_double(model) if dtype == "float64" else model.float()).to(device).eval()
     # Weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
     compute_dtype = torch.bfloat16 if dtype == "bfloat16" else None
-    policy = LanguageModel.of(model, tokenizer, compute_dtype, chat=settings.chat)
+    policy = LanguageModel.of(model, tokenizer, compute_dtype)
     reference = _with_adapters(policy, settings) if settings.lora else policy.frozen()
-    if settings.compile:
-        policy = replace(policy, compiled=_compiled(model))
     return Models(policy, reference, came)
 
 
@@ -88,26 +80,14 @@ def _with_adapters(policy: LanguageModel, settings: Settings) -> LanguageModel:
     return replace(policy, bare=True)
 
 
-def _compiled(model: Any) -> Any:
-    """The compiled model; UsageError if torch finds no compiler."""
-    try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(2, device=next(model.parameters()).device))
-    except Exception as error:
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"compile: torch.compile does not work here ({words[0]}); set compile=false") from error
-    return torch.compile(model, dynamic=True)
-
-
 def device_of(name: str) -> torch.device:
     """Return the device of a name; UsageError if it cannot be used. "auto" is a GPU if there is one."""
     if name == AUTO:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        return torch.empty(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def trained(settings: Settings, task: Task) -> tuple[Any, Any]:
@@ -129,6 +109,7 @@ def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
             parameters_asked(settings.model), len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id
         )
     language = LanguageModel.of(model, tokenizer)
+    plain = replace(settings, max_tokens=0, temperature=1.0)
     generator = np.random.default_rng([settings.seed, 0, VERSION])
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     # A warm-up and no decay, since the last update is not known beforehand.
@@ -142,8 +123,10 @@ def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
             optimiser.step()
             warm.step()
             progress.advance(f"loss {loss.item():.2f}" if step % EVALUATE_EVERY == 0 else "")
-            if step % EVALUATE_EVERY == 0 and _reward(language, task, generator) >= settings.reference_reward:
-                break
+            if step % EVALUATE_EVERY == 0:
+                drawn = draw(language, task, plain, "held-out", generator, EVALUATED)
+                if drawn.reward.mean() >= settings.reference_reward:  # type: ignore[union-attr]
+                    break
     return model
 
 
@@ -156,35 +139,3 @@ def _cross_entropy(language: LanguageModel, problems: list[Problem]) -> Tensor:
     position = torch.arange(1, ids.shape[1])
     supervised = position >= ids.shape[1] - torch.tensor([len(one) for one in targets])[:, None]
     return torch.nn.functional.cross_entropy(logits[supervised], ids[:, 1:][supervised])
-
-
-def _reward(language: LanguageModel, task: Task, generator: np.random.Generator) -> float:
-    problems = task.draw("held-out", EVALUATED, generator)
-    uniforms = torch.from_numpy(generator.random((EVALUATED, task.max_tokens)))
-    rollouts = generate(language, [language.encode(one.prompt) for one in problems], uniforms)
-    return float(rewards(language, task, problems, rollouts.tokens, rollouts.mask).mean())
-
-
-def rewards(
-    language: LanguageModel, task: Task, problems: list[Problem], tokens: Tensor, mask: Tensor, *, gold: bool = False
-) -> Tensor:
-    """Return rewards (B,) in float64 of tokens (B, T), true in `mask`; a text without an end is rewarded as it is.
-
-    With `gold` it is the score of that name instead.
-    """
-    what, score = ("gold score", task.gold) if gold else ("reward", task.reward)  # type: ignore[attr-defined]
-    texts = [
-        language.decode(row[live].tolist()) for row, live in zip(tokens.cpu().numpy(), mask.cpu().numpy(), strict=True)
-    ]
-    found = [_scored(f"the {what} of task {task.name}", score, *one) for one in zip(problems, texts, strict=True)]
-    return torch.tensor(found, dtype=torch.float64)
-
-
-def _scored(what: str, score: Callable[[Problem, str], float], problem: Problem, text: str) -> float:
-    try:
-        found = float(score(problem, text))
-    except Exception as error:
-        raise failure(what, error) from error
-    if not math.isfinite(found):
-        raise TargetError(f"{what} is {found} for {text!r} after {problem.prompt!r}")
-    return found

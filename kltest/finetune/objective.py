@@ -1,9 +1,9 @@
-"""The objective of a run, as its gradient with respect to the log-probs of the sampled tokens.
+"""The objective of a run and its gradient: first at the log-probs of the sampled tokens, then at the weights.
 
 A loss of rewards and a KL term depends on the model through the log-probs of the sampled tokens (or, for some KL
 terms, of all next tokens). Its gradient there is computed first, for the whole batch, and then pulled back through the
-model. Micro-batches therefore do not change it. With advantages A_i, weights w_i (1/B,
-or less with `normalise`) and importance ratios c_t, the surrogate to be minimised is
+model. Micro-batches therefore do not change it. With advantages A_i, weights w_i (1/B; grpo: over the rollout's length)
+and importance ratios c_t, the surrogate to be minimised is
 
     Σ_i w_i Σ_t [ −A_i c_t + β ∂(KL term)_i/∂log π_t ] · log π_t
 
@@ -11,15 +11,19 @@ with everything but the last factor constant. The KL term is any target that `kl
 `Rollout` and differentiated with respect to that.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from kltest.errors import KltestError, UsageError
+from kltest.finetune.models import Models
 from kltest.finetune.settings import AUTO, NONE, Settings
 from kltest.language_models.generation import Rollouts
+from kltest.language_models.scoring import score, score_in_parts
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
@@ -52,6 +56,11 @@ class Fields:
     reward: Tensor
     group: Tensor
 
+    @property
+    def log_ratio(self) -> Tensor:
+        """(B, T) of each token, policy to sampler; 0 where padded."""
+        return (self.logp - self.old_logp).where(self.mask, 0.0)
+
     @classmethod
     def of(cls, rollouts: Rollouts, logp: Tensor) -> Self:
         """Return the fields of rewarded rollouts; unknown log-probs of the reference or the sampler are `logp`."""
@@ -76,39 +85,30 @@ class LogProbGradient:
 
 
 class Objective:
-    """Reward part and KL term of a run's settings; without `reward` the KL term alone, without its coefficient."""
+    """Reward part and KL term of a run's settings; without `reward` the KL term alone, without its coefficient.
+
+    Attributes:
+        kl: The KL term, None if there is none.
+        takes_logits: True if it reads the log-probs of all next tokens.
+        needs_reference: True if the reference's log-probs of the sampled tokens must be known before the update.
+    """
 
     def __init__(self, settings: Settings, *, reward: bool = True) -> None:
         self.settings = settings = settings.resolved
         self.with_reward, self.beta = reward, settings.beta if reward else 1.0
+        self.grpo = settings.algorithm == "grpo"
         self.kl: Loss | None = None
         if settings.kl != NONE and self.beta:
             placement, credit = (None if one == AUTO else one for one in (settings.placement, settings.credit))
             call = Call(placement, credit, None, settings.kl_options)  # type: ignore[arg-type]
             self.kl = resolve(settings.kl, call)
+        self.takes_logits = self.kl is not None and bool(self.kl.takes & {"logits", "ref_logits", "old_logits"})
+        self.needs_reference = self.kl is not None and not self.takes_logits
 
-    @property
-    def takes_logits(self) -> bool:
-        """True if the KL term reads the log-probs of all next tokens."""
-        return self.kl is not None and bool(self.kl.takes & {"logits", "ref_logits", "old_logits"})
-
-    @property
-    def separable(self) -> bool:
-        """True if the KL term's gradient of a rollout is known to need no other rollout's log-probs."""
-        return self.kl is None or self.takes_logits or (self.kl.spec is not None and not self.kl.spec.couples)
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the reference's log-probs of the sampled tokens must be known before the update."""
-        return self.kl is not None and not self.takes_logits
-
-    def weights(self, fields: Fields, longest: int) -> Tensor:
-        """Return the weights (B,) of rollouts in the batch; `longest` is max_tokens."""
-        rows = len(fields.mask)
+    def weights(self, fields: Fields) -> Tensor:
+        """Return the weights (B,) of rollouts in the batch."""
         lengths = fields.mask.sum(dim=1).clamp(min=1).to(fields.logp)
-        by = {NONE: torch.ones_like(lengths), "sequence": lengths, "constant": torch.full_like(lengths, longest)}
-        divisor = by.get(self.settings.normalise, lengths.mean().expand(rows))
-        return 1 / (rows * divisor)
+        return 1 / (len(lengths) * (lengths if self.grpo else torch.ones_like(lengths)))
 
     def gradient(self, fields: Fields, weights: Tensor) -> LogProbGradient:
         """Return the gradient for a batch, without a KL term that reads logits."""
@@ -154,43 +154,36 @@ class Objective:
 
     def _ascent(self, fields: Fields) -> Tensor:
         """(B, T) A·c, the ascent direction of the reward part."""
-        advantage = advantages(fields.reward, fields.group, self.settings.baseline, self.settings.scale)[:, None]
-        if self.settings.ratio == NONE:
-            return advantage.expand_as(fields.logp)
-        ratio = importance_ratios(fields, self.settings.ratio)
-        if self.settings.clip > 0:
-            ratio = ratio.where(~clipped(ratio, advantage, self.settings.clip), 0.0)
-        return advantage * ratio
+        advantage = advantages(fields.reward, fields.group, grpo=self.grpo)[:, None]
+        log_ratio = fields.log_ratio
+        if not self.grpo:
+            return advantage * log_ratio.sum(dim=1, keepdim=True).exp().expand_as(log_ratio)
+        return advantage * log_ratio.exp().where(~self.clipped(fields), 0.0)
+
+    def clipped(self, fields: Fields) -> Tensor:
+        """Return (B, T), true at tokens where PPO's clipped objective has no gradient."""
+        advantage = advantages(fields.reward, fields.group, grpo=True)[:, None]
+        clip, ratio = self.settings.clip or math.inf, fields.log_ratio.exp()
+        return ((advantage > 0) & (ratio > 1 + clip)) | ((advantage < 0) & (ratio < 1 - clip))
 
 
-def advantages(reward: Tensor, group: Tensor, baseline: str, scale: str) -> Tensor:
-    """Return (B,) rewards minus a baseline of their group, over its standard deviation (n − 1) if `scale` says so.
+def advantages(reward: Tensor, group: Tensor, *, grpo: bool) -> Tensor:
+    """Return (B,) rewards minus the mean of the others of their group; grpo: of all, over the standard deviation.
 
-    `group` (B,) is the number of the prompt; the settings are those of a run, resolved.
+    `group` (B,) is the number of the prompt. The standard deviation is that with n − 1.
     """
+    centred, rows = _centred(reward, group)
+    others = (rows - 1).clamp(min=1)
+    if grpo:
+        return centred / ((_summed(centred.square(), group) / others).sqrt() + SCALE)
+    # x − mean of the n − 1 others = n/(n − 1)·(x − mean of all); without others it is x.
+    return torch.where(rows > 1, centred * rows / others, reward)
+
+
+def _centred(reward: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) rewards minus the mean of their group, and (B,) its size."""
     rows = _summed(torch.ones_like(reward), group)
-    mean = _summed(reward, group) / rows
-    centred = reward - mean
-    found = reward if baseline == NONE else centred
-    if baseline == "leave-one-out":
-        # x − mean of the n − 1 others = n/(n − 1)·(x − mean of all); without others it is x.
-        found = torch.where(rows > 1, centred * rows / (rows - 1).clamp(min=1), reward)
-    if scale == NONE:
-        return found
-    return found / ((_summed(centred.square(), group) / (rows - 1).clamp(min=1)).sqrt() + SCALE)
-
-
-def importance_ratios(fields: Fields, ratio: str) -> Tensor:
-    """Return (B, T) ratios of the policy to the sampler, of each token or, if `ratio` is sequence, of its rollout."""
-    log_ratio = (fields.logp - fields.old_logp).where(fields.mask, 0.0)
-    if ratio == "sequence":
-        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
-    return log_ratio.exp()
-
-
-def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
-    """Return where PPO's clipped objective has no gradient."""
-    return ((advantage > 0) & (ratio > 1 + clip)) | ((advantage < 0) & (ratio < 1 - clip))
+    return reward - _summed(reward, group) / rows, rows
 
 
 def _summed(values: Tensor, group: Tensor) -> Tensor:
@@ -207,7 +200,7 @@ def _rollout(fields: Fields, logits: tuple[Tensor, Tensor] | None, *, beta: floa
         return value.detach().to(home, value.dtype if value.dtype == torch.int64 else torch.float64)
 
     given: dict[str, Any] = {name: at_home(value) for name, value in vars(fields).items()}
-    given["advantage"] = advantages(given["reward"], given["group"], "mean", NONE)
+    given["advantage"], _ = _centred(given["reward"], given["group"])
     if logits is not None:
         policy, reference = (one.detach() for one in logits)
         current = torch.equal(fields.logp, fields.old_logp)
@@ -226,3 +219,57 @@ def _logged(value: Tensor | None, live: Tensor) -> float | None:
     if value.dim() == 2:
         value = value.where(live.to(value.device), 0.0).sum(dim=1)
     return float(value.mean())
+
+
+class NotFiniteError(KltestError):
+    """A gradient or log-prob is NaN or infinite."""
+
+
+def accumulate(
+    objective: Objective, models: Models, rollouts: Rollouts, *, row_weights: Tensor | None = None
+) -> tuple[Tensor, float | None]:
+    """Add the gradient of a batch to `.grad`.
+
+    Rollouts are rewarded, and have the reference's log-probs if the objective needs them, and the sampler's unless that
+    is the policy itself. `row_weights` (B,) stand instead of the objective's, as probabilities of enumerated rollouts.
+
+    Returns:
+        (B, T) log-probs of the policy; and the KL that the term logs, in nats a rollout, None if it logs nothing.
+
+    Raises:
+        NotFiniteError: A log-prob of the policy is not finite.
+    """
+    temperature, size = objective.settings.temperature, objective.settings.micro_batch
+    scored = partial(score, temperature=temperature, logits=objective.takes_logits)
+    parts = list(rollouts.split(size))
+    # 1. Log-probs of the policy. A single part is scored once; of several no graph is kept.
+    single = scored(models.policy, rollouts) if len(parts) == 1 else None
+    # (B, T)
+    logp = single.logp.detach() if single else score_in_parts(models.policy, rollouts, size, temperature=temperature)
+    if not bool((finite := torch.isfinite(logp) | ~rollouts.mask).all()):
+        worst = float(logp[~finite][0])
+        raise NotFiniteError(f"the policy's log-prob of a token is {worst}: an update broke it; lower learning_rate")
+    # 2. The gradient at the log-probs, for the whole batch: advantages and couplings need all of its rows.
+    fields = Fields.of(rollouts, logp)
+    weights = objective.weights(fields) if row_weights is None else row_weights  # (B,)
+    found = objective.gradient(fields, weights)
+    logged = [(found.logged, len(logp))]
+    for rows in parts:
+        part = rollouts.rows(rows)
+        # 3. Backward through the model: ∇ Σ g·log π with g constant.
+        scores = single or scored(models.policy, part)
+        surrogate = (found.logp[rows] * scores.logp).sum()
+        if scores.logits is not None:
+            with torch.no_grad():
+                other = scored(models.reference, part)
+            assert other.logits is not None
+            of_part = replace(Fields.of(part, logp[rows]), ref_logp=other.logp)
+            log_probs = scores.logits, other.logits
+            kl = objective.kl_gradient(of_part, weights[rows], log_probs, split=len(parts) > 1)
+            surrogate = surrogate + (kl.logp * scores.logp).sum()
+            if kl.logits is not None:
+                surrogate = surrogate + (kl.logits.to(scores.logits) * scores.logits).sum()
+            logged.append((kl.logged, len(part)))
+        surrogate.backward()
+    known = [(value, rows) for value, rows in logged if value is not None]
+    return logp, sum(value * rows for value, rows in known) / sum(rows for _, rows in known) if known else None

@@ -4,19 +4,22 @@ The random streams depend on the seed, the step and the purpose alone. Runs that
 the same prompts and uniforms; so do a run that was resumed and one that was not.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from heapq import nlargest
 from typing import Literal, get_args
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from kltest.finetune.models import rewards
+from kltest.errors import TargetError
 from kltest.finetune.settings import Settings
-from kltest.finetune.tasks import Split, Task
+from kltest.finetune.tasks import Problem, Split, Task
 from kltest.language_models.generation import Rollouts, generate
 from kltest.language_models.language import LanguageModel
+from kltest.loss.frames import failure
 
 Purpose = Literal["train", "held-out", "out-of-distribution", "gradient"]
 
@@ -32,29 +35,40 @@ def check_prompts(sampler: LanguageModel, task: Task, settings: Settings) -> Non
         sampler.check_length(len(sampler.encode(prompt)), longest(settings, task))
 
 
+def stream(settings: Settings, purpose: Purpose, *numbers: int) -> np.random.Generator:
+    """Return the random stream of a purpose; `numbers` say which draw it is, such as a step."""
+    return np.random.default_rng([settings.seed, 1 + get_args(Purpose).index(purpose), *numbers])
+
+
 def draw(
     sampler: LanguageModel,
     task: Task,
     settings: Settings,
-    purpose: Purpose,
-    numbers: tuple[int, ...],
+    split: Split,
+    generator: np.random.Generator,
     prompts: int,
-    group_size: int,
+    group_size: int = 1,
 ) -> Rollouts:
-    """Draw prompts·group_size rollouts, with rewards.
-
-    `purpose` chooses the random stream and the split, `numbers` say which draw of this purpose it is, such as (step,).
-    """
-    generator = np.random.default_rng([settings.seed, 1 + get_args(Purpose).index(purpose), *numbers])
-    split: Split = "train" if purpose in ("train", "gradient") else purpose  # type: ignore[assignment]
+    """Draw prompts of a split and `group_size` rollouts of each, with rewards, and gold scores if held out."""
     problems = task.draw(split, prompts, generator)
     uniforms = torch.from_numpy(generator.random((prompts * group_size, longest(settings, task))))  # (B, T)
     encoded = [sampler.encode(one.prompt) for one in problems]
     with sampler.autocast():  # weights are cast once for the whole generation
         rollouts = generate(sampler, encoded, uniforms, temperature=settings.temperature)
     repeated = [one for one in problems for _ in range(group_size)]
-    scored = partial(rewards, sampler, task, repeated, rollouts.tokens, rollouts.mask)
-    rollouts = replace(rollouts, reward=scored().to(sampler.device))
-    if purpose == "held-out" and hasattr(task, "gold"):
-        rollouts = replace(rollouts, gold=scored(gold=True).to(sampler.device))
-    return rollouts
+    names = ("reward", "gold") if split == "held-out" and hasattr(task, "gold") else ("reward",)
+    return replace(rollouts, **{name: _scores(sampler, task, name, repeated, rollouts) for name in names})
+
+
+def _scores(sampler: LanguageModel, task: Task, name: str, problems: Sequence[Problem], rollouts: Rollouts) -> Tensor:
+    """(B,) float64 from the task's method of that name; a text without an end is scored as it is."""
+    what, score = f"the {name} of task {task.name}", getattr(task, name)
+    found: list[float] = []
+    for problem, text in zip(problems, sampler.texts(rollouts.tokens, rollouts.mask), strict=True):
+        try:
+            found.append(float(score(problem, text)))
+        except Exception as error:
+            raise failure(what, error) from error
+        if not math.isfinite(found[-1]):
+            raise TargetError(f"{what} is {found[-1]} for {text!r} after {problem.prompt!r}")
+    return torch.tensor(found, dtype=torch.float64, device=sampler.device)

@@ -2,34 +2,35 @@
 
 `run` is the loop. `Training` holds what changes in it, the policy and its optimiser, with one method for each part of a
 step: `_measure`, `_generate`, `_update`, `_optimise`. Behind them stand `kltest.finetune.rollouts` (random streams),
-`update` and `objective` (the gradient), `evaluation` (what is measured) and `checkpoints` (the folder).
+`objective` (the gradient), `evaluation` (what is measured) and `checkpoints` (the folder).
 """
 
 import json
 import math
 import os
-import time
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from kltest.errors import UsageError, did_you_mean
+from kltest.errors import KltestError, TargetError, UsageError
 from kltest.finetune.checkpoints import Record, RunFolder
 from kltest.finetune.evaluation import compare_gradients, evaluate, of_batch, of_ratios
 from kltest.finetune.models import Models, device_of, load
-from kltest.finetune.objective import Fields, Objective
-from kltest.finetune.plot import plot
-from kltest.finetune.rollouts import check_prompts, draw, longest
+from kltest.finetune.objective import Fields, NotFiniteError, Objective, accumulate
+from kltest.finetune.rollouts import check_prompts, draw, stream
 from kltest.finetune.settings import NONE, Settings
-from kltest.finetune.stopping import interruptible, located
 from kltest.finetune.tasks import Task, task_named
-from kltest.finetune.update import NotFiniteError, accumulate
 from kltest.language_models.generation import Rollouts
+from kltest.language_models.language import LanguageModel
 from kltest.language_models.models import is_tiny, parameters_asked, save
 from kltest.language_models.scoring import score_in_parts
 from kltest.sweeps.progress import Progress
@@ -40,7 +41,7 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
 
     Args:
         settings: Of the run.
-        folder: Where everything is kept; a run that was stopped there continues. None keeps records in memory alone.
+        folder: Where everything is kept; a run that was stopped there continues. None: a temporary folder.
         again: True to replace a run in the folder.
         quiet: True to show no progress bar.
 
@@ -49,12 +50,17 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
         KltestError: A number is not finite, or memory runs out.
         KeyboardInterrupt: After the step in which Ctrl-C was pressed, with everything kept.
     """
+    if folder is None:
+        with TemporaryDirectory() as temporary:
+            return run(settings, Path(temporary), quiet=quiet)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "kltest finetune runs in one process: start it without accelerate launch or torchrun, with micro_batch if "
             "memory is short; a trainer of yours with several processes can be measured with kltest.KLAuditCallback"
         )
-    _set_threads(settings)
+    if settings.threads or (is_tiny(settings.model) and parameters_asked(settings.model) < 1_000_000):
+        # Spreading so little work over threads costs more than it gains, and much more if cores are shared.
+        torch.set_num_threads(settings.threads or 1)
     task = task_named(settings.task, settings.keys)
     task.draw("held-out", 1, np.random.default_rng(0))  # refuses a task that could not be measured
     device = device_of(settings.device)
@@ -64,29 +70,24 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     check_prompts(models.policy, task, settings)
     training = Training(settings, task, models, objective)
     training.restore(files)
-    label = f"{settings.resolved.kl}, β = {settings.beta:g}"
-    tracker = tracker_of(settings, folder)
-    shown = not quiet and training.step <= settings.steps
-    bar = Progress(label, settings.steps + 1, done=training.step) if shown else nullcontext()
+    tracker, label = tracker_of(settings, folder), f"{settings.resolved.kl}, β = {settings.beta:g}"
+    bar = nullcontext() if quiet else Progress(label, settings.steps + 1, done=training.step)
     with bar as progress, interruptible() as interrupted:
         while training.step <= settings.steps:
-            record, seconds = training.next(files)
-            files.add(record, {"step": record["step"], **seconds}, training.samples())
+            record = training.next()
+            files.add(record, training.samples())
             if tracker:
                 tracker.log({name: value for name, value in record.items() if name != "step"}, step=record["step"])
             stopping = interrupted.is_set()
-            due = settings.checkpoint_every and training.step % settings.checkpoint_every == 0
-            if due or stopping or training.step > settings.steps:
+            if training.due(settings.checkpoint_every) or stopping or training.step > settings.steps:
                 files.save(training.state())
             if progress:
                 progress.advance(_shown(record))
             if stopping:
                 raise KeyboardInterrupt
     if tracker:
-        tracker.finish()
-    if folder is not None:
-        plot(files.records, folder / "run.svg")
-        save(models.policy.model.to("cpu", models.dtype), models.policy.tokenizer, folder / "model")
+        tracker.end_training()
+    save(models.policy.model.to("cpu", models.dtype), models.policy.tokenizer, folder / "model")
     return files.records
 
 
@@ -100,79 +101,59 @@ class Training:
         kind = torch.optim.SGD if settings.optimiser == "sgd" else torch.optim.Adam
         self.optimiser = kind(self.parameters, lr=settings.learning_rate, fused=True)
         self.batch: Rollouts | None = None
-        self._seconds: dict[str, float] = {}
 
-    def next(self, files: RunFolder) -> tuple[Record, dict[str, float]]:
-        """Do one step: measure what is due, then update; after the last step measure alone.
-
-        Returns:
-            The metrics of the step, and the seconds spent on measuring, generation and update.
-        """
-        self._seconds, self.batch = {}, None
+    def next(self) -> Record:
+        """Do one step and return its metrics: measure what is due, then update; after the last step measure alone."""
+        self.batch = None
         record: Record = {"step": self.step}
-
-        def save_failed() -> Path | None:
-            batch = None if self.batch is None else vars(self.batch)
-            return files.save({**self.state(), "batch": batch}, "failed.pt")
-
-        with located(self.step, "measuring", save_failed), self._timed("measuring"):
-            record |= self._measure()
-        if self.step < self.settings.steps:
-            with located(self.step, "generation", save_failed), self._timed("generation"):
-                batch = self.batch = self._generate()
-            with located(self.step, "update", save_failed), self._timed("update"):
-                record |= self._update(batch)
+        activities = {"measuring": self._measure, "generation": self._generate, "update": self._update}
+        for name, do in activities.items():
+            if name == "measuring" or self.step < self.settings.steps:
+                with located(self.step, name):
+                    record |= do()
         self.step += 1
-        return record, self._seconds
+        return record
 
     def _measure(self) -> Record:
+        """Evaluate at both ends and every so many steps; compare gradients where the policy is not the reference."""
         of = self.models, self.task, self.settings, self.step
         record: Record = {}
-        if self._due(self.settings.eval_every, ends=True):
+        if self.step in (0, self.settings.steps) or self.due(self.settings.eval_every):
             record |= evaluate(*of)
-        if self._due(self.settings.gradient_every, ends=False):
+        if self.step > 0 and self.due(self.settings.gradient_every):
             record |= compare_gradients(*of)
         return record
 
-    def _due(self, every: int, *, ends: bool) -> bool:
-        """True every so many steps; with `ends` also at the first and the last, without it never at the first."""
-        at_an_end = self.step in (0, self.settings.steps)
-        return (ends and at_an_end) or (every > 0 and self.step % every == 0 and (ends or self.step > 0))
+    def due(self, every: int) -> bool:
+        """Return True every so many steps; never if it is 0."""
+        return every > 0 and self.step % every == 0
 
-    def _generate(self) -> Rollouts:
-        """This step's rollouts from the present policy, with the reference's log-probs if the KL term reads them."""
+    def _generate(self) -> Record:
+        """Draw the step's batch from the present policy, with the reference's log-probs if the KL term reads them."""
         settings = self.settings
-        sizes = (settings.prompts, settings.group_size)
-        policy = self.models.policy
-        batch = draw(policy, self.task, settings, "train", (self.step,), *sizes)
-        if settings.truncated == "zero":
-            assert batch.reward is not None
-            batch = replace(batch, reward=batch.reward.where(batch.ended(policy.end), 0.0))
-        if not self.objective.needs_reference:
-            return batch
-        size, temperature = settings.micro_batch, settings.temperature
-        return replace(batch, ref_logp=score_in_parts(self.models.reference, batch, size, temperature=temperature))
+        generator, sizes = stream(settings, "train", self.step), (settings.prompts, settings.group_size)
+        batch = draw(self.models.policy, self.task, settings, "train", generator, *sizes)
+        if self.objective.needs_reference:
+            batch = replace(batch, ref_logp=self._log_probs(self.models.reference, batch))
+        self.batch = batch
+        return {}
 
-    def _update(self, batch: Rollouts) -> Record:
+    def _log_probs(self, language: LanguageModel, batch: Rollouts) -> Tensor:
+        return score_in_parts(language, batch, self.settings.micro_batch, temperature=self.settings.temperature)
+
+    def _update(self) -> Record:
         """`inner_epochs` times `minibatches` updates; the sampler is the policy before the first of them."""
-        settings, policy = self.settings, self.models.policy
+        settings, policy, batch = self.settings, self.models.policy, self.batch
+        assert batch is not None
         record: Record = {}
-        # At the last inner epoch the gradient is measured with the sampler of this batch as well.
-        measured = settings.inner_epochs > 1 and self._due(settings.gradient_every, ends=False)
-        sampler = policy.frozen() if measured else None
         if settings.minibatches > 1:  # the policy will have moved on when it meets the second one
-            old_logp = score_in_parts(policy, batch, settings.micro_batch, temperature=settings.temperature)
-            batch = self.batch = replace(batch, old_logp=old_logp)
+            batch = self.batch = replace(batch, old_logp=self._log_probs(policy, batch))
         norms: list[float] = []
         for epoch in range(settings.inner_epochs):
-            if measured and epoch == settings.inner_epochs - 1:
-                with self._timed("measuring"):
-                    record |= compare_gradients(self.models, self.task, settings, self.step, sampler)
             found = []
             for rows in batch.split(len(batch) // settings.minibatches):
                 self.optimiser.zero_grad(set_to_none=True)
-                most = longest(settings, self.task)
-                found.append(accumulate(self.objective, self.models, batch.rows(rows), longest=most))
+                found.append(accumulate(self.objective, self.models, batch.rows(rows)))
                 norms.append(self._optimise(self.step * settings.updates + len(norms)))
             logps, logged = zip(*found, strict=True)
             fields = Fields.of(batch, torch.cat(logps))
@@ -180,40 +161,26 @@ class Training:
                 record |= {**of_batch(batch, fields, logged, policy.end), "gradient_norm": norms[0]}
                 batch = self.batch = replace(batch, old_logp=fields.old_logp)
         if settings.updates > 1:
-            record |= {"gradient_norm_last": norms[-1], **of_ratios(fields, settings)}
+            record |= {"gradient_norm_last": norms[-1], **of_ratios(fields, self.objective)}
         return record
 
     def _optimise(self, update: int) -> float:
         """One step of the optimiser; the gradient's norm before it is shortened."""
         settings = self.settings
-        gradients = [one.grad for one in self.parameters if one.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not norm < float("inf"):
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, settings.max_norm or math.inf))
+        if not math.isfinite(norm):
             raise NotFiniteError(f"the gradient's norm is {norm}")
-        if settings.max_norm and norm > settings.max_norm:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_norm, torch.tensor(norm))
         for group in self.optimiser.param_groups:
-            group["lr"] = settings.learning_rate * self._scheduled(update)
+            group["lr"] = settings.learning_rate * min(1.0, (update + 1) / max(settings.warmup, 1))
         self.optimiser.step()
         return norm
 
-    def _scheduled(self, update: int) -> float:
-        """The factor of the learning rate: a linear rise, then the schedule's decay towards 0 after the last update."""
-        settings = self.settings
-        rise = min(1.0, (update + 1) / max(settings.warmup, 1))
-        last = settings.steps * settings.updates
-        done = max(0, update - settings.warmup) / max(1, last - settings.warmup)
-        decay = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        return rise * decay.get(settings.schedule, 1.0)
-
     def samples(self) -> list[Record]:
         """Return the first rollouts of the step as texts."""
-        if self.batch is None or not self.settings.samples:
+        if self.batch is None:
             return []
-        batch, decode = self.batch.rows(slice(self.settings.samples)), self.models.policy.decode
-        parts = [one.cpu() for one in (batch.prompts, batch.prompt_mask, batch.tokens, batch.mask)]
-        pairs = parts[:2], parts[2:]
-        prompts, completions = ([decode(ids[live].tolist()) for ids, live in zip(*pair, strict=True)] for pair in pairs)
+        batch, texts = self.batch.rows(slice(self.settings.samples)), self.models.policy.texts
+        prompts, completions = texts(batch.prompts, batch.prompt_mask), texts(batch.tokens, batch.mask)
         assert batch.reward is not None
         return [
             {"step": self.step - 1, "prompt": prompt, "completion": completion, "reward": reward}
@@ -228,28 +195,51 @@ class Training:
     def restore(self, files: RunFolder) -> None:
         """Continue from the last checkpoint of the folder."""
         state = files.restore()
-        if state is None:
-            return
-        try:
+        if state is not None:
             self.models.policy.model.load_state_dict(state["model"])
             self.optimiser.load_state_dict(state["optimiser"])
-        except (RuntimeError, ValueError, KeyError) as error:
-            where = files.folder
-            raise UsageError(f"the checkpoint in {where} is of another model; start anew with --again") from error
-        torch.set_rng_state(state["random"])
-        self.step = state["step"]
+            torch.set_rng_state(state["random"])
+            self.step = state["step"]
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        """Add the seconds inside to one activity, less those of activities nested in it."""
-        started, before = time.perf_counter(), sum(self._seconds.values())
+
+@contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Let Ctrl-C ask for an end after the present step; a second one ends the run at once.
+
+    In threads other than the main one, which cannot catch signals, Ctrl-C is left as it is.
+    """
+    requested, main = threading.Event(), threading.current_thread() is threading.main_thread()
+
+    def request(*_: object) -> None:
+        requested.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, request) if main else None
+    try:
+        yield requested
+    finally:
+        if main:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def located(step: int, doing: str) -> Iterator[None]:
+    """Raise KltestError with step and activity if a number is not finite, the KL term fails or memory runs out."""
+    try:
         yield
-        nested = sum(self._seconds.values()) - before
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started - nested
+    except (NotFiniteError, TargetError) as error:
+        raise KltestError(f"step {step}, {doing}: {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        # torch.OutOfMemoryError is a RuntimeError.
+        if not (isinstance(error, torch.OutOfMemoryError | MemoryError) or "not enough memory" in str(error)):
+            raise
+        raise KltestError(
+            f"step {step}, {doing}: out of memory; lower micro_batch, prompts, group_size, max_tokens or eval_prompts"
+        ) from error
 
 
-def tracker_of(settings: Settings, folder: Path | None) -> Any:
-    """Return accelerate's tracker of that name, started; None if the settings name none.
+def tracker_of(settings: Settings, folder: Path) -> Any:
+    """Return an Accelerator whose tracker of that name is started; None if the settings name none.
 
     Raises:
         UsageError: There is no such tracker, or it is not installed.
@@ -257,27 +247,15 @@ def tracker_of(settings: Settings, folder: Path | None) -> Any:
     if settings.tracker == NONE:
         return None
     try:
-        from accelerate import PartialState
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+        from accelerate import Accelerator
 
-        kinds = {str(name): kind for name, kind in LOGGER_TYPE_TO_CLASS.items()}
-        if settings.tracker not in kinds:
-            hint = did_you_mean(settings.tracker, kinds)
-            raise UsageError(f"tracker: {hint}{settings.tracker!r} is none of {', '.join(kinds)}")
-        PartialState(cpu=settings.device == "cpu")  # trackers ask which process is the first
-        kind = kinds[settings.tracker]
-        tracker = kind("kltest", **({"logging_dir": folder or "."} if kind.requires_logging_directory else {}))
-        tracker.start()
-    except ImportError as error:
-        raise UsageError(f"tracker: {settings.tracker} is not installed ({error})") from error
-    tracker.store_init_configuration({**settings.plain(), "kl_options": json.dumps(dict(settings.kl_options))})
-    return tracker
-
-
-def _set_threads(settings: Settings) -> None:
-    if settings.threads or (is_tiny(settings.model) and parameters_asked(settings.model) < 1_000_000):
-        # Spreading so little work over threads costs more than it gains, and much more if cores are shared.
-        torch.set_num_threads(settings.threads or 1)
+        tracking = Accelerator(cpu=settings.device == "cpu", log_with=settings.tracker, project_dir=folder)
+        tracking.init_trackers("kltest", {**asdict(settings), "kl_options": json.dumps(settings.kl_options)})
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"tracker: {error}") from error
+    if not tracking.trackers:
+        raise UsageError(f"tracker: {settings.tracker} is not installed: python -m pip install {settings.tracker}")
+    return tracking
 
 
 def _shown(record: Record) -> str:

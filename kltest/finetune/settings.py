@@ -1,13 +1,14 @@
 """Settings of a run: plain data with defaults, checked, read from files, hashed into a key.
 
-`settings.toml` says what each one means, its limits and its choices.
+`settings.toml` says what each one means, its limits and its choices; `metrics.toml` what a run measures.
 """
 
 import json
 import math
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Self
@@ -21,12 +22,23 @@ from kltest.sweeps.store import digest
 
 AUTO = "auto"
 NONE = "none"
-DESCRIBED: dict[str, dict[str, Any]] = tomllib.loads(
-    (files("kltest.finetune") / "settings.toml").read_text(encoding="utf-8")
-)
+HERE = files("kltest.finetune")
+DESCRIBED: dict[str, dict[str, Any]] = tomllib.loads((HERE / "settings.toml").read_text(encoding="utf-8"))
 """The meaning of each setting, and perhaps `low`, `high` and `choices`."""
+METRICS: dict[str, str] = tomllib.loads((HERE / "metrics.toml").read_text(encoding="utf-8"))
+"""The metrics that a run writes, with their meaning."""
+ALGORITHM = "algorithm=reinforce subtracts the mean reward of the other rollouts, algorithm=grpo follows the GRPO paper"
 GONE = {
     "static_cache": "generation uses a cache that grows; lower prompts or max_tokens if memory is short",
+    "baseline": ALGORITHM,
+    "scale": ALGORITHM,
+    "normalise": f"{ALGORITHM} and divides by lengths",
+    "ratio": f"{ALGORITHM}, with ratios of tokens instead of sequences",
+    "truncated": "rollouts are rewarded as they are; raise max_tokens if many are cut off",
+    "schedule": "the learning rate is constant after warmup; lower learning_rate",
+    "compile": "set dtype=bfloat16 for speed on a GPU",
+    "chat": "write prompts in the model's template: tokenizer.apply_chat_template(messages, tokenize=False, "
+    "add_generation_prompt=True)",
 }
 """Settings of earlier versions, with what to do instead."""
 
@@ -35,7 +47,7 @@ GONE = {
 class Settings:
     """Settings of a run; on one machine's CPU equal settings give the same run, bit by bit.
 
-    "auto" is the unbiased choice under `algorithm` reinforce, and the GRPO paper's under grpo; `resolved` replaces it.
+    `resolved` replaces "auto".
 
     Raises:
         UsageError: A value is out of range or of another type.
@@ -44,7 +56,6 @@ class Settings:
     model: str = "tiny"
     task: str = "addition"
     keys: str = ""
-    chat: bool = False
     seed: int = 0
     steps: int = 100
     prompts: int = 32
@@ -52,23 +63,17 @@ class Settings:
     max_tokens: int = 0
     temperature: float = 1.0
     algorithm: str = "reinforce"
-    baseline: str = "auto"
-    scale: str = "auto"
-    normalise: str = "auto"
-    ratio: str = "auto"
-    clip: float = -1.0
+    clip: float = 0.2
     inner_epochs: int = 1
     minibatches: int = 1
-    truncated: str = "keep"
     kl: str = "auto"
     beta: float = 0.05
     placement: str = "auto"
     credit: str = "auto"
-    kl_options: Mapping[str, Any] = field(default_factory=dict)
+    kl_options: dict[str, Any] = field(default_factory=dict)
     optimiser: str = "adam"
     learning_rate: float = 0.0003
     warmup: int = 5
-    schedule: str = "constant"
     max_norm: float = 1.0
     micro_batch: int = 0
     eval_every: int = 20
@@ -82,55 +87,32 @@ class Settings:
     checkpoint_every: int = 25
     device: str = "auto"
     dtype: str = "auto"
-    compile: bool = False
     threads: int = 0
     reference_steps: int = 1500
     reference_reward: float = 0.5
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            _check(one.name, getattr(self, one.name), one.default)
-        if self.baseline in (AUTO, "leave-one-out") and self.algorithm == "reinforce" and self.group_size < 2:
-            raise UsageError(
-                "group_size: a leave-one-out baseline needs 2 rollouts of a prompt; set group_size=2 or baseline=none"
-            )
+        for name, kind in KINDS.items():
+            _check(name, getattr(self, name), kind)
         if self.prompts % self.minibatches:
             raise UsageError(
                 f"minibatches: {self.prompts} prompts cannot be divided into {self.minibatches} equal parts"
             )
-        if self.chat and is_tiny(self.model):
-            raise UsageError("chat: a tiny model has no chat template; set chat=false, or name another model")
-        if self.clip > 0 and self.resolved.ratio == NONE:
-            raise UsageError("clip: there is no ratio to clip; set ratio=token or ratio=sequence")
 
     @property
     def resolved(self) -> Self:
         """These settings with every "auto" but the device's and the KL term's own replaced by its meaning."""
-        grpo, stale = self.algorithm == "grpo", self.updates > 1
         gpu = self.device.startswith("cuda") or (self.device == AUTO and torch.cuda.is_available())
-        chosen = {
-            "dtype": "bfloat16" if gpu else "float32",
-            "baseline": "mean" if grpo else "leave-one-out",
-            "scale": "group-std" if grpo else NONE,
-            "normalise": "sequence" if grpo else NONE,
-            "ratio": "token" if grpo else "sequence" if stale else NONE,
-            "kl": "k3-loss" if grpo else "k1-reward-sequence-ratio" if stale else "leave-one-out",
-        }
-        changes: dict[str, Any] = {name: value for name, value in chosen.items() if getattr(self, name) == AUTO}
-        if self.clip < 0:
-            changes["clip"] = 0.2 if grpo and changes.get("ratio", self.ratio) != NONE else 0.0
-        if self.gradient_every < 0:
-            changes["gradient_every"] = 50 if is_tiny(self.model) else 0
-        return replace(self, **changes) if changes else self
+        unbiased = "k1-reward-sequence-ratio" if self.updates > 1 else "leave-one-out"
+        chosen = {"dtype": "bfloat16" if gpu else "float32", "kl": "k3-loss" if self.algorithm == "grpo" else unbiased}
+        every = self.gradient_every if self.gradient_every >= 0 else 50 * is_tiny(self.model)
+        named = {name: value for name, value in chosen.items() if getattr(self, name) == AUTO}
+        return replace(self, gradient_every=every, **named)  # type: ignore[arg-type]
 
     @property
     def key(self) -> str:
         """A short name for these settings; those without effect on the numbers do not count."""
-        return digest({name: value for name, value in self.plain().items() if name not in WITHOUT_EFFECT})
-
-    def plain(self) -> dict[str, Any]:
-        """Return the settings as JSON can hold them."""
-        return {**asdict(self), "kl_options": dict(self.kl_options)}
+        return digest({name: value for name, value in asdict(self).items() if name not in WITHOUT_EFFECT})
 
     @property
     def updates(self) -> int:
@@ -143,74 +125,56 @@ class Settings:
         return self.prompts * self.group_size
 
 
+KINDS: dict[str, type] = {one.name: dict if one.default is MISSING else type(one.default) for one in fields(Settings)}
+_WORDS = {str: "a word", int: "a whole number", float: "a number", dict: "names and values"}
 # Settings that do not change the numbers.
-WITHOUT_EFFECT = ("threads", "checkpoint_every", "samples", "tracker")
+WITHOUT_EFFECT = {"threads", "checkpoint_every", "samples", "tracker"}
 
 
 def settings_of(values: Mapping[str, Any], where: str = "settings") -> Settings:
     """Return settings from plain data; UsageError for an unknown name, mentioning `where` it stands."""
-    known, chosen = {one.name: type(one.default) for one in fields(Settings)}, dict(values)
-    for name, value in values.items():
+    for name in values:
         if name in GONE:
             raise UsageError(f"{where}: {name} is no setting any more; {GONE[name]}")
-        if name not in known:
-            hint = f"{did_you_mean(name, known)}there are: {', '.join(sorted(known))}"
+        if name not in KINDS:
+            hint = f"{did_you_mean(name, KINDS)}there are: {', '.join(sorted(KINDS))}"
             raise UsageError(f"{where}: there is no setting {name!r}; {hint}")
-        if known[name] is float and type(value) is int:
-            chosen[name] = float(value)
-        elif known[name] is str and value is None:  # JSON's null
-            chosen[name] = NONE
-    return Settings(**chosen)
+    whole = {name: float(value) for name, value in values.items() if KINDS[name] is float and type(value) is int}
+    return Settings(**{**values, **whole})
+
+
+def _check(name: str, value: Any, kind: type) -> None:
+    limits = DESCRIBED[name]
+    if type(value) is not kind:
+        raise UsageError(f"{name}: give {_WORDS[kind]}, not {value!r}")
+    choices = limits.get("choices", ())
+    if choices and value not in choices:
+        raise UsageError(f"{name}: {did_you_mean(str(value), choices)}{value!r} is none of {', '.join(choices)}")
+    low, high = limits.get("low", -math.inf), limits.get("high", sys.float_info.max)
+    if kind in (int, float) and not low <= value <= high:
+        raise UsageError(f"{name}: {value} is not between {low:g} and {high:g}")
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return the names and values in a .toml or .json file; UsageError if it cannot be read."""
+    kind, load = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
     try:
-        text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from None
+        values = load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as {kind}: {error}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{path}: settings are names and values, not {type(values).__name__}")
     return values
 
 
-def changes_of(texts: Sequence[str]) -> dict[str, Any]:
-    """Return {"beta": 0.1} for "beta=0.1"; `kl_options.NAME=value` sets one further argument of the KL term."""
-    changes: dict[str, Any] = {}
+def changed(values: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """Return values with changes such as "beta=0.1"; `kl_options.NAME=value` sets one argument of the KL term."""
+    found = dict(values)
     for text in texts:
-        name, equals, value = text.partition("=")
-        name = name.strip().replace("-", "_")
+        name, equals, value = (part.strip() for part in text.partition("="))
+        name, _, argument = name.replace("-", "_").partition(".")
         if not equals or not name:
             raise UsageError(f"--set {text}: write it as name=value")
-        if name.startswith("kl_options."):
-            changes.setdefault("kl_options", {})[name.partition(".")[2]] = _literal(value.strip())
-        else:
-            changes[name] = _literal(value.strip())
-    return changes
-
-
-def _check(name: str, value: Any, default: Any) -> None:
-    kind, limits = type(default), DESCRIBED[name]
-    low, high, choices = limits.get("low", -math.inf), limits.get("high", math.inf), limits.get("choices")
-    if name == "kl_options":
-        if not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
-            raise UsageError(f"kl_options: give names and values, not {value!r}")
-        return
-    if type(value) is not kind:
-        raise UsageError(f"{name}: give {_KINDS[kind]}, such as {default!r}, not {value!r}")
-    if kind in (int, float) and not low <= value <= high:
-        raise UsageError(f"{name}: {value} is not between {low:g} and {high:g}")
-    if kind is float and not math.isfinite(value):
-        raise UsageError(f"{name}: {value} is not finite")
-    if choices and value not in choices:
-        raise UsageError(f"{name}: {did_you_mean(value, choices)}{value!r} is none of {', '.join(choices)}")
-
-
-def _literal(text: str) -> Any:
-    return literal({"true": "True", "false": "False"}.get(text.lower(), text), bool | int | float | str | list)
-
-
-_KINDS = {str: "a word", int: "a whole number", float: "a number", bool: "true or false"}
+        new = literal({"true": "True", "false": "False"}.get(value, value), bool | int | float | str | list)
+        found[name] = {**found.get(name, {}), argument: new} if argument else new
+    return found

@@ -1,27 +1,76 @@
 """Tasks: prompts, answers, and a verifier that turns a rollout into a reward; `task_named` finds one by name."""
 
+import json
 import re
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from typing import Literal, Protocol, Self, get_args
 
 import numpy as np
 
 from kltest.errors import KltestError, UsageError, did_you_mean
-from kltest.finetune.lines import Lines
-from kltest.finetune.problems import Problem, Split, Task, is_held_out
 from kltest.loss.frames import failure
-from kltest.loss.importing import ImportFailedError, import_file
+from kltest.loss.importing import import_file
 
-STEP = re.compile(r"(\d+)([-+*])(\d+)=(\d+)")
+Split = Literal["train", "held-out", "out-of-distribution"]
+SPLITS = get_args(Split)
+MOST_DIGITS = 12
+KEYS = ("prompt", "answer", "completion", "split")
+FINAL = re.compile(r"(?:####|\\boxed\{|[Aa]nswer\s*(?:is)?\s*:)\s*([^\n}]*)")
+
+GONE = {
+    "hub": "save the data set with its to_json(PATH), and name it jsonl:PATH",
+    "countdown": "write it as a function of your own, FILE.py:NAME; the guide of kltest finetune has an example",
+}
+"""Tasks of earlier versions, with what to do instead."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt and one right completion; `answer` is what the verifier compares with."""
+
+    prompt: str
+    completion: str
+    answer: str
+
+
+class Task(Protocol):
+    """Problems by split, and their rewards.
+
+    A task whose reward is a proxy may also have `gold(problem, completion)`, the score that is really meant: it is
+    measured on held-out problems and never trained on.
+
+    Attributes:
+        name: Unique among tasks and their options.
+        characters: All characters of prompts and completions, for a tokenizer of one token a character.
+        max_tokens: Length of the longest right completion of any split in characters, plus its end.
+    """
+
+    name: str
+    characters: str
+    max_tokens: int
+
+    def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
+        """Return `count` problems; no problem is in two splits. UsageError if there are none in this split."""
+        ...
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """Return a reward, best between 0 and 1; a completion is the text of a rollout without its end token."""
+        ...
+
+
+def is_held_out(prompt: str) -> bool:
+    """True for one prompt in eight, by a hash of its text: the same on every machine and for every seed."""
+    return blake2b(prompt.encode(), digest_size=8).digest()[0] % 8 == 0
 
 
 def drawn(make: Callable[[], Problem], split: Split, count: int) -> list[Problem]:
     """Return the first `count` problems made that belong to the split; those out of distribution all do."""
     everything, held_out = split == "out-of-distribution", split == "held-out"
-    made = iter(make, None)
-    return list(islice((one for one in made if everything or is_held_out(one.prompt) == held_out), count))
+    return list(islice((one for one in iter(make, None) if everything or is_held_out(one.prompt) == held_out), count))
 
 
 class Addition:
@@ -61,56 +110,83 @@ def _sum_of(first: int, second: int) -> Problem:
     return Problem(f"{first}+{second}=", f"{','.join(columns)};{answer}", answer)
 
 
-class Countdown:
-    """`3,5,8:23=` → `3*5=15,15+8=23`. Numbers are from 1 to 9; steps add, multiply, or subtract the smaller number.
+class Lines:
+    """`{"prompt": "2+3=", "answer": "5"}` on each line.
 
-    A prompt has `numbers` numbers; out of distribution it has one more. The reward is 1 if every step is right and uses
-    numbers that are left, and the last step gives the goal; else 0. Any correct way counts.
+    Optional keys are `completion`, a whole right text for supervised learning, and `split`: train, held-out or
+    out-of-distribution, by default from a hash of the prompt.
+
+    The reward is 1 if the answer equals the text after the last `####`, `\\boxed{` or `Answer:` of a completion, or its
+    last line if there is none of these. An answer may have such a mark, too. Surrounding blanks, a final full stop and
+    commas between digits are ignored.
     """
 
-    characters = "0123456789+-*=,:"
+    max_tokens = 256
 
-    def __init__(self, numbers: int = 3) -> None:
-        self.numbers, self.name = numbers, f"countdown:{numbers}"
-        width = len(str(9 ** (numbers + 1)))
-        self.max_tokens = numbers * (3 * width + 3)
+    def __init__(self, name: str, problems: dict[Split, list[Problem]]) -> None:
+        self.name, self._problems = name, problems
+        everything = [one for part in problems.values() for one in part]
+        self.prompts = [one.prompt for one in everything]
+        self.characters = "".join(sorted(set("".join(one.prompt + one.completion for one in everything))))
+
+    @classmethod
+    def read(cls, path: str, keys: str = "") -> Self:
+        """Return the problems of a file; UsageError with the number of the first wrong line."""
+        pairs = re.findall(r"([^=,]+)=?([^,]*)", keys)
+        if not all(ours in KEYS and theirs for ours, theirs in pairs):
+            raise UsageError(f"keys: write prompt=NAME,answer=NAME,… with names of {', '.join(KEYS)}, not {keys!r}")
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise UsageError(f"task jsonl:{path}: it cannot be read: {error.strerror}") from None
+        problems: dict[Split, list[Problem]] = {split: [] for split in SPLITS}
+        for number, line in enumerate(content.split(b"\n"), start=1):
+            if line.strip():
+                split, problem = _problem_of(line, f"{path}, line {number}", dict(pairs))
+                problems[split].append(problem)
+        if not problems["train"]:
+            raise UsageError(f"task jsonl:{path}: there is no problem in it to train on")
+        return cls(f"jsonl:{blake2b(content, digest_size=8).hexdigest()}", problems)
 
     def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
-        numbers = self.numbers + (split == "out-of-distribution")
-        return drawn(lambda: _countdown_of(numbers, generator), split, count)
+        """Draw problems of a split with replacement; UsageError if the file has none."""
+        there = self._problems[split]
+        if not there:
+            raise UsageError(f'the task\'s file has no problem whose split is {split}: give some "split": "{split}"')
+        return [there[int(index)] for index in generator.integers(len(there), size=count)]
 
     def reward(self, problem: Problem, completion: str) -> float:
-        there = Counter(int(number) for number in problem.prompt.partition(":")[0].split(","))
-        result = None
-        for step in completion.split(","):
-            parts = STEP.fullmatch(step)
-            # No right step has longer numbers, and int() refuses thousands of digits.
-            if parts is None or max(map(len, parts.groups())) > 12:
-                return 0.0
-            first, second, result = int(parts[1]), int(parts[3]), int(parts[4])
-            there.subtract((first, second))
-            if min(there[first], there[second]) < 0 or _calculated(first, parts[2], second) != result:
-                return 0.0
-            there[result] += 1
-        return float(str(result) == problem.answer)
+        """Return 1.0 if the marked answer, or else the last line, is the right one up to how numbers are written."""
+        marked = FINAL.findall(completion)
+        lines = completion.strip().splitlines() or [""]
+        wanted = (FINAL.findall(problem.answer) or [problem.answer])[-1]
+        return float(_plain(marked[-1] if marked else lines[-1]) == _plain(wanted))
 
 
-def _calculated(first: int, sign: str, second: int) -> int:
-    return first + second if sign == "+" else first - second if sign == "-" else first * second
+def _problem_of(line: bytes, where: str, names: Mapping[str, str]) -> tuple[Split, Problem]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{where} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f'{where}: write an object with "prompt" and "answer", not {type(value).__name__}')
+    if names:
+        value = {name: value.get(theirs) for name, theirs in names.items()}
+    for name in value.keys() - set(KEYS):
+        raise UsageError(f"{where}: {name!r} is none of {', '.join(KEYS)}; give its key by keys")
+    chosen: Split | None = value.pop("split", None)
+    problem = {"completion": value.get("answer"), **value}
+    for name in ("prompt", "answer", "completion"):
+        text = problem.get(name)
+        if not (isinstance(text, str) and text):
+            raise UsageError(f'{where}: "{names.get(name, name)}" must be a text that is not empty; it is {text!r}')
+    if chosen not in (None, *SPLITS):
+        raise UsageError(f'{where}: "split" is one of {", ".join(SPLITS)}; it is {chosen!r}')
+    return chosen or ("held-out" if is_held_out(problem["prompt"]) else "train"), Problem(**problem)
 
 
-def _countdown_of(numbers: int, generator: np.random.Generator) -> Problem:
-    given = [int(number) for number in generator.integers(1, 10, numbers)]
-    left, steps = list(given), []
-    while len(left) > 1:
-        chosen = sorted(generator.choice(len(left), 2, replace=False), reverse=True)
-        second, first = sorted(left.pop(int(index)) for index in chosen)
-        sign = "+-*"[generator.integers(3)]
-        result = _calculated(first, sign, second)
-        steps.append(f"{first}{sign}{second}={result}")
-        left.append(result)
-    prompt = f"{','.join(map(str, given))}:{left[0]}="
-    return Problem(prompt, ",".join(steps), str(left[0]))
+def _plain(text: str) -> str:
+    return re.sub(r"(?<=\d),(?=\d)", "", text.strip().removesuffix(".").strip())
 
 
 def task_named(text: str, keys: str = "") -> Task:
@@ -125,27 +201,18 @@ def task_named(text: str, keys: str = "") -> Task:
     name, colon, option = text.partition(":")
     if name == "jsonl":
         return Lines.read(option, keys)
-    if name == "hub":
-        raise UsageError(
-            "data sets of the hub are no tasks any more: save one with its to_json(PATH), and name it jsonl:PATH"
-        )
+    if name in GONE:
+        raise UsageError(f"{name} is no task any more; {GONE[name]}")
     if name.endswith(".py"):
         return _of_a_file(Path(name), option)
-    kinds: dict[str, tuple[Callable[..., Task], int, int]] = {
-        "addition": (Addition, 1, 12),
-        "countdown": (Countdown, 2, 6),
-    }
-    if name not in kinds:
+    if name != "addition":
         raise UsageError(
-            f"there is no task {name!r}; {did_you_mean(name, (*kinds, 'jsonl'))}tasks are addition[:DIGITS], "
-            "countdown[:NUMBERS], jsonl:PATH and FILE.py:NAME"
+            f"there is no task {name!r}; {did_you_mean(name, ('addition', 'jsonl'))}tasks are addition[:DIGITS], "
+            "jsonl:PATH and FILE.py:NAME"
         )
-    kind, low, high = kinds[name]
-    if not colon:
-        return kind()
-    if not option.isdecimal() or not low <= int(option) <= high:
-        raise UsageError(f"task {text!r}: its option is a whole number from {low} to {high}, such as 3")
-    return kind(int(option))
+    if colon and not (option.isdecimal() and 1 <= int(option) <= MOST_DIGITS):
+        raise UsageError(f"task {text!r}: its option is a whole number from 1 to {MOST_DIGITS}, such as 3")
+    return Addition(int(option or 3))
 
 
 def _of_a_file(path: Path, name: str) -> Task:
@@ -158,11 +225,9 @@ def _of_a_file(path: Path, name: str) -> Task:
         task: Task = made() if callable(made) else made  # type: ignore[assignment]
     except KltestError:
         raise
-    except ImportFailedError as error:
-        raise failure(f"importing {path}", error.__cause__ or error, str(path)) from error
     except Exception as error:
-        raise failure(where, error, str(path)) from error
+        raise failure(where, error.__cause__ or error, str(path)) from error
     lacking = [one for one in ("name", "characters", "max_tokens", "draw", "reward") if not hasattr(task, one)]
     if lacking:
-        raise UsageError(f"{where} is no task, which has {', '.join(lacking)} (see kltest.finetune.problems.Task)")
+        raise UsageError(f"{where} is no task, which has {', '.join(lacking)} (see kltest.finetune.tasks.Task)")
     return task

@@ -68,6 +68,10 @@ class Rollouts:
         size = size or len(self)
         return (slice(first, first + size) for first in range(0, len(self), size))
 
+    def parts(self, size: int) -> "Iterator[Rollouts]":
+        """Yield the rollouts of `split`."""
+        return (self.rows(part) for part in self.split(size))
+
     def resized(self, width: int) -> "Rollouts":
         """Return the rollouts with T = `width`: padded on the right, or later positions cut off."""
         more = (0, width - self.tokens.shape[1])
@@ -78,9 +82,9 @@ class Rollouts:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-# Tokens between two looks at whether all rollouts have ended, on an accelerator: each look waits for the device.
+# Tokens between two looks at which rollouts have ended, on an accelerator: each look waits for the device.
 CHECK_EVERY = 8
-# On a CPU, rollouts that have ended are dropped once the living ones are at most this share of the rows.
+# Rollouts that have ended are dropped once the living ones are at most this share of the rows.
 COMPACT_BELOW = 0.8
 
 
@@ -128,15 +132,14 @@ def generate(
         if step == longest - 1:
             break
         if device.type == "cpu" or step % CHECK_EVERY == CHECK_EVERY - 1:
-            left = int(alive.sum())
-            if not left:
+            living_rows = alive.nonzero()[:, 0]
+            if not len(living_rows):
                 break
-            if device.type == "cpu" and left <= COMPACT_BELOW * len(here):
-                kept = alive.nonzero()[:, 0]
-                here, alive, token = here[kept], alive[kept], token[kept]
+            if len(living_rows) <= COMPACT_BELOW * len(here):
+                here, alive, token = here[living_rows], alive[living_rows], token[living_rows]
                 if cache is not None:
-                    cache.batch_select_indices(kept)
-                seen = None if seen is None else seen[kept]
+                    cache.batch_select_indices(living_rows)
+                seen = None if seen is None else seen[living_rows]
         seen = None if seen is None else torch.cat([seen, seen.new_ones(len(token), 1)], dim=1)
         # Without a cache the model reads everything again.
         more = token[:, None] if cache is not None else torch.cat([ids[here], tokens[here, : step + 1]], dim=1)

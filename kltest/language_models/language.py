@@ -25,8 +25,6 @@ class LanguageModel:
         end: Ids that end a rollout.
         pad: Id at padded positions. It may be any id, an end token's included: masks say where the tokens are.
         compute_dtype: Dtype of forward passes if it is not that of the weights.
-        compiled: The model as torch.compile returned it, for passes without a cache.
-        chat: True to send a prompt as a user message through the tokenizer's chat template.
         bare: True for a model without its adapters: the reference of a policy that shares its weights.
     """
 
@@ -35,26 +33,19 @@ class LanguageModel:
     end: tuple[int, ...]
     pad: int
     compute_dtype: torch.dtype | None = None
-    compiled: Any = None
-    chat: bool = False
     bare: bool = False
 
     @classmethod
-    def of(
-        cls, model: Any, tokenizer: Any = None, compute_dtype: torch.dtype | None = None, *, chat: bool = False
-    ) -> "LanguageModel":
+    def of(cls, model: Any, tokenizer: Any = None, compute_dtype: torch.dtype | None = None) -> "LanguageModel":
         """Return a model with the end and padding ids that its configuration or tokenizer names.
 
         A LanguageModel is returned as it is.
 
         Raises:
-            UsageError: There is no end token, so that no rollout would end, or it is none of the model's ids; or there
-                is no template for a chat.
+            UsageError: There is no end token, so that no rollout would end, or it is none of the model's ids.
         """
         if isinstance(model, cls):
             return model
-        if chat and not getattr(tokenizer, "chat_template", None):
-            raise UsageError("chat: the model's tokenizer has no chat template; set chat=false")
         configuration = getattr(model, "generation_config", None) or getattr(model, "config", None)
         named = getattr(configuration, "eos_token_id", None)
         named = getattr(tokenizer, "eos_token_id", None) if named is None else named
@@ -63,7 +54,7 @@ class LanguageModel:
         end = tuple(named) if isinstance(named, list | tuple) else (int(named),)
         pad = getattr(configuration if tokenizer is None else tokenizer, "pad_token_id", None)
         pad = end[0] if pad is None else int(pad)
-        made = cls(model, tokenizer, end, pad, compute_dtype, chat=chat)
+        made = cls(model, tokenizer, end, pad, compute_dtype)
         if not 0 <= min(end) <= max(end) < made.vocabulary:
             raise UsageError(
                 f"the end tokens {list(end)} are not all among the model's {made.vocabulary} ids, so that no rollout "
@@ -80,19 +71,15 @@ class LanguageModel:
         """The number of ids that the model knows."""
         return int(self.model.get_input_embeddings().num_embeddings)  # type: ignore[operator]
 
-    @property
-    def positions(self) -> float:
-        """The most tokens of a prompt and its completion; infinite if the model's configuration names no limit."""
-        config: Any = getattr(self.model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return getattr(text, "max_position_embeddings", None) or math.inf
-
     def check_length(self, prompt: int, completion: int) -> None:
         """Raise UsageError if a prompt and a completion of so many tokens are too long for the model."""
-        if prompt + completion - 1 > self.positions:  # the last token is not read
+        config: Any = getattr(self.model, "config", None)
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        positions = getattr(text, "max_position_embeddings", None) or math.inf
+        if prompt + completion - 1 > positions:  # the last token is not read
             raise UsageError(
                 f"a prompt of {prompt} tokens and a completion of {completion} are too long for the model's "
-                f"{self.positions} positions; lower max_tokens, or give shorter prompts"
+                f"{positions} positions; lower max_tokens, or give shorter prompts"
             )
 
     @property
@@ -108,7 +95,7 @@ class LanguageModel:
         """
         model = copy.deepcopy(self.model).requires_grad_(False)
         self.cast(model)
-        return replace(self, model=model, compiled=None)
+        return replace(self, model=model)
 
     def cast(self, model: nn.Module) -> None:
         """Change matrices without a gradient to `compute_dtype`."""
@@ -119,27 +106,16 @@ class LanguageModel:
                 one.to(self.compute_dtype)
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the ids of a prompt.
-
-        Raises:
-            UsageError: The prompt has no token to predict the first one from, or the chat template fails on it.
-        """
-        if self.chat:
-            message = [{"role": "user", "content": prompt}]
-            try:
-                encoded = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
-            except Exception as error:
-                raise UsageError(f"chat: the tokenizer's template fails on the prompt {prompt!r}: {error}") from error
-        else:
-            encoded = self.tokenizer(prompt)
-        ids = list(encoded["input_ids"])
+        """Return the ids of a prompt; UsageError if it has no token to predict the first one from."""
+        ids = list(self.tokenizer(prompt)["input_ids"])
         if not ids:
             raise UsageError(f"the tokenizer makes no token of the prompt {prompt!r}")
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a rollout, without end tokens and padding."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+    def texts(self, ids: Tensor, mask: Tensor) -> list[str]:
+        """Return the texts of ids (B, T) that are true in `mask` (B, T), without end tokens."""
+        rows = zip(ids.cpu(), mask.cpu(), strict=True)
+        return [str(self.tokenizer.decode(row[live].tolist(), skip_special_tokens=True)) for row, live in rows]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of `compute_dtype`; several passes in one such context cast the weights once."""
@@ -165,12 +141,13 @@ class LanguageModel:
             options |= {"attention_mask": mask.long(), "position_ids": positions[:, -ids.shape[1] :]}
         # Old architectures take fewer options.
         accepted = options_of(type(self.model).forward)
-        model = self.model if self.compiled is None or cache is not None else self.compiled
         if self.bare:
             self.model.disable_adapters()  # type: ignore[operator]
         try:
             with self.autocast():
-                answer = model(input_ids=ids, **{name: value for name, value in options.items() if name in accepted})
+                answer = self.model(
+                    input_ids=ids, **{name: value for name, value in options.items() if name in accepted}
+                )
         finally:
             if self.bare:
                 self.model.enable_adapters()  # type: ignore[operator]

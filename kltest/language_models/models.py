@@ -13,9 +13,6 @@ from kltest.errors import KltestError, UsageError
 
 MISSING = "language models need transformers; in a checkout of kltest: python -m pip install -e '.[finetune]'"
 
-# The longest wait for the hub to say that it is there.
-HUB_SECONDS = 5.0
-
 
 def in_double(model: Any) -> Any:
     """Return the model in float64, normalisations included: Hugging Face's always compute in float32."""
@@ -30,6 +27,7 @@ def in_double(model: Any) -> Any:
 def needs_transformers() -> None:
     """Raise UsageError, with the command that installs it, if transformers cannot be imported."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "5")  # seconds until the hub counts as out of reach
     try:
         import transformers
     except ImportError as error:
@@ -40,36 +38,18 @@ def needs_transformers() -> None:
 
 def pretrained(name: str) -> tuple[Any, Any]:
     """Return a model and its tokenizer from a folder or the hub; UsageError if they cannot be loaded."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    here = name.startswith((".", "/", "~")) or os.path.isdir(name)
     try:
-        where = name if here or _answers(name) else snapshot_download(name, local_files_only=True)
-        return AutoModelForCausalLM.from_pretrained(where), AutoTokenizer.from_pretrained(where)
+        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        words = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        words = (str(error).strip() or type(error).__name__).splitlines()[0]
         if name.startswith((".", "/", "~")) and not os.path.isdir(name):
             words = "there is no such folder"
-        elif isinstance(error, LocalEntryNotFoundError):
-            words = "the hub does not answer, and its cache has no such model"
         raise UsageError(
             f"model {name!r} cannot be loaded: {words}. Give tiny, tiny:SIZE, a folder with a model and its tokenizer, "
             "or the id of one on the hub"
         ) from error
-
-
-def _answers(name: str) -> bool:
-    """False if the hub does not answer within seconds; transformers would try again for a minute."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        HfApi().model_info(name, timeout=HUB_SECONDS)
-    except Exception as error:
-        return isinstance(error, HfHubHTTPError)
-    return True
 
 
 def is_tiny(name: str) -> bool:
@@ -139,12 +119,12 @@ def tiny_tokenizer(characters: str) -> Any:
     )
 
 
-def save(model: Any, tokenizer: Any, folder: Path, weights: Any = None) -> None:
-    """Write the model and its tokenizer in Hugging Face's format, whole or not at all; `weights` instead of its own."""
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write the model and its tokenizer in Hugging Face's format, whole or not at all."""
     beside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         beside.mkdir(parents=True)
-        model.save_pretrained(beside, state_dict=weights)
+        model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         if folder.exists():
             shutil.rmtree(folder)

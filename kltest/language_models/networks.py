@@ -5,7 +5,7 @@ tokens; the id after them is the prompt. The logits in every context are a table
 one backward pass takes a gradient with respect to the table to one with respect to all weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,78 +16,34 @@ from torch import Tensor, nn
 
 from kltest.environments import END, Environment, Instance
 from kltest.environments.instance import largest_sum
-from kltest.errors import UsageError
 from kltest.language_models.models import in_double, needs_transformers, parameters_asked, tiny_model
 from kltest.loss.global_state import preserved
 
-Prompts = Sequence[Sequence[int]]
 
-
-def tabulate(model: Callable[..., Any], environment: Environment, *, prompts: Prompts | None = None) -> Tensor:
+def tabulate(forward: Callable[[Tensor], Tensor], environment: Environment, prompts: Sequence[Sequence[int]]) -> Tensor:
     """Return the logits of a causal language model in every context of a token environment.
 
     Args:
-        model: Maps ids (B, L) to logits (B, L, V or more), or to an object with such `.logits`. Logits of ids from V on
-            are dropped.
-        environment: A bandit, sequence or ragged environment with C contexts and V tokens.
-        prompts: Ids before the rollouts of each prompt; by default prompt p is the single id V + p.
+        forward: Maps ids (B, L) to logits (B, L, V or more). Logits of ids from V on are dropped.
+        environment: An environment with C contexts, each of them a prefix, and V tokens.
+        prompts: Ids before the rollouts of each prompt of the environment.
 
     Returns:
         (C, V) float64 with their graph; 0 in contexts that no rollout visits.
-
-    Raises:
-        UsageError: Contexts of the environment are not prefixes, the number of prompts is wrong, the output has
-            another shape, or the model gives different logits for the same input.
     """
-    if prompts is None:
-        prompts = [[environment.vocabulary + index] for index in range(len(environment.start))]
-    if not environment.tree or environment.successors.shape[2] != 1:
-        raise UsageError(
-            f"environment {environment.name!r} shares contexts between prefixes, so that a model over tokens is no "
-            "policy on it; use bandit, sequence or ragged"
-        )
-    if len(prompts) != len(environment.start):
-        raise UsageError(
-            f"environment {environment.name!r} has {len(environment.start)} prompts; {len(prompts)} were given"
-        )
-    if min(len(prompt) for prompt in prompts) < 1:
-        raise UsageError("a prompt needs at least one token id, from which the first token of a rollout is predicted")
     rows: list[Tensor] = []
     places: list[np.ndarray] = []
-    for contexts, prefixes in _prefixes(environment, prompts):
-        rows.append(_last_logits(model, prefixes, environment.vocabulary))
-        places.append(contexts)
-    _, first = next(_prefixes(environment, prompts))
-    if not torch.equal(rows[0].detach(), _last_logits(model, first, environment.vocabulary)):
-        raise UsageError("the module gives different logits for the same tokens; put it into evaluation mode")
-    found = torch.cat(rows)
-    empty = torch.zeros((environment.n_contexts, environment.vocabulary), dtype=found.dtype)
-    return empty.index_copy(0, torch.from_numpy(np.concatenate(places)), found)
-
-
-def _prefixes(environment: Environment, prompts: Prompts) -> Iterator[tuple[np.ndarray, Tensor]]:
-    """Contexts (n,) and the ids (n, L) that lead to them, for one prompt and length at a time."""
     for start, prompt in zip(environment.start, prompts, strict=True):
-        contexts, tokens = np.array([start]), np.array([prompt], dtype=np.int64)
-        for _ in range(environment.horizon):
-            yield contexts, torch.from_numpy(tokens)
+        contexts, ids = np.array([start]), np.array([prompt], dtype=np.int64)
+        while len(contexts):  # the contexts at one length, and the ids that lead to them
+            rows.append(forward(torch.from_numpy(ids))[:, -1, : environment.vocabulary].double())
+            places.append(contexts)
             parent, token = np.nonzero(environment.successors[contexts, :, 0] != END)
-            if not len(parent):
-                break
-            tokens = np.concatenate([tokens[parent], token[:, None]], axis=1)
+            ids = np.concatenate([ids[parent], token[:, None]], axis=1)
             contexts = environment.successors[contexts[parent], token, 0]
-
-
-def _last_logits(model: Callable[..., Any], tokens: Tensor, vocabulary: int) -> Tensor:
-    answer = model(tokens)
-    logits = getattr(answer, "logits", answer)
-    if not isinstance(logits, Tensor) or logits.shape[:2] != tokens.shape or logits.shape[2] < vocabulary:
-        shape = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise UsageError(
-            f"the module must map token ids {tuple(tokens.shape)} to logits {(*tokens.shape, vocabulary)}, or to an "
-            f"object with such .logits; it gave {shape}"
-        )
-    return logits[:, -1, :vocabulary].to(torch.float64)
+    found = torch.cat(rows)
+    empty = found.new_zeros((environment.n_contexts, environment.vocabulary))
+    return empty.index_copy(0, torch.from_numpy(np.concatenate(places)), found)
 
 
 Weights = dict[str, Tensor]
@@ -95,7 +51,6 @@ Weights = dict[str, Tensor]
 DISTANCE, STALENESS = 2.0, 1.0
 # Standard deviation of the first step, in root mean squares of each matrix; too large steps are shortened.
 STEP = 1.0
-TRIES = 40
 
 
 class Network:
@@ -114,10 +69,9 @@ class Network:
         """Return (C, V) logits in every context, with the graph of weights that require a gradient."""
 
         def forward(ids: Tensor) -> Tensor:
-            answer = torch.func.functional_call(self.model, weights, (ids,), {"use_cache": False})
-            return getattr(answer, "logits", answer)[:, :, : environment.vocabulary]
+            return torch.func.functional_call(self.model, weights, (ids,), {"use_cache": False}).logits
 
-        return tabulate(forward, environment, prompts=[[self.prompt]] * len(environment.start))
+        return tabulate(forward, environment, [[self.prompt]] * len(environment.start))
 
     def drawn(self, seed: Sequence[int]) -> Weights:
         """Return the weights of one policy."""
@@ -125,11 +79,7 @@ class Network:
 
     @torch.no_grad()
     def instance(self, environment: Environment, seed: Sequence[int]) -> Instance:
-        """Return the environment with a policy of the seed, and a reference and a sampler a small step away from it.
-
-        Raises:
-            UsageError: No weights near the policy's stay within DISTANCE and STALENESS.
-        """
+        """Return the environment with a policy of the seed, and a reference and a sampler a small step away from it."""
         weights = self.drawn(seed)
         policy = self.table(weights, environment)
         reference = self._near(weights, policy, environment, (*seed, 1), DISTANCE)
@@ -150,16 +100,12 @@ class Network:
     ) -> Tensor:
         """(C, V) logits of other weights, such that no rollout's summed log-ratio exceeds 0.9 of the bound."""
         size, log_policy = STEP, policy.log_softmax(dim=1)
-        for _ in range(TRIES):
+        while True:
             other = self.table(self._shifted(weights, seed, size), environment)
             furthest = largest_sum(environment, (log_policy - other.log_softmax(dim=1)).abs().numpy())
             if furthest < 0.9 * bound:
                 return other
-            size *= max(0.1, min(0.8, bound / furthest)) if np.isfinite(furthest) else 0.1
-        raise UsageError(
-            f"no weights near the model's give a policy that is less than {bound:g} nats away along every rollout: are "
-            "the logits of its first ids finite?"
-        )
+            size *= max(0.1, min(0.8, bound / furthest))
 
 
 @dataclass(frozen=True)

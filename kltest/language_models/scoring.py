@@ -47,7 +47,7 @@ def score(language: LanguageModel, rollouts: Rollouts, *, temperature: float = 1
         temperature: Divisor of the logits.
         logits: True to return the log-probs of all next tokens as well.
     """
-    if language.compiled is None and language.device.type == "cpu" and language.caches:
+    if language.device.type == "cpu" and language.caches:
         return _by_length(language, rollouts, temperature, logits)
     return _scored(logits_of(language, rollouts), rollouts.tokens, temperature, logits)
 
@@ -55,8 +55,7 @@ def score(language: LanguageModel, rollouts: Rollouts, *, temperature: float = 1
 @torch.no_grad()
 def score_in_parts(language: LanguageModel, rollouts: Rollouts, size: int, *, temperature: float = 1.0) -> Tensor:
     """Return (B, T) log-probs without their graph, from at most `size` rows at a time, or from all if it is 0."""
-    parts = [score(language, rollouts.rows(part), temperature=temperature).logp for part in rollouts.split(size)]
-    return torch.cat(parts)
+    return torch.cat([score(language, part, temperature=temperature).logp for part in rollouts.parts(size)])
 
 
 def _scored(raw: Tensor, tokens: Tensor, temperature: float, logits: bool) -> Scores:
@@ -67,11 +66,12 @@ def _scored(raw: Tensor, tokens: Tensor, temperature: float, logits: bool) -> Sc
     def scored(raw: Tensor, tokens: Tensor) -> Tensor:
         return _at(_log_softmax(raw, temperature), tokens)
 
-    pieces = list(over_time(raw, tokens))
-    if len(pieces) == 1:
+    steps = max(1, LOGITS // max(1, len(raw) * raw.shape[2]))
+    if steps >= raw.shape[1]:
         return Scores(scored(raw, tokens))
     # The backward pass computes a piece again, so that the raw logits are all that is kept.
     again = partial(checkpoint, scored, use_reentrant=False, preserve_rng_state=False)
+    pieces = zip(raw.split(steps, dim=1), tokens.split(steps, dim=1), strict=True)
     return Scores(torch.cat([again(*piece) for piece in pieces], dim=1))
 
 
@@ -81,13 +81,6 @@ def _log_softmax(raw: Tensor, temperature: float) -> Tensor:
 
 def _at(log_probs: Tensor, tokens: Tensor) -> Tensor:
     return log_probs.gather(2, tokens[:, :, None])[:, :, 0]
-
-
-def over_time(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the tensors in pieces over time such that one of (B, T, V) logits has at most LOGITS, or a single step."""
-    rows, _, vocabulary = logits.shape
-    steps = max(1, LOGITS // max(1, rows * vocabulary))
-    return zip(*(one.split(steps, dim=1) for one in (logits, *others)), strict=True)
 
 
 def logits_of(language: LanguageModel, rollouts: Rollouts, cache: Any = None) -> Tensor:

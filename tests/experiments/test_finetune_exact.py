@@ -9,9 +9,8 @@ import torch
 from kltest.environments import Instance, ragged, sequence
 from kltest.estimators import registry
 from kltest.finetune.models import Models
-from kltest.finetune.objective import Objective
+from kltest.finetune.objective import Objective, accumulate
 from kltest.finetune.settings import Settings
-from kltest.finetune.update import accumulate
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.models import in_double
@@ -38,9 +37,11 @@ class Enumerated:
     def __init__(self, environment, sampler):
         self.environment, self.sampler = environment, sampler
         self.policy, self.reference, self.other = map(llama, range(3))
-        self.logits = tabulate(self.policy, environment, prompts=[PROMPT])
-        with torch.no_grad():
-            others = [tabulate(one, environment, prompts=[PROMPT]) for one in (self.reference, self.other)]
+        tables = [
+            tabulate(lambda ids, one=one: one(ids).logits, environment, [PROMPT])
+            for one in (self.policy, self.reference, self.other)
+        ]
+        self.logits, *others = tables
         self.instance = Instance.of(environment, *(one.detach().numpy() for one in (self.logits, *others)))
 
     def language(self, model):
@@ -77,7 +78,7 @@ class Enumerated:
         self.policy.zero_grad()
         rollouts = self.rollouts(settings, objective)
         models = Models(self.language(self.policy), self.language(self.reference))
-        accumulate(objective, models, rollouts, longest=3, row_weights=weights)
+        accumulate(objective, models, rollouts, row_weights=weights)
         return {
             name: np.zeros(tuple(one.shape)) if one.grad is None else one.grad.numpy().copy()
             for name, one in self.policy.named_parameters()

@@ -2,21 +2,22 @@
 
 import json
 import math
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from kltest.errors import TargetError, UsageError
-from kltest.finetune.problems import SPLITS, is_held_out
-from kltest.finetune.settings import Settings, changes_of, read, settings_of
-from kltest.finetune.tasks import Addition, Countdown, task_named
+from kltest.finetune.settings import GONE, Settings, changed, read, settings_of
+from kltest.finetune.tasks import SPLITS, Addition, is_held_out, task_named
 
 transformers = pytest.importorskip("transformers")
 
-from kltest.finetune.models import rewards  # noqa: E402
+from kltest.finetune.rollouts import _scores  # noqa: E402
 from kltest.language_models.generation import Rollouts, generate  # noqa: E402
-from kltest.language_models.language import LanguageModel, padded  # noqa: E402
+from kltest.language_models.language import LanguageModel  # noqa: E402
 from kltest.language_models.models import in_double, parameters_asked, tiny_model, tiny_shape, tiny_tokenizer  # noqa: E402
 from kltest.language_models.scoring import score  # noqa: E402
 
@@ -96,12 +97,6 @@ def test_tokens_come_as_often_as_their_probabilities_say():
     assert float((counts - expected).abs().max()) <= 1.0 + 1e-6
 
 
-def test_padded():
-    ids, mask = padded([[5], [6, 7]], 0)
-    assert ids.tolist() == [[0, 5], [6, 7]]
-    assert mask.tolist() == [[False, True], [True, True]]
-
-
 def test_a_tokenizer_of_characters_gives_texts_back():
     tokenizer = tiny_tokenizer("0123456789+=,; \n")
     text = "12+3 =\n5;"
@@ -146,7 +141,7 @@ def test_what_is_no_size(name):
         parameters_asked(name)
 
 
-@pytest.mark.parametrize("name", ["addition:1", "addition", "countdown:3", "countdown:4"])
+@pytest.mark.parametrize("name", ["addition:1", "addition"])
 def test_the_written_answers_are_right_and_splits_are_apart(name):
     task = task_named(name)
     drawn = {split: task.draw(split, 200, np.random.default_rng(0)) for split in SPLITS}
@@ -170,27 +165,6 @@ def test_addition_is_rewarded_for_the_sum_alone():
     assert task.reward(problem, f"nonsense;{first + second}") == 1.0
     for wrong in (f"{first + second}", f";{first + second + 1}", "", f";{first + second} ", f";{first + second},"):
         assert task.reward(problem, wrong) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("3*5=15,15+8=23", 1.0),
-        ("5*3=15,8+15=23", 1.0),  # another way to write the same
-        ("3*5=15,15+8=24", 0.0),  # wrong arithmetic
-        ("3*5=15", 0.0),  # not the goal
-        ("3*5=15,15+8=23,23+3=26", 0.0),  # a number used twice
-        ("15+8=23", 0.0),  # a number that is not there
-        ("8+8=16", 0.0),
-        ("3*5=15,,15+8=23", 0.0),
-        ("", 0.0),
-        ("9" * 5000 + "+1=2", 0.0),
-    ],
-)
-def test_countdown_checks_every_step(completion, reward):
-    from kltest.finetune.tasks import Problem
-
-    assert Countdown(3).reward(Problem("3,5,8:23=", "", "23"), completion) == reward
 
 
 def lines_file(tmp_path, *lines):
@@ -256,10 +230,15 @@ def test_keys_of_a_file_are_renamed(tmp_path):
 
 
 def test_what_is_gone_says_what_to_do_instead():
-    with pytest.raises(UsageError, match=r"no tasks any more: save one with its to_json\(PATH\)"):
-        task_named("hub:some/set")
-    with pytest.raises(UsageError, match=r"static_cache is no setting any more; .*lower prompts"):
-        settings_of({"static_cache": True})
+    for name, words in {
+        "hub:some/set": r"save the data set with its to_json\(PATH\)",
+        "countdown:4": "FILE.py",
+    }.items():
+        with pytest.raises(UsageError, match=f"no task any more; .*{words}"):
+            task_named(name)
+    for name in GONE:
+        with pytest.raises(UsageError, match=f"{name} is no setting any more; .{{20}}"):
+            settings_of({name: True})
 
 
 TASK = """
@@ -279,7 +258,7 @@ other = 5
 """
 
 
-def test_a_task_of_ones_own(tmp_path):
+def test_a_task_of_ones_own(tmp_path, monkeypatch):
     file = tmp_path / "own.py"
     file.write_text(TASK)
     for name, digits in (("Shorter", 3), ("two", 2)):
@@ -291,43 +270,39 @@ def test_a_task_of_ones_own(tmp_path):
         task_named("away.py:Task")
     task, tokenizer = task_named(f"{file}:Shorter"), tiny_tokenizer(Addition.characters)
     here = LanguageModel(None, tokenizer, (1,), 0)
-    ids = torch.tensor([tokenizer("1;2")["input_ids"], tokenizer("1;1")["input_ids"]])
     problem = task.draw("train", 1, np.random.default_rng(0))
-    assert rewards(here, task, problem, ids[:1], ids[:1] > 0).tolist() == [-3.0]
+
+    def reward(text):
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        monkeypatch.setattr(LanguageModel, "device", "cpu")
+        return _scores(here, task, "reward", problem, SimpleNamespace(tokens=ids, mask=ids > 0)).tolist()
+
+    assert reward("1;2") == [-3.0]
     with pytest.raises(TargetError, match=r"the reward of task addition:3 raised ZeroDivisionError(.|\n)*own.py"):
-        rewards(here, task, problem, ids[1:], ids[1:] > 0)
+        reward("1;1")
     file.write_text("import nothing_of_that_name")
-    with pytest.raises(TargetError, match=r"importing .*own.py raised ModuleNotFoundError"):
+    with pytest.raises(TargetError, match=r"task .*own.py:Task raised ModuleNotFoundError"):
         task_named(f"{file}:Task")
 
 
 def test_settings_from_a_file_and_changes(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('kl = "k3-loss"\nbeta = 1\n[kl_options]\nk = 3\n')
-    settings = settings_of({**read(file), **changes_of(["beta=0.5", "compile=true", "seed=3"])})
-    assert (settings.kl, settings.beta, settings.compile, settings.seed) == ("k3-loss", 0.5, True, 3)
-    assert settings.kl_options == {"k": 3}
-    assert settings_of(settings.plain()) == settings
-    assert settings.key == settings_of({**settings.plain(), "threads": 2}).key != Settings().key
-
-
-def test_a_hub_model_whose_name_begins_with_tiny_is_no_tiny_model():
-    from kltest.language_models.models import is_tiny
-
-    names = ("tiny", "tiny:1M", "tiny-random/llama", "tinyllama/chat")
-    assert [is_tiny(name) for name in names] == [True, True, False, False]
-    assert Settings(model="tiny-random/llama", chat=True).chat
+    settings = settings_of(changed(read(file), ["beta=0.5", "seed=3", "kl_options.full=true"]))
+    assert (settings.kl, settings.beta, settings.seed) == ("k3-loss", 0.5, 3)
+    assert settings.kl_options == {"k": 3, "full": True}
+    assert settings_of(asdict(settings)) == settings
+    assert settings.key == settings_of({**asdict(settings), "threads": 2}).key != Settings().key
+    for path, words in (("none.toml", "cannot be read as TOML"), ("run.json", "cannot be read as JSON")):
+        (tmp_path / "run.json").write_text("{")
+        with pytest.raises(UsageError, match=words):
+            read(tmp_path / path)
 
 
 def test_auto_is_unbiased_unless_grpo_is_asked_for():
-    plain = Settings().resolved
-    assert (plain.baseline, plain.scale, plain.normalise, plain.ratio) == ("leave-one-out", "none", "none", "none")
-    assert (plain.kl, plain.clip) == ("leave-one-out", 0.0)
-    stale = Settings(inner_epochs=2).resolved
-    assert (stale.ratio, stale.kl) == ("sequence", "k1-reward-sequence-ratio")
-    grpo = Settings(algorithm="grpo").resolved
-    assert (grpo.baseline, grpo.scale, grpo.normalise, grpo.ratio) == ("mean", "group-std", "sequence", "token")
-    assert (grpo.kl, grpo.clip) == ("k3-loss", 0.2)
+    assert Settings().resolved.kl == "leave-one-out"
+    assert Settings(inner_epochs=2).resolved.kl == "k1-reward-sequence-ratio"
+    assert Settings(algorithm="grpo").resolved.kl == "k3-loss"
     assert Settings(algorithm="grpo", kl="k1-reward").resolved.kl == "k1-reward"
 
 
@@ -342,7 +317,7 @@ def test_auto_is_unbiased_unless_grpo_is_asked_for():
         {"steps": True},
         {"algorithm": "ppo"},
         {"group_size": 1},
-        {"clip": 0.2},
+        {"clip": -0.2},
         {"kl_options": 3},
         {"temperature": 0.0},
     ],

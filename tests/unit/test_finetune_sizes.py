@@ -1,8 +1,6 @@
 """The language-model runner at real sizes: memory is bounded, and what does not fit is refused before training."""
 
 import json
-import socket
-import time
 import tracemalloc
 from dataclasses import replace
 
@@ -17,15 +15,14 @@ from kltest.finetune.settings import Settings
 transformers = pytest.importorskip("transformers")
 
 from kltest.files import write  # noqa: E402
-from kltest.finetune import evaluation, update  # noqa: E402
+from kltest.finetune import evaluation  # noqa: E402
 from kltest.finetune.checkpoints import RunFolder  # noqa: E402
 from kltest.finetune.models import Models  # noqa: E402
 from kltest.finetune.run import run  # noqa: E402
-from kltest.language_models import models as loading  # noqa: E402
 from kltest.language_models import scoring  # noqa: E402
 from kltest.language_models.generation import generate  # noqa: E402
 from kltest.language_models.language import LanguageModel  # noqa: E402
-from kltest.language_models.models import pretrained, save, tiny_model, tiny_tokenizer  # noqa: E402
+from kltest.language_models.models import save, tiny_model, tiny_tokenizer  # noqa: E402
 
 VOCABULARY, ROWS, TOKENS = 5000, 16, 32
 # Bytes of logits for all of them in float32.
@@ -79,12 +76,10 @@ def test_an_evaluation_has_no_more_rows_in_memory_than_fit(policy, rollouts, mon
 
     whole = measured()
     monkeypatch.setattr(evaluation, "LOGITS", VOCABULARY * TOKENS * 2)
-    monkeypatch.setattr(scoring, "LOGITS", VOCABULARY)
     parts = measured()
     # Rows are scored two at a time, with another order of sums in float32.
     torch.testing.assert_close(parts[0], whole[0], rtol=1e-4, atol=1e-6)
-    assert whole[1] > 8
-    assert parts[1] < 1
+    assert parts[1] < whole[1] / 6
 
 
 @pytest.fixture
@@ -163,16 +158,6 @@ def test_a_model_without_a_key_value_cache_reads_everything_again(kind):
             torch.testing.assert_close(logp[found.mask], expected[found.mask], rtol=0, atol=1e-10)
 
 
-def test_a_hub_that_does_not_answer_is_given_up_in_seconds(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(loading, "HUB_SECONDS", 0.5)
-        started = time.monotonic()
-        with pytest.raises(UsageError, match="model 'some/model' cannot be loaded: the hub does not answer"):
-            pretrained("some/model")
-        assert time.monotonic() - started < 10
-
-
 def test_a_frozen_copy_in_bfloat16_has_the_same_log_probs_and_half_the_bytes(rollouts, monkeypatch):
     here = language(compute_dtype=torch.bfloat16)
     frozen = here.frozen()
@@ -185,28 +170,10 @@ def test_a_frozen_copy_in_bfloat16_has_the_same_log_probs_and_half_the_bytes(rol
     assert torch.equal(scoring.score(tied.frozen(), rollouts).logp, scoring.score(tied, rollouts).logp)
 
 
-@pytest.mark.parametrize(("kl", "passes"), [("k3-loss", 1), ("leave-one-out", 2)])
-def test_the_policy_is_scored_once_unless_rows_are_coupled(monkeypatch, kl, passes):
-    rows, score = [], update.score
-
-    def counted(language, rollouts, **options):
-        rows.append(len(rollouts))
-        return score(language, rollouts, **options)
-
-    monkeypatch.setattr(update, "score", counted)
-    monkeypatch.setattr(scoring, "score", counted)  # by score_in_parts
-    policy = language()
-    part = generate(policy, [[3], [4]], torch.rand(4, 3, generator=torch.Generator().manual_seed(0)))
-    part = replace(part, reward=torch.arange(4.0).double(), ref_logp=part.sampled_logp - 0.1)
-    objective = update.Objective(replace(SHORT, kl=kl, micro_batch=1))
-    models = Models(policy, policy)
-    update.accumulate(objective, models, part, longest=3)
-    assert rows == [1] * 4 * passes
-
-
 def test_a_checkpoint_is_not_in_memory_a_second_time(tmp_path):
     state = {"model": torch.zeros(2**20)}
     files = RunFolder(tmp_path, SHORT)
+    files.restore()
     tracemalloc.start()
     files.save(state)
     assert tracemalloc.get_traced_memory()[1] < state["model"].nbytes / 4
