@@ -10,6 +10,7 @@ derivative of the logits by the weights, so that inner products are those at the
 
 import argparse
 import sys
+from collections import Counter
 from itertools import product
 
 import numpy as np
@@ -27,12 +28,12 @@ from kltest.samples.blocks import HEAVY, Sample, angle, coefficient, cosine, nor
 from kltest.samples.fits import distance
 from kltest.samples.sketch import Sketch
 from kltest.sweeps.progress import Progress
-from tests.audited import models, rollouts
+from tests.audited import every_pair, models, rollouts
 
 SEED = 0
 GROUP = 2
 BLOCKS = 64
-MARGIN = 0.05
+MARGIN, RATE = 0.05, 0.01
 # Intervals of what is known without noise are as wide as rounding of ‖E d‖², whose root this is.
 ROUNDING = 1e-6
 
@@ -48,14 +49,14 @@ class Population:
         named = list(dict.fromkeys(part for parts in self.names.values() for part in parts))
         self.parts = [*named, *controls_of(stale=full, full=full)]
         self.controls = range(2 + len(named), 2 + len(self.parts))
-        chances = instance.rollout_weights(sampler)
-        self.pairs = list(product(range(len(chances)), repeat=GROUP))
-        self.chances = np.array([chances[list(pair)].prod() for pair in self.pairs])
+        self.pairs, self.chances = zip(*every_pair(instance, sampler), strict=True)
         self.sketch = Sketch(self.models.policy.language.model)
         self.signs = torch.zeros(self.sketch.size, dtype=torch.float64)
         for weight in self.sketch.weights:
             self.sketch.fold(weight, torch.ones_like(weight), self.signs)
         self.vectors = self.of(resolve("k1-loss"), self.parts)
+        self.own = np.eye(2 + len(self.parts))[1]
+        self.named = np.stack([self.vector(name) for name in self.names])
 
     def of(self, loss, parts=()):
         """(units, 2 + parts, D) what an audit measures in each unit."""
@@ -66,25 +67,31 @@ class Population:
                 found.append(measure(loss, self.models, unit, list(parts), self.sketch).vectors * self.signs)
         return torch.stack(found).numpy() @ self.root
 
-    def vector(self, combination):
+    def vector(self, name):
+        """The combination of rows that is a named gradient."""
         found = np.zeros(2 + len(self.parts))
-        for name, scale in combination.items():
-            for part in self.names.get(name, ()):
-                found[2 + self.parts.index(part)] += scale
+        for part in self.names[name]:
+            found[2 + self.parts.index(part)] += 1
         return found
 
-    def drawn(self, units, generator):
-        """A sample of so many units, as an audit keeps it."""
-        rows = generator.choice(len(self.pairs), size=units, p=self.chances)
-        each = max(1, units // BLOCKS)
-        blocks = self.vectors[rows].reshape(-1, each, *self.vectors.shape[1:]).mean(1)
-        return Sample(blocks).controlled(self.controls)
+    def samples(self, declared, units, repetitions, generator):
+        """Yield samples of so many units, as an audit keeps them, and the bounds on the distance from a gradient."""
+        for _ in range(repetitions):
+            rows = generator.choice(len(self.pairs), size=units, p=self.chances)
+            blocks = self.vectors[rows].reshape(-1, max(1, units // BLOCKS), *self.vectors.shape[1:]).mean(1)
+            sample = Sample(blocks).controlled(self.controls)
+            yield sample, distance(sample, self.own - declared, declared, self.named, self.controls, RATE)
 
-    def exact(self):
-        """(Q, Q) inner products of expectations."""
+    def exact(self, declared):
+        """(Q, Q) inner products of expectations, and the distance of the loss's gradient from the declared one."""
         mean = np.tensordot(self.chances, self.vectors, 1)
         mean[1] = mean[0]
-        return mean @ mean.T
+        pairs = mean @ mean.T
+        return pairs, float(np.sqrt(max(norm(self.own - declared)(pairs) / norm(declared)(pairs), 0.0)))
+
+
+def verdict(bound):
+    return "confirmed" if bound.high <= MARGIN else "refuted" if bound.low > MARGIN else "inconclusive"
 
 
 def population(sampler):
@@ -110,33 +117,25 @@ def padded():
 
 def coverage(found, repetitions, units, generator):
     """How often intervals at 95 %, one at a time, and bounds on the distance at 99 % miss the truth."""
-    exact, own = found.exact(), np.eye(found.vectors.shape[1])[1]
-    truth, near = found.vector({"reverse_kl": 1.0}), found.vector({"local_forward_kl": 1.0})
+    own, truth, near = found.own, found.vector("reverse_kl"), found.vector("local_forward_kl")
+    exact, away = found.exact(truth)
     with np.errstate(all="ignore"):
         right = [float(one(exact)) for one in (coefficient(own, truth), coefficient(own, near), cosine(own, truth))]
-        away = float(np.sqrt(max(norm(own - truth)(exact) / norm(truth)(exact), 0.0)))
-    zero = norm(own)(exact) < 1e-20 * norm(truth)(exact)
-    held, bounds, heavy, verdicts = np.zeros(3), 0, 0, []
-    for _ in range(repetitions):
-        sample = found.drawn(units, generator)
+    counts: Counter[str] = Counter()
+    for sample, bound in found.samples(truth, units, repetitions, generator):
         intervals = [sample.interval(coefficient(own, one), 0.05) for one in (truth, near)]
-        for k, (one, number) in enumerate(zip([*intervals, angle(sample, own, truth, 0.05)], right, strict=True)):
+        cells = zip(("coefficient", "coefficient_forward", "cosine"), right, strict=True)
+        counts[verdict(bound)] += 1
+        counts["heavy"] += sample.effective(coefficient(own, truth)) < HEAVY * len(sample)
+        intervals += [angle(sample, own, truth, 0.05), bound]
+        for (name, number), one in zip([*cells, ("distance", away)], intervals, strict=True):
             # Exact ones have an interval as wide as rounding.
-            held[k] += one.low - ROUNDING <= number <= one.high + ROUNDING
-        heavy += sample.effective(coefficient(own, truth)) < HEAVY * len(sample)
-        named = np.stack([found.vector({name: 1.0}) for name in found.names])
-        bound = distance(sample, own - truth, truth, named, found.controls, 0.01)
-        bounds += bound.low <= away + ROUNDING and bound.high >= away - ROUNDING
-        verdicts.append("confirmed" if bound.high <= MARGIN else "refuted" if bound.low > MARGIN else "")
-    return {
-        "coefficient": held[0] / repetitions,
-        "coefficient_forward": held[1] / repetitions,
-        "cosine": "" if zero else held[2] / repetitions,
-        "distance": bounds / repetitions,
-        "exact_distance": round(away, 4),
-        "heavy": heavy / repetitions,
-        **{f"{word}": verdicts.count(word) / repetitions for word in ("confirmed", "refuted")},
-    }
+            counts[name] += bool(one.low - ROUNDING <= number <= one.high + ROUNDING)
+    names = ("coefficient", "coefficient_forward", "cosine", "distance", "heavy", "confirmed", "refuted")
+    shares = {name: counts[name] / repetitions for name in names}
+    if norm(own)(exact) < 1e-20 * norm(truth)(exact):
+        shares["cosine"] = ""
+    return {"exact_distance": round(away, 4), **shares}
 
 
 PLANTED = {
@@ -156,24 +155,16 @@ PADDED = {
 }
 
 
-def power(found, planted, repetitions, rate):
+def power(found, planted, repetitions):
     """How often each loss is confirmed and refuted, by the number of prompts of two rollouts."""
-    own = np.eye(found.vectors.shape[1])[1]
-    named = np.stack([found.vector({name: 1.0}) for name in found.names])
     for what, (loss, expect) in planted.items():
-        declared = found.vector({expect: 1.0})
+        declared = found.vector(expect)
         found.vectors[:, 0] = found.of(resolve(loss) if isinstance(loss, str) else bind(loss))[:, 0]
-        exact = found.exact()
-        row = {"planted": what, "declared": expect}
-        row["distance"] = round(float(np.sqrt(max(norm(own - declared)(exact), 0) / norm(declared)(exact))), 3)
+        row = {"planted": what, "declared": expect, "distance": round(found.exact(declared)[1], 3)}
         for units in (64, 256, 1024):
-            generator, verdicts = np.random.default_rng([SEED, units]), []
-            for _ in range(repetitions):
-                sample = found.drawn(units, generator)
-                bound = distance(sample, own - declared, declared, named, found.controls, rate)
-                verdicts.append("confirmed" if bound.high <= MARGIN else "refuted" if bound.low > MARGIN else "")
-            for word in ("confirmed", "refuted"):
-                row[f"{word}_{units}"] = verdicts.count(word) / repetitions
+            drawn = found.samples(declared, units, repetitions, np.random.default_rng([SEED, units]))
+            counts = Counter(verdict(bound) for _, bound in drawn)
+            row |= {f"{word}_{units}": counts[word] / repetitions for word in ("confirmed", "refuted")}
         yield row
 
 
@@ -181,25 +172,20 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--repetitions", type=int, default=200)
     parser.add_argument("--units", type=int, default=128)
-    parser.add_argument("--only", nargs="*")
-    parser.add_argument("--samplers", nargs="*", default=["current", "stale"])
     parser.add_argument("--power", action="store_true")
-    asked = parser.parse_args()
-    if asked.power:
-        pairs = ((population("current"), PLANTED), (padded(), PADDED))
-        print(as_csv([row for pair in pairs for row in power(*pair, asked.repetitions, 0.01)]), end="")
-        return
+    given = parser.parse_args()
     rows: list[dict[str, object]] = []
-    numbers = {cell: number for number, cell in enumerate(product(("current", "stale"), registry()))}
-    for sampler in asked.samplers:
-        found = population(sampler)
-        names = [name for name in registry() if name in (asked.only or registry())]
-        with Progress(f"audits, {sampler}", len(names), stream=sys.stderr) as progress:
-            for name in names:
+    if given.power:
+        for found, planted in ((population("current"), PLANTED), (padded(), PADDED)):
+            rows += power(found, planted, given.repetitions)
+    else:
+        populations = {sampler: population(sampler) for sampler in ("current", "stale")}
+        with Progress("audits", 2 * len(registry()), stream=sys.stderr) as progress:
+            for number, (sampler, name) in enumerate(product(populations, registry())):
+                found, generator = populations[sampler], np.random.default_rng([SEED, number])
                 found.vectors[:, 0] = found.of(resolve(name))[:, 0]
-                generator = np.random.default_rng([SEED, numbers[sampler, name]])
-                row = {"estimator": name, "sampler": sampler, "units": asked.units}
-                rows.append(row | coverage(found, asked.repetitions, asked.units, generator))
+                row = {"estimator": name, "sampler": sampler, "units": given.units}
+                rows.append(row | coverage(found, given.repetitions, given.units, generator))
                 progress.advance(name)
     print(as_csv(rows), end="")
 

@@ -67,8 +67,7 @@ class Size:
     def unit(self) -> Rollouts:
         """Return rollouts in which every token is the id 2."""
         prompts, tokens = (torch.full((self.rollouts, length), 2) for length in (self.prompt, self.tokens))
-        nothing, group = torch.zeros(tokens.shape), torch.zeros(self.rollouts).long()
-        return Rollouts(prompts, prompts == 2, tokens, tokens == 2, nothing, group)
+        return Rollouts(prompts, prompts == 2, tokens, tokens == 2, tokens.float(), tokens[:, 0])
 
 
 # As `kltest audit` draws them by default: four rollouts of up to 16 tokens.
@@ -162,25 +161,22 @@ def audited(size, units, limit=4 * 2**30):
     needs_transformers()
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         torch.manual_seed(0)
-        policy = size.model().model
-        with torch.no_grad():
-            for name, step in (("policy", 1.0), ("reference", 0.15)):
-                for one in policy.parameters():
-                    if one.dim() == 2:
-                        # The policy is not nearly uniform, and the reference is near it.
-                        one += step * one.shape[1] ** -0.5 * torch.randn_like(one)
-                save(policy, tiny_tokenizer("0123456789+="), Path(folder, name))
-        prompts = Path(folder, "prompts")
-        prompts.write_text("\n".join(f"{one}+{one}=" for one in range(10)))
-        command = f"audit k3-loss --model {folder}/policy --ref {folder}/reference --prompts {prompts} --output json"
-        command += f" --units {units} --group-size {size.rollouts}"
+        model = size.model().model
+        # The policy is not nearly uniform, and the reference is near it.
+        for name, step in (("policy", 1.0), ("reference", 0.15)):
+            for one in (each for each in model.parameters() if each.dim() == 2):
+                one.data += step * one.shape[1] ** -0.5 * torch.randn_like(one)
+            save(model, tiny_tokenizer("0123456789+="), Path(folder, name))
+        Path(folder, "prompts").write_text("\n".join(f"{one}+{one}=" for one in range(10)))
+        command = "-m kltest audit k3-loss --model policy --ref reference --prompts prompts --output json"
         done = subprocess.run(
-            [sys.executable, "-m", "kltest", *command.split()],
+            [sys.executable, *command.split(), f"--units={units}", f"--group-size={size.rollouts}"],
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+            cwd=folder,
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         )
     if done.returncode not in (0, 1, 4):
         raise SystemExit(done.stderr)

@@ -1,13 +1,9 @@
-"""What scripts share: environments with their rollouts, a loss with its fields built, the memory of a call."""
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+"""What scripts share: environments with their rollouts, a loss with its fields built, the loss's own work."""
 
 import torch
 
 from kltest.environments import Instance, ngram, ragged, sequence
-from kltest.grading.isolated import Child
+from kltest.environments.paths import Paths
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
@@ -23,22 +19,15 @@ OTHERS = {
 }
 
 
-def drawn(environment) -> Instance:
-    """A random instance, its rollouts enumerated."""
-    instance = Instance.draw(environment, 0)
-    assert len(instance.paths) > 0
-    return instance
-
-
 def loss(name: str, *, declared: bool = True) -> Loss:
     """A registered estimator; not `declared`, it is measured as anybody's function would be."""
     found = resolve(name, Call())
     return found if declared else found.changed(spec=None)
 
 
-def built(instance: Instance, taken: Loss) -> Rollout:
-    """All rollouts, with the fields that the loss takes."""
-    rollout = Rollout.of(instance)
+def built(instance: Instance, taken: Loss, paths: Paths | None = None) -> Rollout:
+    """All rollouts, or those of `paths`, with the fields that the loss takes."""
+    rollout = Rollout.of(instance, paths)
     for name in {*taken.takes, "mask"}:
         rollout.peek(name)
     return rollout
@@ -63,29 +52,3 @@ def least(taken: Loss, rollout: Rollout, weights: torch.Tensor) -> None:
         for gradient in forward_backward(taken, part):
             weights[first : first + size] @ gradient
             weights[first : first + size] @ gradient.square()
-
-
-def in_own_process(measured: Callable[..., float], *arguments: Any) -> float:
-    """What a function returns in a fresh process."""
-    with Child(_answer, measured, arguments, fresh=True) as child:
-        step = child.step()
-    if step.kind != "value":
-        raise RuntimeError(f"{measured.__name__}: {step.message}")
-    return float(step.value)
-
-
-def _answer(measured: Callable[..., float], arguments: tuple[Any, ...]) -> Iterator[float]:
-    yield measured(*arguments)
-
-
-def peak(run: Callable[[], object]) -> float:
-    """Bytes by which the process grows at most in a call, by Linux's account."""
-
-    def resident(which: str) -> int:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-        return 1024 * int(next(line for line in status.splitlines() if line.startswith(which)).split()[1])
-
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here
-    run()
-    return resident("VmHWM") - before

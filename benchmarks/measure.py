@@ -1,9 +1,19 @@
 """Timing two things side by side, beside the least that ours could take, and the row that this leaves behind."""
 
+import os
 import resource
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas
+
+from kltest.grading.isolated import Child
 
 
 @dataclass(frozen=True)
@@ -14,7 +24,7 @@ class Row:
         low, high: Range of the rounds' own ratios.
         bound: The aim, None without one; `at_most` says on which side of it the ratio must lie.
         floor: The ratio if ours took no longer than what cannot be left out, None where nothing is known of that.
-        ours, theirs: Seconds of the CPU in the fastest rounds, for orientation only.
+        ours, theirs: Seconds of the CPU in the fastest rounds, bytes or counts, for orientation only.
     """
 
     claim: str
@@ -27,22 +37,6 @@ class Row:
     floor: float | None
     ours: float
     theirs: float
-
-    @property
-    def met(self) -> bool | None:
-        """True if the aim is met; None without one."""
-        if self.bound is None:
-            return None
-        return self.ratio <= self.bound if self.at_most else self.ratio >= self.bound
-
-    @property
-    def share(self) -> float | None:
-        """How much of what is possible is reached: 1 at the floor; None without one."""
-        return None if self.floor is None else 1 / self.worse(self.floor)
-
-    def worse(self, than: float) -> float:
-        """How many times worse this ratio is than another."""
-        return self.ratio / than if self.at_most else than / self.ratio
 
 
 def cpu() -> float:
@@ -75,15 +69,12 @@ def compare(
 
     A `floor` that can be called is timed beside them, in place of ours.
     """
-    least = floor if callable(floor) else None
-    for run in (ours, theirs, *([least] if least else [])):
+    least = floor if callable(floor) else (lambda: None)
+    for run in (ours, theirs, least):
         run()
-    timed = [
-        (seconds(ours, clock), scale * seconds(theirs, clock), seconds(least, clock) if least else 0.0)
-        for _ in range(rounds)
-    ]
-    if least:
-        quickest, others = (min(column) for column in list(zip(*timed, strict=True))[:0:-1])
+    timed = [(seconds(ours, clock), scale * seconds(theirs, clock), seconds(least, clock)) for _ in range(rounds)]
+    if callable(floor):
+        _, others, quickest = (min(column) for column in zip(*timed, strict=True))
         floor = quickest / others if at_most else others / quickest
     return from_pairs(claim, case, [pair[:2] for pair in timed], bound=bound, at_most=at_most, floor=floor)
 
@@ -98,26 +89,56 @@ def from_pairs(
     floor: float | None = None,
     of: Callable[..., float] = min,
 ) -> Row:
-    """The row of what was timed in turn, (ours, theirs) a round; `of` the rounds the fastest count, or the median."""
+    """The row of what was measured in turn, (ours, theirs) a round; `of` is the fastest of them or the median."""
     ratios = [mine / other if at_most else other / mine for mine, other in pairs]
     ours, theirs = (of(column) for column in zip(*pairs, strict=True))
     ratio = ours / theirs if at_most else theirs / ours
     return Row(claim, case, ratio, min(ratios), max(ratios), bound, at_most, floor, ours, theirs)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows in Markdown."""
-    lines = ["| claim | case | ratio (rounds) | aim | met | floor | reached |", "|---|---|---|---|---|---|---|"]
-    for row in rows:
-        aim = "–" if row.bound is None else f"{'≤' if row.at_most else '≥'} {row.bound:g}"
-        met = {None: "–", True: "yes", False: "no"}[row.met]
-        floor = "–" if row.floor is None else _short(row.floor)
-        reached = "–" if row.share is None else f"{row.share:.0%}"
-        times = "" if row.at_most else " times faster"
-        numbers = f"{_short(row.ratio)}{times} ({_short(row.low)} – {_short(row.high)})"
-        lines.append(f"| {row.claim} | {row.case} | {numbers} | {aim} | {met} | {floor} | {reached} |")
-    return "\n".join(lines)
+def memory(
+    claim: str, case: str, measured: Callable[..., tuple[int, int]], *arguments: Any, bound: float | None
+) -> Row:
+    """The row of what a function returns in a fresh process: bytes of ours and theirs."""
+    with Child(_answer, measured, arguments, fresh=True) as child:
+        step = child.step()
+    if step.kind != "value":
+        raise RuntimeError(f"{claim}: {step.message}")
+    return from_pairs(claim, case, [step.value], bound=bound)
 
 
-def _short(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.2f}"
+def measured(
+    name: str, tree: Path, python: str = sys.executable, environment: Mapping[str, str] = os.environ
+) -> pandas.DataFrame:
+    """The rows that a script measures in a checkout, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.csv")
+        command = [python, "-m", "benchmarks", name, "--output", str(path)]
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            env={**environment, "PYTHONPATH": str(tree)},
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"{name} was not measured in {tree}:\n{done.stderr[-2000:]}")
+        return pandas.read_csv(path).drop(columns="benchmark")
+
+
+def _answer(measured: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
+    yield measured(*arguments)
+
+
+def peak(run: Callable[[], object]) -> int:
+    """Bytes by which the process grows at most in a call, by Linux's account."""
+
+    def resident(which: str) -> int:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return 1024 * int(next(line for line in status.splitlines() if line.startswith(which)).split()[1])
+
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is counted from here
+    run()
+    return resident("VmHWM") - before

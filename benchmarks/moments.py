@@ -1,55 +1,95 @@
-"""Exact gradient and variance over all rollouts, against the loss's own forward and backward over the same rows."""
+"""Exact gradient and variance over all rollouts, against what else one could do with the same rows.
+
+That is the loss's own forward and backward; one backward pass per rollout, as one would write it; and vmap(grad).
+"""
 
 from functools import partial
+from itertools import product
 
+import numpy as np
 import torch
 
-from benchmarks.environments import FIXED, OTHERS, built, drawn, forward_backward, in_own_process, least, loss, peak
-from benchmarks.measure import Row, compare
+from benchmarks.environments import FIXED, OTHERS, built, forward_backward, least, loss
+from benchmarks.measure import Row, compare, memory, peak
+from kltest.environments import Instance
 from kltest.moments import exact
 
 CLAIM = "exact moments / the loss's own forward and backward"
 ENVIRONMENTS = (("fixed length", FIXED, 1.5), ("ragged or shared contexts", OTHERS, 3.0))
+# Rollouts that stand for all of them where each takes a pass of its own.
+SAMPLE = 200
 
 
 def main() -> list[Row]:
     rows = []
     for kind, environments, bound in ENVIRONMENTS:
-        for case, environment in environments.items():
-            instance = drawn(environment)
-            for name in ("k3-loss", "k2-loss"):
-                for declared in (True, False):
-                    taken = loss(name, declared=declared)
-                    rollout = built(instance, taken)
-                    weights = torch.from_numpy(instance.rollout_weights("current"))
-                    # A registered estimator is called on contexts and tokens alone, and need not be called so often.
-                    floor = None if declared else partial(least, taken, rollout, weights)
-                    rows.append(
-                        compare(
-                            f"{CLAIM}, {kind}",
-                            f"{case}: {name}{'' if declared else ' as a stranger’s function'}",
-                            partial(exact, taken, instance),
-                            partial(forward_backward, taken, rollout),
-                            bound=bound,
-                            floor=floor,
-                            rounds=7,
-                        )
-                    )
-    rows += [_memory(case, declared) for case in FIXED for declared in (True, False)]
+        for (case, environment), name, declared in product(environments.items(), ("k3-loss", "k2-loss"), (True, False)):
+            instance, taken = Instance.draw(environment, 0), loss(name, declared=declared)
+            words, ours = f"{case}: {_named(name, declared)}", partial(exact, taken, instance)
+            rollout, weights = built(instance, taken), torch.from_numpy(instance.rollout_weights("current"))
+            # A registered estimator is called on contexts and tokens alone, and need not be called so often.
+            floor = None if declared else partial(least, taken, rollout, weights)
+            theirs = partial(forward_backward, taken, rollout)
+            rows.append(compare(f"{CLAIM}, {kind}", words, ours, theirs, bound=bound, floor=floor, rounds=7))
+            if kind == "fixed length" and name == "k3-loss":
+                rows += _against_single(words, ours, instance)
+                claim = "peak memory of exact moments / fields of the loss"
+                rows.append(memory(claim, words, peak_memory, case, declared, bound=6.0))
     return rows
 
 
-def _memory(case: str, declared: bool) -> Row:
-    ratio = in_own_process(peak_memory, case, declared)
-    name = f"{case}: k3-loss{'' if declared else ' as a stranger’s function'}"
-    return Row(
-        "peak memory of exact moments / fields of the loss", name, ratio, ratio, ratio, 6.0, True, None, 0.0, 0.0
+def _named(name: str, declared: bool) -> str:
+    return name if declared else f"{name} as a stranger’s function"
+
+
+def _against_single(case: str, ours: partial, instance: Instance) -> list[Row]:
+    claims = (
+        ("one backward pass per rollout / exact moments", one_at_a_time, 1000.0),
+        ("vmap(grad) / exact moments", vectorised, None),
     )
+    options = {"at_most": False, "rounds": 3, "scale": len(instance.paths) / SAMPLE}
+    return [
+        compare(claim, case, ours, partial(theirs, instance), bound=bound, **options) for claim, theirs, bound in claims
+    ]
 
 
-def peak_memory(case: str, declared: bool) -> float:
-    """Peak growth of the process, in units of the bytes of logp, ref_logp and mask."""
-    instance = drawn(FIXED[case])
-    taken = loss("k3-loss", declared=declared)
+def peak_memory(case: str, declared: bool) -> tuple[int, int]:
+    """Peak growth of the process, and bytes of logp, ref_logp and mask."""
+    instance, taken = Instance.draw(FIXED[case], 0), loss("k3-loss", declared=declared)
     rows, steps = instance.paths.shape
-    return peak(lambda: exact(taken, instance)) / (3 * 8 * rows * steps)
+    return peak(lambda: exact(taken, instance)), 3 * 8 * rows * steps
+
+
+def _rollouts(instance: Instance) -> tuple[torch.Tensor, ...]:
+    paths = instance.paths.take(np.linspace(0, len(instance.paths) - 1, SAMPLE).astype(int))
+    return tuple(map(torch.from_numpy, (instance.policy, instance.reference, paths.contexts, paths.tokens)))
+
+
+def one_at_a_time(instance: Instance) -> torch.Tensor:
+    """Table, log-softmax, gather, loss, backward: SAMPLE rollouts of it."""
+    table, reference, contexts, tokens = _rollouts(instance)
+    total, squares = torch.zeros_like(table), 0.0
+    for context, token in zip(contexts, tokens, strict=True):
+        logits = table.clone().requires_grad_()
+        u = logits.log_softmax(dim=1)[context, token] - reference[context, token]
+        ((-u).exp() - 1 + u).sum().backward()
+        total += logits.grad
+        squares += float(logits.grad.square().sum())
+    return total
+
+
+def vectorised(instance: Instance, chunk: int = 50) -> torch.Tensor:
+    """The same with vmap(grad), as many at a time as fit into memory."""
+    table, reference, contexts, tokens = _rollouts(instance)
+
+    def single(logits: torch.Tensor, context: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        u = logits.log_softmax(dim=1)[context, token] - reference[context, token]
+        return ((-u).exp() - 1 + u).sum()
+
+    each = torch.func.vmap(torch.func.grad(single), in_dims=(None, 0, 0))
+    total, squares = torch.zeros_like(table), 0.0
+    for first in range(0, SAMPLE, chunk):
+        gradients = each(table, contexts[first : first + chunk], tokens[first : first + chunk])
+        total += gradients.sum(dim=0)
+        squares += float(gradients.square().sum())
+    return total

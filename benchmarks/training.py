@@ -1,6 +1,6 @@
 """Runs trained together, against the same runs one at a time in numpy: closed-form gradients and the same draws.
 
-What numpy does is written for one environment and one estimator (token k2 as a loss, leave-one-out baseline), without
+What numpy does is written for token sequences and one estimator (token k2 as a loss, leave-one-out baseline), without
 autograd, names or options; both must end at the same logits. Whole sweeps are timed, uniforms included, without
 measurements. In one process it is the CPU's time: a thread draws uniforms ahead, and where a second core is free the
 clock shows less. The rows "as a sweep" are what `kltest run` does with such runs: two batches, spread over two
@@ -11,13 +11,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.measure import Row, compare, cpu
-from kltest.environments import Environment, bandit, sequence
+from kltest.environments import bandit, sequence
 from kltest.sweeps.run import Batching, Configuration
 from kltest.sweeps.run import run as sweep
 from kltest.sweeps.store import Store
@@ -35,6 +35,8 @@ LONGER = 20
 
 @dataclass(frozen=True)
 class Case:
+    """Runs on one environment; `bound` is the least by which they are to be faster together."""
+
     kind: str
     size: int
     length: int
@@ -42,22 +44,20 @@ class Case:
     bound: float
 
     @property
-    def environment(self) -> Environment:
-        return bandit(self.size) if self.kind == "bandit" else sequence(self.size, self.length)
-
-    @property
     def words(self) -> str:
         size = f"{self.size} arms" if self.kind == "bandit" else f"V={self.size}, T={self.length}"
         return f"{self.kind}, {size}, {{steps:,}} updates of {BATCH} rollouts"
 
-    @property
-    def alone(self) -> Callable[[Run, int, int], np.ndarray]:
-        return train_bandit if self.kind == "bandit" else train_sequence
+    @cached_property
+    def runs(self) -> list[Run]:
+        environment = bandit(self.size) if self.kind == "bandit" else sequence(self.size, self.length)
+        problems = [Problem.draw(environment, seed, reward="normal") for seed in range(20)]
+        return [Run(problems[seed % 20], "k2-loss", beta=BETA, learning_rate=RATE, seed=seed) for seed in range(RUNS)]
 
 
 CASES = (
-    Case("bandit", 4, 1, 400, 50.0),
-    Case("bandit", 10, 1, 400, 50.0),
+    Case("bandit", 4, 1, 400, 80.0),
+    Case("bandit", 10, 1, 400, 80.0),
     Case("sequence", 3, 3, 100, 20.0),
     Case("sequence", 3, 5, 100, 20.0),
 )
@@ -67,18 +67,9 @@ def main() -> list[Row]:
     return [*map(_together, CASES), *map(_swept, CASES)]
 
 
-@cache
-def _runs(case: Case) -> list[Run]:
-    environment = case.environment
-    problems = [Problem.draw(environment, seed, reward="normal") for seed in range(20)]
-    return [Run(problems[seed % 20], "k2-loss", beta=BETA, learning_rate=RATE, seed=seed) for seed in range(RUNS)]
-
-
 def _together(case: Case) -> Row:
-    runs = _runs(case)
-
     def together() -> np.ndarray:
-        return train(runs, steps=case.steps, batch_size=BATCH, optima=False).logits
+        return train(case.runs, steps=case.steps, batch_size=BATCH, optima=False).logits
 
     return _compared(case, f"{RUNS:,} {case.kind} runs together", together, case.steps, ALONE, processes=1)
 
@@ -104,7 +95,7 @@ def _compared(case: Case, what: str, ours: Callable[[], np.ndarray], steps: int,
     """Compare with so many of the runs one at a time; both must end at the same logits."""
 
     def one_at_a_time() -> np.ndarray:
-        return np.stack([case.alone(run, steps, BATCH) for run in _runs(case)[:alone]])
+        return np.stack([train_alone(run, steps, BATCH) for run in case.runs[:alone]])
 
     difference = np.abs(ours()[:alone] - one_at_a_time()).max()
     assert difference < SAME, f"{case}: the logits differ by {difference}"
@@ -128,7 +119,7 @@ def least(case: Case, runs: int, steps: int) -> None:
     The uniforms of each run's own stream, an exponential of each logit, V − 1 comparisons a token, and for sequences
     one look-up and one sum by cell a token.
     """
-    tokens, logits = BATCH * case.length, np.zeros((case.environment.n_contexts * case.size, runs))
+    tokens, logits = BATCH * case.length, np.zeros((case.runs[0].problem.start.size, runs))
     cells = np.random.default_rng(0).integers(len(logits), size=(tokens, 1)) * runs + np.arange(runs)
     generators = [np.random.default_rng(seed) for seed in range(runs)]
     ahead = max(1, AHEAD // (runs * tokens))
@@ -147,33 +138,13 @@ def least(case: Case, runs: int, steps: int) -> None:
 
 def trained(batch: Sequence[Configuration]) -> list[list[dict]]:
     """The rows of a batch of configurations, as an experiment computes them."""
-    runs = _runs(CASES[batch[0]["case"]])
+    runs = CASES[batch[0]["case"]].runs
     history = train([runs[one["seed"]] for one in batch], steps=batch[0]["steps"], batch_size=BATCH, optima=False)
     return [[{**one, "logits": logits.tolist()}] for one, logits in zip(batch, history.logits, strict=True)]
 
 
-def train_bandit(run: Run, steps: int, batch: int) -> np.ndarray:
-    """(1, V) last logits of one run on a bandit."""
-    logits, reward = run.problem.start[0].copy(), run.problem.environment.reward[0]
-    log_reference, beta, rate = run.problem.log_reference[0], run.beta, run.learning_rate
-    arms = len(logits)
-    uniforms = np.random.default_rng(run.seed).random((steps, batch))
-    for uniform in uniforms:
-        shifted = logits - logits.max()
-        chances = np.exp(shifted)
-        total = chances.sum()
-        log_policy, chances = shifted - np.log(total), chances / total
-        drawn = chances.cumsum()[:-1].searchsorted(uniform, side="right")
-        counts = np.bincount(drawn, minlength=arms)
-        earned = counts @ reward
-        advantage = (batch * reward - earned) / (batch - 1)
-        weights = counts * (advantage - beta * (log_policy - log_reference)) / batch
-        logits += rate * (weights - chances * weights.sum())
-    return logits[None]
-
-
-def train_sequence(run: Run, steps: int, batch: int) -> np.ndarray:
-    """(C, V) last logits of one run on token sequences of fixed length."""
+def train_alone(run: Run, steps: int, batch: int) -> np.ndarray:
+    """(C, V) last logits of one run on token sequences of fixed length, of which a bandit's are the shortest."""
     environment, logits = run.problem.environment, run.problem.start.copy()
     log_reference, beta, rate = run.problem.log_reference.ravel(), run.beta, run.learning_rate
     contexts, vocabulary = logits.shape

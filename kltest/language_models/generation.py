@@ -82,9 +82,9 @@ class Rollouts:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-# Tokens between two looks at which rollouts have ended, on an accelerator: each look waits for the device.
+# Tokens between two looks at whether all rollouts have ended, on an accelerator: each look waits for the device.
 CHECK_EVERY = 8
-# Rollouts that have ended are dropped once the living ones are at most this share of the rows.
+# On a CPU, rollouts that have ended are dropped once the living ones are at most this share of the rows.
 COMPACT_BELOW = 0.8
 
 
@@ -132,14 +132,15 @@ def generate(
         if step == longest - 1:
             break
         if device.type == "cpu" or step % CHECK_EVERY == CHECK_EVERY - 1:
-            living_rows = alive.nonzero()[:, 0]
-            if not len(living_rows):
+            left = int(alive.sum())
+            if not left:
                 break
-            if len(living_rows) <= COMPACT_BELOW * len(here):
-                here, alive, token = here[living_rows], alive[living_rows], token[living_rows]
+            if device.type == "cpu" and left <= COMPACT_BELOW * len(here):
+                rest = alive.nonzero()[:, 0]
+                here, alive, token = here[rest], alive[rest], token[rest]
                 if cache is not None:
-                    cache.batch_select_indices(living_rows)
-                seen = None if seen is None else seen[living_rows]
+                    cache.batch_select_indices(rest)
+                seen = None if seen is None else seen[rest]
         seen = None if seen is None else torch.cat([seen, seen.new_ones(len(token), 1)], dim=1)
         # Without a cache the model reads everything again.
         more = token[:, None] if cache is not None else torch.cat([ids[here], tokens[here, : step + 1]], dim=1)

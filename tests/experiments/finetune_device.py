@@ -50,14 +50,17 @@ def test_a_run_on_a_device_is_that_on_the_cpu(changes, tmp_path):
         found = run(replace(settings, device="fake"), tmp_path, quiet=True)
         # A finished run is read again, onto the device.
         assert run(replace(settings, device="fake"), tmp_path, quiet=True) == found
-    assert [record.keys() for record in found] == [record.keys() for record in expected]
+    # In bfloat16 other tokens are drawn, and with them other gradients have a direction.
+    lower = {"kl_gradient_cosine", *(f"kl_gradient_cosine_{end}" for end in ("low", "high"))}
+    optional = lower if settings.dtype == "bfloat16" else set()
+    assert [record.keys() - optional for record in found] == [record.keys() - optional for record in expected]
     assert all(math.isfinite(value) for record in found for value in record.values())
     # The reference, whose matrices are in the lower dtype, is the policy to the last bit.
     assert found[0]["kl"] == pytest.approx(0.0, abs=1e-6)
     # Sums in another order, over a few updates; in bfloat16 they lead to other tokens.
     near = {"float64": 1e-6, "bfloat16": math.inf}.get(settings.dtype, 2e-3)
     for one, other in zip(found, expected, strict=True):
-        for name in other.keys() - {"sampler_gap"}:
+        for name in one.keys() & other.keys() - {"sampler_gap"}:
             assert one[name] == pytest.approx(other[name], rel=near, abs=near), (other["step"], name)
 
 
