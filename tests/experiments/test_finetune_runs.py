@@ -27,7 +27,7 @@ from kltest.finetune import run as running
 from kltest.finetune.checkpoints import RunFolder
 from kltest.finetune.evaluation import compared, evaluate
 from kltest.finetune.models import load
-from kltest.finetune.objective import advantages
+from kltest.finetune.objective import Fields, Objective, advantages
 from kltest.finetune.run import run
 from kltest.finetune.tasks import task_named
 from kltest.language_models import generation
@@ -280,6 +280,23 @@ def test_advantages():
     scaled = advantages(reward, group, grpo=True).tolist()
     std = [math.sqrt(1 / 3)] * 3 + [math.sqrt(2)] * 2
     assert scaled == pytest.approx([a / (s + 1e-4) for a, s in zip([2 / 3, -1 / 3, -1 / 3, -1, 1], std, strict=True)])
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce"])
+def test_the_reward_part_of_a_gradient_by_hand(algorithm):
+    """Rewards 1 and 0 in one group of rollouts of two tokens and one; ratios 1.5 and 1, of which clip=.2 cuts 1.5."""
+    old = torch.tensor([[-1.0, -2.0], [-1.5, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True], [True, False]])
+    up = torch.tensor([[math.log(1.5), 0.0], [0.0, 0.0]], dtype=torch.float64)
+    fields = Fields(old + up, old, old, mask, mask.long(), torch.tensor([1.0, 0.0]).double(), torch.tensor([3, 3]))
+    objective = Objective(replace(SMALL, algorithm=algorithm, kl="none", inner_epochs=2))
+    found = objective.gradient(fields, objective.weights(fields)).logp
+    if algorithm == "grpo":
+        advantage = 0.5 / (math.sqrt(0.5) + 1e-4)
+        expected = [[0.0, -advantage / 2 / 2], [advantage / 2, 0.0]]  # over two rollouts, and over their lengths
+    else:
+        expected = [[-1.5 / 2, -1.5 / 2], [1 / 2, 0.0]]  # the ratio of the sequence
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_cosine_and_size_are_of_the_expectations():
