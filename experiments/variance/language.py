@@ -45,9 +45,9 @@ def record(seed: int, **changes: Any) -> list[Row]:
         training.next()
         last = training.step == settings.steps
         if last or training.step in LANGUAGE["updates"]:
-            generator, count = (
-                stream(settings, "held-out", training.step),
+            count, generator = (
                 int(LANGUAGE["rollouts" if last else "fewer"]),
+                stream(settings, "held-out", training.step),
             )
             rollouts = draw(models.policy, task, settings, "held-out", generator, count)
             at = positions(models, rollouts, settings.temperature)
