@@ -23,23 +23,21 @@ claims = Claims("approximations")
 numbers = Numbers()
 tidy = ordered(PARTS)
 
-for _form, _source, _words in (
-    ("top-k", f"{EMA_PG}; Chen 2026 for two tokens", "with a sampled tail, differentiated, has `∇π(S)` beside ∇KL"),
-    ("top-k-detached", "TT-OPD 2026 (arXiv 2609.34447)", "with the head's log-ratio detached is exact at every k"),
-):
-    claims.column(f"top-k {_words}", _source, SUMS, "theory_error", near(0, EXACT), "head", form=_form)
+
+@claims.measure(f"{EMA_PG}; Chen 2026 for two tokens", SUMS, off_theory=near(0, EXACT))
+def _head(rows: pd.DataFrame) -> Measured:
+    """top-k with a sampled tail, differentiated, has `∇π(S)` beside ∇KL; with the head's log-ratio detached it is exact
+    at every k"""
+    return {"off_theory": need(rows, "head", form=("top-k", "top-k-detached"))["theory_error"]}
+
 
 AT_REFERENCE = {"form": "top-k", "distance": 0.0, "k": below(TOKENS)}
 
-claims.column(
-    "so top-k is biased even at π = ref, by more than {bound}, for any fixed head but the whole vocabulary",
-    f"{EMA_PG}; {OWN}",
-    "rounding is 1e-16",
-    "bias",
-    above(1e-3),
-    "head",
-    **AT_REFERENCE,
-)
+
+@claims.measure(f"{EMA_PG}; {OWN}", "rounding is 1e-16", bias=above(1e-3))
+def _at_the_reference(rows: pd.DataFrame) -> Measured:
+    """so top-k is biased even at π = ref, by more than {bias}, for any fixed head but the whole vocabulary"""
+    return {"bias": need(rows, "head", **AT_REFERENCE)["bias"]}
 
 
 @claims.measure(OWN, "runs that have settled", mass_off=near(0, 1e-10), kl_off=near(0, 1e-10))
@@ -108,18 +106,17 @@ def _sixteen(rows: pd.DataFrame, log_ratio: Bound) -> Measured:
     return {"ratio_of_errors": (by["bfloat16"] / by["float16"]).dropna()}
 
 
-claims.column(
-    "a rounded log-ratio costs k1 in the reward and k2 less than {bound:.4f} of the gradient in bfloat16, at any "
-    "distance",
+@claims.measure(
     OWN,
     "twice the half unit in the last place, 2^−9: π²-weighted and centred the error may exceed that of one product",
-    "relative_error",
-    below(2 * HALF_UNIT),
-    "precision",
-    rounded="arithmetic",
+    lost=below(2 * HALF_UNIT),
     kind="bfloat16",
-    estimator=("k1-reward", "k2-loss"),
 )
+def _rounded_ratio(rows: pd.DataFrame, kind: str) -> Measured:
+    """a rounded log-ratio costs k1 in the reward and k2 less than {lost:.4f} of the gradient in {kind}, at any
+    distance"""
+    found = need(rows, "precision", rounded="arithmetic", kind=kind, estimator=("k1-reward", "k2-loss"))
+    return {"lost": found["relative_error"]}
 
 
 @claims.measure(
@@ -159,15 +156,10 @@ def _no_field(rows: pd.DataFrame) -> Measured:
     return {"asymmetry": others, "that_of_the_whole_return": whole}
 
 
-claims.column(
-    "training with the length-normalised penalty ends at `ref·e^(L(R − c)/β)`",
-    OWN,
-    "where the gradient is this short",
-    "end_error",
-    near(0, 1e-7),
-    "optimum",
-    gradient_norm=below(1e-9),
-)
+@claims.measure(OWN, "where the gradient is this short", off=near(0, 1e-7), gradient_norm=below(1e-9))
+def _ends(rows: pd.DataFrame, gradient_norm: Bound) -> Measured:
+    """training with the length-normalised penalty ends at `ref·e^(L(R − c)/β)`"""
+    return {"off": need(rows, "optimum", gradient_norm=gradient_norm)["end_error"]}
 
 
 @claims.measure(OWN, "the effect fades like 1/β", right_ones=above(1e-6), wrong_ones=below(-1e-6))

@@ -93,13 +93,9 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
 @numbers.add
 def _of_cells(rows: pd.DataFrame) -> Cited:
     found = need(rows, environment=ENVIRONMENTS)
-    named = found["identified"].notna()
     yield number("estimators", found["estimator"].nunique())
     yield number("environments", found["environment"].nunique())
-    yield number("cells", len(found))
-    yield number("cells named", named.sum())
-    yield number("cells as stated", found["agrees"].sum())
-    yield number("largest residual of a named cell", found[named]["residual"].max())
+    yield number("largest residual of a named cell", found[found["identified"].notna()]["residual"].max())
     for cell, same_cell in need(rows).groupby(CELL, sort=False):
         most = same_cell["relative_bias"].astype(float).max()
         yield number("bias", most, **dict(zip(CELL, cell, strict=True)))
@@ -115,20 +111,15 @@ def _of_unbiased(rows: pd.DataFrame) -> Cited:
         for environment, names in sets.items():
             yield number("unbiased", len(names), environment=environment, sampler=sampler)
         yield number("local", len(_all(found, local, "sequence", sampler)), environment="sequence", sampler=sampler)
-        everywhere = sorted(set.intersection(*sets.values()))
-        yield number("unbiased everywhere", len(everywhere), sampler=sampler)
-        words = " and ".join([", ".join(everywhere[:-1]), *everywhere[-1:]])
-        yield number("names unbiased everywhere", words, sampler=sampler)
+        yield number("unbiased everywhere", len(set.intersection(*sets.values())), sampler=sampler)
 
 
 @numbers.add
 def _of_shared(rows: pd.DataFrame) -> Cited:
     found = _whole(need(rows, environment=SHARED))
-    named = found["identified"].notna()
-    yield number("cells", len(found), environment=SHARED)
-    yield number("cells named", named.sum(), environment=SHARED)
     yield number("estimators as stated", found.groupby("estimator")["agrees"].all().sum(), environment=SHARED)
-    yield number("largest residual of a named cell", found[named]["residual"].max(), environment=SHARED)
+    named = found[found["identified"].notna()]
+    yield number("largest residual of a named cell", named["residual"].max(), environment=SHARED)
     yield from extremes("bias over that at the logits", _over_logits(rows)["times"])
 
 

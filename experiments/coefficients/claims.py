@@ -14,6 +14,7 @@ from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, require, select
 from kltest.reproduce.numbers import Cited, Numbers, extremes, number
 
+from ..records import rounded
 from .experiment import CENTRED, EXACT, LOCAL, OPTIMUM, PARTS
 
 ENVIRONMENTS = ("bandit", "sequence", "mdp")
@@ -51,13 +52,9 @@ def tidy(rows: Sequence[Row]) -> pd.DataFrame:
 
     def kept(row: Row) -> Row:
         out = DROPPED if row["part"] in ("exact", "sampled") else ()
-        return {name: _short(value) for name, value in row.items() if value is not None and name not in out}
+        return {name: rounded(value, FIGURES) for name, value in row.items() if value is not None and name not in out}
 
     return frame([kept(row) for row in sorted(rows, key=place)])
-
-
-def _short(value: Any) -> Any:
-    return float(f"{value:.{FIGURES - 1}e}") if isinstance(value, float) else value
 
 
 # Hold of one estimator on the policy in one environment: the coefficients β' of optima as far from the reference.
@@ -238,24 +235,6 @@ def _by_length(rows: pd.DataFrame) -> Measured:
     }
 
 
-@claims.measure(
-    "Tang & Munos 2025",
-    "the same gradient, added up in another order",
-    kl_apart=at_most(1e-6),
-    gain_apart=at_most(1e-6),
-)
-def _not_at_all(rows: pd.DataFrame) -> Measured:
-    """k1 in the loss regularises not at all: training ends where it does without a penalty"""
-    _kinds(rows, ["k1-loss"], ENVIRONMENTS)
-    mine, free = (need(rows, "exact", estimator=name) for name in ("k1-loss", "none"))
-    pairs = known(mine.merge(free, on=["environment", "beta", "seed"], suffixes=("", "_free")))
-    return {
-        "kl_apart": (pairs["kl"] / pairs["kl_free"] - 1).abs(),
-        "gain_apart": (pairs["gain"] - pairs["gain_free"]).abs(),
-        "draws": _draws(pairs),
-    }
-
-
 @claims.measure(OWN, "as far as training has settled a coefficient is known to this", change=above(SAME))
 def _drift(rows: pd.DataFrame) -> Measured:
     """token k2, the exact next-token KL, token and sequence k3 have no one coefficient on sequences: with β and the
@@ -298,16 +277,12 @@ def _hyperbolic(rows: pd.DataFrame, low: Bound, middle: Bound) -> Measured:
     }
 
 
-claims.column(
-    "as `β → 0` β'/β of k3 in the loss grows without bound: for β below {beta} it is within {bound:±.0%} of "
-    "`Δ/(β·log(1/β))`, Δ the gap between the best and the next arm, or rollout",
-    OWN,
-    "terms of the order of 1/log(1/β) are left",
-    "coefficient_by_kl / law",
-    near(1, 0.02),
-    "limit",
-    beta=below(1e-250),
-)
+@claims.measure(OWN, "terms of the order of 1/log(1/β) are left", over_law=near(1, 0.02), beta=below(1e-250))
+def _law(rows: pd.DataFrame, beta: Bound) -> Measured:
+    """as `β → 0` β'/β of k3 in the loss grows without bound: for β below {beta} it is within {over_law:±.0%} of
+    `Δ/(β·log(1/β))`, Δ the gap between the best and the next arm, or rollout"""
+    found = need(rows, "limit", beta=beta)
+    return {"over_law": found["coefficient_by_kl"] / found["law"]}
 
 
 # Collapse.
@@ -325,16 +300,10 @@ def _loose(rows: pd.DataFrame) -> Measured:
     return {"coefficient_over_β_or_0_diverged": list(last.values())}
 
 
-claims.column(
-    "k3 in the reward collapses under exact gradients, at every β up to {beta}",
-    OWN,
-    "its push is β·ref however rare the answer",
-    "collapsed",
-    EVERY,
-    "exact",
-    estimator="k3-reward",
-    beta=at_most(3),
-)
+@claims.measure(OWN, "its push is β·ref however rare the answer", collapsed=EVERY, beta=at_most(3))
+def _collapses(rows: pd.DataFrame, beta: Bound) -> Measured:
+    """k3 in the reward collapses under exact gradients, at every β up to {beta}"""
+    return {"collapsed": need(rows, "exact", estimator="k3-reward", beta=beta)["collapsed"]}
 
 
 @claims.measure(

@@ -91,18 +91,9 @@ def _of_audits(rows: pd.DataFrame) -> Cited:
     for name in ("date", "torch"):
         yield number(f"audits: {name}", AUDITS[name])
     yield number("audit margin", MARGIN)
-    yield number("audited estimators", len(found))
-    yield number("audited as named", (found["follows"] == found["named"]).sum())
     yield number("audited kl", found["kl"].iloc[0])
     yield number("most audited rollouts", found["rollouts"].max())
-    for verdict in ("confirmed", "refuted", "inconclusive"):
-        yield number("audits", (found["verdict"] == verdict).sum(), verdict=verdict)
     for row in records(found):
-        where = {"estimator": row["estimator"]}
-        for name in ("distance", "coefficient"):
-            for end, bound in ENDS.items():
-                if name + end in row:
-                    yield number(f"audited {name}", row[name + end], **where, **bound)
-        for name in ("signal_to_noise", "crossing", "rollouts"):
-            if name in row:
-                yield number(f"audited {name.replace('_', ' ')}", row[name], **where)
+        for end, bound in ENDS.items():
+            if f"distance{end}" in row:
+                yield number("audited distance", row[f"distance{end}"], estimator=row["estimator"], **bound)

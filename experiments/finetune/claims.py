@@ -229,8 +229,8 @@ def _with_bounds(quantity: str, found: Interval, **where: Any) -> Cited:
 def _of_the_sweep(rows: pd.DataFrame) -> Cited:
     sweep = Sweep(rows, "committed")
     ended = sweep.ended.reset_index()
-    for name, value in COMMITTED.items():
-        yield number(name, value)
+    for name in ("date", "torch"):
+        yield number(name, COMMITTED[name])
     yield number("runs", len(ended))
     seeds = ended["seed"].nunique()
     yield number("seeds", seeds)
@@ -238,13 +238,11 @@ def _of_the_sweep(rows: pd.DataFrame) -> Cited:
     # Told four times in five by one of two intervals: the quantiles of both, times the standard error of the mean.
     quantiles = t.ppf([(1 + _of_several(len(LOCAL))) / 2, 0.8], seeds - 1)
     yield number("difference told", quantiles.sum() * PILOT_DEVIATION / math.sqrt(seeds))
-    yield from _with_bounds("gold of the reference", _interval(sweep.at("none", 0.0, "gold_before")))
     for (variant, beta), own in ended.groupby(["variant", "beta"], sort=False):
         where = {"variant": variant, "beta": beta}
         yield from _with_bounds("kl", geometric(list(own["kl"])), **where)
         for quantity, name in (("reward", "reward_held_out"), ("gold", "gold_held_out"), ("length", "length_held_out")):
             yield from _with_bounds(quantity, interval(list(own[name])), **where)
-        yield from _with_bounds("objective", interval(list(own["objective"])), **where)
         if beta:
             yield from _with_bounds("kl over none", sweep.over_none(variant, beta), **where)
             best = PREFIX if variant.startswith("stale:") else UNBIASED

@@ -19,13 +19,19 @@ claims = Claims("metrics")
 numbers = Numbers()
 tidy = ordered(PARTS)
 
-IN_PLACE = (
-    "k1 in the reward made in place: at every step what was recorded as the KL reads, per rollout, as the objective "
-    "E[R] − β·KL itself"
-)
-claims.column(IN_PLACE, f"slime #2114; {OWN}", "sums of float64", "read - objective", EXACT, "mutation")
-MET = "an adaptive β that goes by the true KL meets its target"
-claims.column(MET, ZIEGLER, "solved for", f"kl / {TARGET:g}", near(1, 1e-6), "controller", read="kl", **ENDED)
+
+@claims.measure(f"slime #2114; {OWN}", "sums of float64", off=EXACT)
+def _in_place(rows: pd.DataFrame) -> Measured:
+    """k1 in the reward made in place: at every step what was recorded as the KL reads, per rollout, as the objective
+    E[R] − β·KL itself"""
+    found = need(rows, "mutation")
+    return {"off": found["read"] - found["objective"]}
+
+
+@claims.measure(ZIEGLER, "solved for", over_target=near(1, 1e-6))
+def _met(rows: pd.DataFrame) -> Measured:
+    """an adaptive β that goes by the true KL meets its target"""
+    return {"over_target": need(rows, "controller", read="kl", **ENDED)["kl"] / TARGET}
 
 
 @claims.measure(SCHULMAN, "the next order in √KL remains", std_over_root=near(1, 0.1), kl=below(0.05))

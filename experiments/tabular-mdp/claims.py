@@ -38,7 +38,10 @@ for _words, _names, _column in (
     ),
     ("k1 in the reward with credit for later steps follows ∇KL(π‖ref)", RIGHT, "bias"),
 ):
-    claims.column(_words, TANG_MUNOS, SUMS, _column, near(0, EXACT), "estimators", estimator=_names)
+
+    @claims.measure(TANG_MUNOS, SUMS, claim=_words, off=near(0, EXACT), estimators=_names, column=_column)
+    def _followed(rows: pd.DataFrame, estimators: tuple[str, ...], column: str) -> Measured:
+        return {"off": need(rows, "estimators", estimator=estimators)[column]}
 
 
 @claims.measure(TANG_MUNOS, EMPTY, missed_in_one_step=near(0, EXACT), missed_in_more=above(VISIBLE), slip=below(1))

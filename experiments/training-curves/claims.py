@@ -101,7 +101,6 @@ def _of_the_ends(rows: pd.DataFrame) -> Cited:
             if name != CORRECT:
                 other = _ends(rows, name, environment=environment)
                 where = {"environment": environment, "estimator": name}
-                yield from extremes("objective lost", right["objective"] - other["objective"], **where)
                 yield from extremes("times the KL", other["kl"] / right["kl"], **where)
 
 

@@ -123,17 +123,13 @@ def _gradients(rows: pd.DataFrame) -> Measured:
 
 
 # -------------------------------------------------------------------------------------------------- what can be gained
-claims.column(
-    "near the reference, up to a logit noise of {distance}, Rao–Blackwell alone has all but reached the floor: below "
-    "{bound} times it",
-    OWN,
-    "medians over environments",
-    "over_floor",
-    below(1.2),
-    "ladder",
-    estimator="rao-blackwell",
-    distance=at_most(0.1),
-)
+
+
+@claims.measure(OWN, "medians over environments", over_floor=below(1.2), distance=at_most(0.1))
+def _near_floor(rows: pd.DataFrame, distance: Bound) -> Measured:
+    """near the reference, up to a logit noise of {distance}, Rao–Blackwell alone has all but reached the floor: below
+    {over_floor} times it"""
+    return {"over_floor": need(rows, "ladder", estimator="rao-blackwell", distance=distance)["over_floor"]}
 
 
 @claims.measure(
@@ -222,17 +218,11 @@ def _entropy(rows: pd.DataFrame, share: float) -> Measured:
     return {"less": found["variance"] - found["entropy"], "entropy": found["entropy"]}
 
 
-claims.column(
-    "trained from the reference, exact KLs beside a sampled reward make the gradient of `E[R] − β·KL` "
-    "noisier than sampled ones do, in every environment, all along the path, each with its best single baseline",
-    OWN,
-    "exact, an order",
-    "gradient",
-    above(1),
-    "reward",
-    start="reference",
-    made=above(0),
-)
+@claims.measure(OWN, "exact, an order", times_the_noise=above(1), start="reference", made=above(0))
+def _beside_a_reward(rows: pd.DataFrame, start: str, made: Bound) -> Measured:
+    """trained from the reference, exact KLs beside a sampled reward make the gradient of `E[R] − β·KL` noisier than
+    sampled ones do, in every environment, all along the path, each with its best single baseline"""
+    return {"times_the_noise": need(rows, "reward", start=start, made=made)["gradient"]}
 
 
 def _language(rows: pd.DataFrame, by: list[str], column: str = "removed", **wanted: Any) -> pd.DataFrame:

@@ -208,7 +208,6 @@ PLANTED = {
     ),
     "every loss whose weight is u": lambda row: row["estimator"] == "full-loss" and row["environment"] == "bandit",
     "divided by the length": lambda row: row["estimator"] == "length-normalised" and row["environment"] == "sequence",
-    "k1 in the loss regularises not at all": lambda row: row["estimator"] == "k1-loss" and row["environment"] == "mdp",
     "regularise as asked at the largest": lambda row: row["estimator"] == "k3-loss" and row["environment"] == "mdp",
 }
 

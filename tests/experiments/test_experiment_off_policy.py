@@ -4,9 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from trial import CHECKOUT, Trial, row_of
-
-from kltest.reproduce.experiment import Experiment, Request
+from trial import Trial, row_of
 
 TRIAL = Trial("off-policy")
 (MODULE,) = TRIAL.modules("experiment")
@@ -183,13 +181,6 @@ def test_paths_start_at_the_reference_or_away_from_it_and_move():
 @pytest.mark.parametrize("part", ["path", "length", "weights", "stability", "training", "age"])
 def test_a_part_alone_is_no_error(rows, part):
     TRIAL.may_lack([row for row in rows if row["part"] == part])
-
-
-def test_parts_have_what_concerns_them_once():
-    found = Experiment(CHECKOUT, "off-policy").configurations(Request())
-    assert len({tuple(sorted(one.items())) for one in found}) == len(found)
-    assert not any(one["recipe"] == "broadcast" for one in found if one["part"] == "stability")
-    assert not any("steps" in one or "inner_steps" in one for one in found if one["part"] != "training")
 
 
 def test_claims_agree_and_each_can_fail(rows):

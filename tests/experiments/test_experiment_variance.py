@@ -147,16 +147,6 @@ def test_the_best_baseline_is_where_any_other_is_worse(environments, by_prefix):
             assert environments.squared_gradient(moved) == pytest.approx(environments.squared_gradient(form), rel=1e-11)
 
 
-def test_to_go_and_return_are_alike_under_their_best_baselines_by_prefix(environments):
-    noise = [
-        environments.noise(
-            environments.with_baseline(experiment.sampled(environments, credit=credit), by_prefix=True)
-        ).variance
-        for credit in ("to-go", "return")
-    ]
-    np.testing.assert_allclose(noise[0], noise[1], rtol=1e-11)
-
-
 def of_rule(environments, environment: int, exact: dict[int, float]) -> np.ndarray:
     """Variances of value, token-level gradient and gradient rollout by rollout; `exact` is c by context."""
     policy, reference = environments.tables(environment)
