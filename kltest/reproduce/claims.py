@@ -12,11 +12,7 @@ the sentence; its numbers are slots for these bounds and for the function's furt
 
 So a sentence and its test have the same numbers, and the bounds alone decide if a claim agrees. A formula stands in
 backquotes; any other number that is written out is refused. What is returned beside the quantities with bounds is
-reported and not judged. `need` raises Missing if rows are not there: the claim was then not run. If all that is
-measured is an expression of columns, one call says so; `{bound}` is its slot::
-
-    claims.column("for T from {length} on the last token alone has at most {bound}/T of the gradient", OWN,
-        "tokens differ in context", "last * length", below(1.1), "length", length=at_least(100))
+reported and not judged. `need` raises Missing if rows are not there: the claim was then not run.
 '''
 
 import inspect
@@ -24,14 +20,13 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from kltest.reproduce.bounds import Bound, figure
-from kltest.reproduce.frames import Missing, Rows, frame, known, need, require
+from kltest.reproduce.frames import Missing, Rows, frame, require
 
 LEFT_OUT = "left out by --only"
 Judge = Callable[[pd.DataFrame], tuple[str, bool]]
@@ -88,38 +83,18 @@ class Claims:
             names = inspect.signature(measured).parameters
             scope = {name: one for name, one in given.items() if name in names}
             bounds = {name: one for name, one in given.items() if name not in names}
-            self._ask(claim or measured.__doc__ or "", source, why, bounds, scope, partial(measured, **scope), given)
+
+            def judge(rows: pd.DataFrame) -> tuple[str, bool]:
+                found = {name: _values(one) for name, one in measured(rows, **scope).items()}
+                require(all(len(found[name]) for name in bounds))
+                said = (f"{_label(name)}: {_shown(values, bounds.get(name))}" for name, values in found.items())
+                return "; ".join(said), all(bool(np.all(bound(found[name]))) for name, bound in bounds.items())
+
+            sentence = written(claim or measured.__doc__ or "", **given)
+            self.questions.append((sentence, source, inequality(bounds, scope), why, judge))
             return measured
 
         return added
-
-    def column(self, claim: str, source: str, why: str, of: str, bound: Bound, part: Any = None, **where: Any) -> None:
-        """Claim that an expression of columns is within a bound, in each of the rows of a part that are asked for."""
-
-        def measured(rows: pd.DataFrame) -> Measured:
-            found = need(rows, part, **where)
-            draws = {"draws": found["seed"].nunique()} if "seed" in found else {}
-            return {of: known(pd.Series(found.eval(of, engine="python")).dropna()), **draws}
-
-        self._ask(claim, source, why, {of: bound}, where, measured, {"bound": bound, **where})
-
-    def _ask(
-        self,
-        sentence: str,
-        source: str,
-        why: str,
-        bounds: Mapping[str, Bound],
-        where: Mapping[str, Any],
-        measured: Callable[..., Measured],
-        slots: Mapping[str, Any],
-    ) -> None:
-        def judge(rows: pd.DataFrame) -> tuple[str, bool]:
-            found = {name: _values(one) for name, one in measured(rows).items()}
-            require(all(len(found[name]) for name in bounds))
-            said = (f"{_label(name)}: {_shown(values, bounds.get(name))}" for name, values in found.items())
-            return "; ".join(said), all(bool(np.all(bound(found[name]))) for name, bound in bounds.items())
-
-        self.questions.append((written(sentence, **slots), source, inequality(bounds, where), why, judge))
 
     def __call__(self, rows: Rows, *, suffix: str = "") -> list[Claim]:
         """Judge every claim; `suffix` is added to the sentences."""

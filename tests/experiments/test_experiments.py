@@ -89,8 +89,9 @@ def test_a_figure_shows_it_and_the_paper_speaks_of_it(name):
 
 def test_a_claim_that_nothing_refutes_is_noticed():
     claims = Claims("made up")
-    claims.column("a number is one", OWN, "made up", "number", near(1, 0.1))
-    claims.column("nothing is nothing", OWN, "made up", "0 * number", near(0, 0.1))
+    for words, factor, bound in (("a number is one", 1, near(1, 0.1)), ("nothing is nothing", 0, near(0, 0.1))):
+        judge = claims.measure(OWN, "made up", claim=words, number=bound, factor=factor)
+        judge(lambda rows, factor: {"number": factor * rows["number"]})
     analysis = SimpleNamespace(claims=claims)
     assert irrefutable(analysis, frame([{"number": 1.0}, {"number": 1.05}]), {}) == ["nothing is nothing"]  # type: ignore[arg-type]
 

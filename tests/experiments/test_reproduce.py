@@ -688,14 +688,14 @@ def test_a_measured_claim_writes_the_bounds_that_it_tests():
         """up to {n} it is below {most}"""
         return {"most": need(rows, "a", n=n)["x"], "rows_seen": 1}
 
-    claims.column("`x/2` is {bound}", "source", "why", "x / 2", near(0.5, 0.26), "a", n=2)
-    claims.column("and above", "source", "why", "x", above(0.5), "a")
-    claims.column("not there", "source", "why", "x", above(0.5), "c")
+    for sentence, part in (("and above", "a"), ("not there", "c")):
+        claims.measure("source", "why", claim=sentence, x=above(0.5), part=part)(
+            lambda rows, part: {"x": need(rows, part)["x"]}
+        )
     assert [(one.claim, one.expected, one.found, one.agrees, one.tolerance) for one in claims(ROWS)] == [
         ("up to 1 it is below 1", "most < 1 (where n ≤ 1)", "most: 0.5; rows seen: 1", True, "why"),
-        ("x/2 is 0.5", "|x / 2 − 0.5| < 0.26 (where n 2)", "x / 2: 0.75", True, "why"),
-        ("and above", "x > 0.5", "x: 0.5 to 1.5, of 2", False, "why"),
-        ("not there", "x > 0.5", "not run", None, "why"),
+        ("and above", "x > 0.5 (where part a)", "x: 0.5 to 1.5, of 2", False, "why"),
+        ("not there", "x > 0.5 (where part c)", "not run", None, "why"),
     ]
 
 
@@ -704,11 +704,12 @@ def test_a_measured_claim_writes_the_bounds_that_it_tests():
 )
 def test_a_claim_whose_sentence_has_a_number_of_its_own_is_refused(sentence):
     with pytest.raises(ValueError, match="no bound of the claim"):
-        Claims("e").column(sentence, "source", "why", "x", below(2))
+        Claims("e").measure("source", "why", claim=sentence, x=below(2))(lambda rows: {"x": 1})
 
 
 def test_names_and_formulas_may_have_digits_and_a_claim_needs_a_bound():
-    Claims("e").column("k3 in float32, D₂ and `(1 − 1/n)·∇KL`: below {bound:.0%}", "source", "why", "x", below(2))
+    sentence = "k3 in float32, D₂ and `(1 − 1/n)·∇KL`: below {x:.0%}"
+    Claims("e").measure("source", "why", claim=sentence, x=below(2))(lambda rows: {"x": 1})
     with pytest.raises(ValueError, match="at least one"):
         Claims("e").measure("source", "why")(lambda rows: {"x": 1})
 
