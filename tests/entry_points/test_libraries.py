@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 import zipfile
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,9 +137,12 @@ def rows_of(folder):
 
 
 def running(file):
-    """Command lines of processes, of Linux, that have a file in them."""
-    there = [each for each in Path("/proc").glob("[0-9]*/cmdline") if each.exists()]
-    return [line for each in there if str(file) in (line := each.read_text(errors="replace"))]
+    """Command lines of processes, of Linux, that have a file in them; one may end while it is read."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(process.read_text(errors="replace"))
+    return [line for line in found if str(file) in line]
 
 
 def until(condition, seconds=20):
@@ -312,8 +316,10 @@ def test_a_terminated_command_ends_what_it_started(made_up, tmp_path):
     command = [sys.executable, "-m", "kltest.cli", "libraries", str(made_up), "--output", str(tmp_path)]
     command += ["--setting", "penalty/hangs"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "HANGS": "600"}) as process:
-        until(lambda: any("scoreboard.worker" in line for line in running(made_up)))
-        process.terminate()
+        try:
+            until(lambda: any("scoreboard.worker" in line for line in running(made_up)))
+        finally:
+            process.terminate()
         assert process.wait(30) == 130
     until(lambda: not running(made_up))
 
