@@ -118,7 +118,7 @@ def command(
     try:
         records = run(chosen, folder, again=again)
     except KeyboardInterrupt:
-        print(f"kltest: interrupted; everything is kept in {folder}: the same command goes on", file=sys.stderr)
+        print(f"kltest: interrupted; all is stored in {folder}; run the same command to continue", file=sys.stderr)
         return INTERRUPTED
     print(_evaluations(records), f"Metrics, checkpoint and model are in {folder}.", sep="\n")
     return 0

@@ -141,6 +141,8 @@ def command(
         return listing(names or [], setting or [])
     longest = None if timeout is None else seconds(timeout, "--timeout")
     request = Measurement(tuple(setting or ()), longest, again, tuple(more or ()), releases, checkout)
+    if releases and diff:
+        raise UsageError("--history measures releases one by one; --diff compares them without it: trl==0.16 trl==0.20")
     if releases:
         return history(names or [], request, output, record=record)
     return libraries(names or [], request=request, output=output, diff=diff, record=record)

@@ -135,7 +135,7 @@ def settings_of(values: Mapping[str, Any], where: str = "settings") -> Settings:
     """Return settings from plain data; UsageError for an unknown name, mentioning `where` it stands."""
     for name in values:
         if name in GONE:
-            raise UsageError(f"{where}: {name} is no setting any more; {GONE[name]}")
+            raise UsageError(f"{where}: {name} was removed: {GONE[name]}")
         if name not in KINDS:
             hint = f"{did_you_mean(name, KINDS)}there are: {', '.join(sorted(KINDS))}"
             raise UsageError(f"{where}: there is no setting {name!r}; {hint}")

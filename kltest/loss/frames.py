@@ -70,7 +70,7 @@ def describe(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(error)).strip()
     if "numpy()" in text and "requires grad" in text:
         text += "\nNumPy's numbers have no gradient: write the loss in torch, or in JAX (see `kltest.jax_loss`)."
-    if isinstance(error, ModuleNotFoundError) and error.name:
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("kltest."):
         text += f"\nInstall {error.name.partition('.')[0]} in the environment that kltest runs in, {sys.prefix}."
     return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " …"
 

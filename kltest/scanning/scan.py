@@ -132,4 +132,4 @@ def _stale(known: Iterable[Key], found: Scan) -> Iterator[str]:
     """Yield a line for each entry of the baseline that no row is any more."""
     for file, function, place, variant, _, codes in sorted(set(known) - {row.key for row in found.rows}):
         named = f"{function} [{variant}]" if variant else function
-        yield f"{file}: {named} ({place}): {codes} of the baseline is no finding any more; make the baseline again"
+        yield f"{file}: {named} ({place}): baseline entry {codes} no longer occurs; regenerate the baseline"

@@ -71,7 +71,7 @@ def libraries(
             for each in wanted:
                 found[each] = measured(each, store, request)
         except KeyboardInterrupt:
-            log(f"kltest: interrupted; what is finished is kept in {folder}: the same command goes on")
+            log(f"kltest: interrupted; what is finished is stored in {folder}; run the same command to continue")
             return 130
     rows = [row for each in wanted for row in found[each]]
     failed = [each for each in rows if not each["setting"]]

@@ -133,7 +133,7 @@ def test_ctrl_c_keeps_everything(finished, tmp_path, monkeypatch):
         patch.setattr(RunFolder, "add", interrupted)
         answer = CliRunner().invoke(app, ["finetune", *ARGUMENTS, "--output", str(folder)])
     assert answer.exit_code == 130, answer.output
-    assert "the same command goes on" in answer.output
+    assert "run the same command to continue" in answer.output
     state = torch.load(folder / "checkpoint.pt", weights_only=True)
     assert state["step"] == len(of_file(folder)) == 1
     assert run(SMALL, folder, quiet=True)[-1]["step"] == 6

@@ -243,7 +243,7 @@ def test_a_baseline_is_made_used_renewed_and_told_when_it_is_stale(tree):
     tree["report"] = report(RIGHT)
     code, text = scan("--baseline", "known.json")
     assert code == 0
-    assert "note: code.py: loss (loss): KL102 of the baseline is no finding any more" in " ".join(text.split())
+    assert "note: code.py: loss (loss): baseline entry KL102 no longer occurs" in " ".join(text.split())
     Path("broken.json").write_text("[]")
     assert scan("--baseline", "broken.json")[0] == 2
 

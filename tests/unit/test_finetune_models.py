@@ -237,7 +237,7 @@ def test_what_is_gone_says_what_to_do_instead():
         with pytest.raises(UsageError, match=f"no task any more; .*{words}"):
             task_named(name)
     for name in GONE:
-        with pytest.raises(UsageError, match=f"{name} is no setting any more; .{{20}}"):
+        with pytest.raises(UsageError, match=f"{name} was removed: .{{20}}"):
             settings_of({name: True})
 
 
