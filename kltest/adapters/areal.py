@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
-from kltest.adapters.installed import costly, loaded
+from kltest.adapters.installed import loaded
 from kltest.adapters.standalone import program
 
 MODULE = "areal.trainer.ppo.actor"
@@ -44,7 +44,6 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, beta, kl_estimator="k1"
     return actor_loss(actor, logp, {name: value[:, :width] for name, value in data.items() if value.ndim == 2})
 
 
-costly(distilled, kl_in_reward)
 REWARD = Setting.of(kl_in_reward, options=STEP_OF_TOKENS, source=SOURCE)
 TEACHER = Setting.of(
     distilled, name="teacher", options=STEP_OF_TOKENS, source=SOURCE, note="The reference is the teacher."

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from kltest.adapters import STEP, Adapter, Setting
-from kltest.adapters.installed import costly, found
+from kltest.adapters.installed import found
 
 COMMIT = "b44b311b66"
 HOME = "https://github.com/hiyouga/EasyR1"
@@ -40,7 +40,6 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta):
     return loss, {"kl": metrics["actor/kl_penalty"]}
 
 
-costly(kl_in_reward)
 FUNCTION = Setting.of(f"{ALGORITHMS}:compute_kl", {"log_probs": "@logp", "ref_log_probs": "@ref_logp"}, source=SOURCE)
 LOSS = Setting.of(kl_loss, source=SOURCE)
 ADAPTER = Adapter.cloned(

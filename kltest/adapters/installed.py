@@ -161,12 +161,6 @@ def called(function, offered, settings=()):
     return function(**taken(function, offered, dict(settings)))
 
 
-def costly(*functions):
-    """Mark functions whose calls take milliseconds: how they combine the rows of a batch is then tried on fewer."""
-    for function in functions:
-        function.costly = True
-
-
 def packed(rows, mask):
     """Return the live part of each row, up to its last live token, as a list: batches without padding."""
     lengths = [int(live.nonzero()[-1]) + 1 if live.any() else 0 for live in mask]

@@ -1,7 +1,7 @@
 """NeMo RL: `ClippedPGLossFn` with its KL in the loss, and `DistillationLossFn`, from log-probs."""
 
 from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
-from kltest.adapters.installed import costly, found
+from kltest.adapters.installed import found
 
 COMMIT = "7ea279abfb"
 HOME = "https://github.com/NVIDIA-NeMo/RL"
@@ -48,7 +48,6 @@ def distilled(logits, ref_logits, mask, **settings):
     return function(logits, ref_logits, entropy, data, mask.new_tensor(len(mask)), mask.sum())[0]
 
 
-costly(clipped)
 TREE = f"{HOME}/blob/{COMMIT}"
 LOSS = Setting.of(clipped, name="clipped_pg", options=STEP_OF_TOKENS, source=f"{TREE}/docs/guides/grpo.md")
 DISTILLATION = Setting.of(

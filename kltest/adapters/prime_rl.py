@@ -4,7 +4,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
-from kltest.adapters.installed import costly, loaded, packed
+from kltest.adapters.installed import loaded, packed
 
 COMMIT = "559b44772e"
 HOME = "https://github.com/PrimeIntellect-ai/prime-rl"
@@ -28,7 +28,6 @@ def packed_loss(logp, old_logp, ref_logp, mask, advantage, beta, kind="default")
     )[0]
 
 
-costly(packed_loss)
 SOURCE = f"{HOME}/blob/{COMMIT}/src/prime_rl/trainer/rl/loss.py"
 LOSS = Setting.of(packed_loss, name="loss", options=STEP_OF_TOKENS, source=SOURCE)
 NONE = "no KL to a reference"

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
-from kltest.adapters.installed import costly, found
+from kltest.adapters.installed import found
 
 COMMIT = "8eb27cc2dc"
 HOME = "https://github.com/alibaba/ROLL"
@@ -44,7 +44,6 @@ def distilled(logits, ref_logits, kd_objective, kd_temperature=1.0):
     return divergence(logits, ref_logits.exp(), ref_logits, ref_logits.isinf())
 
 
-costly(actor_loss)
 LOSS = Setting.of(actor_loss, options=STEP_OF_TOKENS, source=f"{TREE}/configs/base_config.py")
 FUNCTION = Setting.of(
     f"{FUNCTIONS}:compute_approx_kl",

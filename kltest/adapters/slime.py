@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 from kltest.adapters import STEP, STEP_OF_TOKENS, Adapter, Setting, label
-from kltest.adapters.installed import costly, loaded, packed
+from kltest.adapters.installed import loaded, packed
 
 COMMIT = "624b824a89"
 HOME = "https://github.com/THUDM/slime"
@@ -56,7 +56,6 @@ def step(logp, old_logp, ref_logp, mask, advantage, beta, coefficient="kl_loss_c
     return loss / tokens, {"kl": kl} if coefficient == "kl_loss_coef" else {}
 
 
-costly(step)
 LOSS = Setting.of(step, name="kl_loss", options=STEP, source=SOURCE)
 OPD = Setting.of(
     step,

@@ -33,7 +33,7 @@ IMPORTS: dict[Backend, tuple[str, ...]] = {
     "torch": (),
     "jax": ("import jax", "import jax.numpy as jnp", "import numpy as np"),
 }
-OURS = re.compile(r"^(?: *from kltest.* import (\w+).*|costly\(.*)\n", re.MULTILINE)
+OURS = re.compile(r"^ *from kltest.* import (\w+).*\n", re.MULTILINE)
 # Lines of whole modules that a program leaves out, and what it has for names that they take from kltest.
 INSTEAD = {"UsageError": "UsageError = ValueError\n", "preserved": "preserved = nullcontext\n"}
 RECIPE = re.compile(r'part\("kltest\.adapters\.(\w+)\.recipes", "(\w+)"\)')

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from kltest.adapters import STEP, Adapter, Setting
-from kltest.adapters.installed import costly, loaded
+from kltest.adapters.installed import loaded
 from kltest.adapters.standalone import program
 
 TREE = "https://github.com/thinking-machines-lab/tinker-cookbook/blob/main/tinker_cookbook"
@@ -55,7 +55,6 @@ def charged(logp, old_logp, ref_logp, mask, advantage, beta, module="rl.metrics"
     return -((logp - old_logp).exp() * advantages * mask).sum()
 
 
-costly(charged)
 NOTE = "The loss of the service, which is not part of the library, is that of its documentation."
 REINFORCED = Setting.of(charged, name="rl", options=STEP, source=f"{TREE}/rl/train.py", note=NOTE)
 DISTILLED = Setting.of(

@@ -164,11 +164,6 @@ class Loss:
         return "beta" in self.takes or self.record.reads_beta
 
     @property
-    def costly(self) -> bool:
-        """True if it says of itself that a call takes milliseconds."""
-        return bool(getattr(self.function, "costly", False))
-
-    @property
     def notes(self) -> list[str]:
         """Sentences for the report; more may be known after a call."""
         return [*self.stated, *self.record.notes]

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import kltest
-from kltest.adapters.installed import costly
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
@@ -34,9 +33,6 @@ def distilled(logits, ref_logits, tokens, mask, late=False):
     with holding(trainer.model, logits), holding(trainer.teacher_model, ref_logits):
         loss = trainer.compute_loss(trainer.model, inputs_of(tokens, mask))
     return loss, {"kl": trainer._metrics["train"]["kl"][-1]}
-
-
-costly(distilled)
 
 
 def test_a_trainers_loss_is_graded_through_its_forward_pass():

@@ -3,7 +3,7 @@
 import importlib
 
 from kltest.adapters import PAIRS, Adapter, Setting, label
-from kltest.adapters.installed import called, costly, part
+from kltest.adapters.installed import called, part
 from kltest.adapters.liger.recipes import SETTINGS, charged
 from kltest.adapters.standalone import program
 
@@ -73,9 +73,6 @@ def distilled(logits, ref_logits, tokens, mask, mixture=0.5):
     loss = part("liger_kernel.chunked_loss.jsd_loss", "LigerFusedLinearJSDLoss")(**settings)
     weight, labels = torch.eye(logits.shape[-1], dtype=logits.dtype), tokens.where(mask != 0, -100)
     return loss(logits.flatten(0, 1), weight, ref_logits.flatten(0, 1), weight, labels.flatten())
-
-
-costly(ppo_loss_fn, fused, fused_with_charged_advantages, distilled)
 
 
 LOSS = Setting.of(ppo_loss_fn, options=PAIRS, source=DOCUMENTED, brought=SINCE)

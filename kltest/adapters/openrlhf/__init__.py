@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from kltest.adapters import PAIRS, Adapter, Setting, label
-from kltest.adapters.installed import called, costly, found, loaded
+from kltest.adapters.installed import called, found, loaded
 from kltest.adapters.openrlhf.recipes import sequence_kl, sums_over_tokens
 from kltest.adapters.standalone import program
 
@@ -104,9 +104,6 @@ def configured(estimator, samples):
     usual |= {"advantage_estimator": estimator, "no_advantage_std_norm": False}
     advantage = space(**usual, estimator=estimator, no_std_norm=False)
     return space(**usual, rollout=space(**usual), reward=space(**usual), algo=space(advantage=advantage))
-
-
-costly(kl_loss, kl_in_reward)
 
 
 # The function alone, per token, as a loss.

@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch
 
-from kltest.adapters.installed import costly
 from kltest.adapters.trl.trainers import LENGTHS, forward, held, in_mode, loss_of, sampled_at, scored, trainer_with
 from kltest.errors import UsageError
 
@@ -99,6 +98,3 @@ def inputs_of(trainer, tokens, mask, advantage):
         "num_items_in_batch": items,
         **trainer.absent_inputs,
     }
-
-
-costly(grpo, grouped)

@@ -5,7 +5,7 @@ import importlib
 import inspect
 import types
 
-from kltest.adapters.installed import called, costly, part
+from kltest.adapters.installed import called, part
 
 CORE = "verl.trainer.ppo.core_algos"
 
@@ -160,6 +160,3 @@ def kl_in_reward_with_probabilities(
     """`kl_in_reward` for estimators that weigh tokens by the sum of squared probabilities."""
     squares = {"sum_pi_squared": old_logits.detach().softmax(-1).square().sum(-1)}
     return kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, squares, **settings)
-
-
-costly(ppo_loss, kl_in_reward, kl_in_reward_with_probabilities)
