@@ -4,7 +4,6 @@
 if a ratio is worse by a quarter, and still is when both were measured twice more.
 """
 
-import argparse
 import os
 import platform
 import subprocess
@@ -14,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from typing import Annotated
 
 import pandas
 import torch
+import typer
 
-from benchmarks.measure import measured
+from benchmarks.measure import measured, record
 
 HERE = Path(__file__).parents[1]
 SCRIPTS = ("start_up", "moments", "dynamic_programming", "sampled", "training", "sweeps", "finetune")
@@ -27,29 +28,27 @@ WORSE = 1.25
 AGAIN = 2
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scripts", nargs="*", metavar="NAME", help=", ".join(SCRIPTS))
-    parser.add_argument("--output", type=Path, default=HERE / "benchmarks" / "results.csv")
-    parser.add_argument("--against", metavar="REVISION")
-    given = parser.parse_args()
-    if unknown := set(given.scripts) - set(SCRIPTS):
-        parser.error(f"there is no benchmark {min(unknown)!r}; there are {', '.join(SCRIPTS)}")
-    scripts = given.scripts or SCRIPTS
-    if given.against:
-        sys.exit(against(given.against, scripts))
+def main(
+    scripts: Annotated[list[str] | None, typer.Argument(metavar="NAME", help=", ".join(SCRIPTS))] = None,
+    output: Path = HERE / "benchmarks" / "results.csv",
+    revision: Annotated[str, typer.Option("--against", metavar="REVISION")] = "",
+) -> None:
+    """Measure all of the table of ratios, or some scripts; with --against compare with a revision and write nothing."""
+    if unknown := set(scripts or ()) - set(SCRIPTS):
+        raise typer.BadParameter(f"there is no benchmark {min(unknown)!r}; there are {', '.join(SCRIPTS)}")
+    if revision:
+        sys.exit(against(revision, scripts or SCRIPTS))
     found = pandas.DataFrame(
-        [{"benchmark": name, **asdict(row)} for name in scripts for row in import_module(f"benchmarks.{name}").main()]
+        {"benchmark": name, **asdict(row)}
+        for name in scripts or SCRIPTS
+        for row in import_module(f"benchmarks.{name}").main()
     )
     print(
         f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__} on "
         f"{torch.get_num_threads()} threads; ratios of the fastest rounds within one run (range of all rounds)\n"
     )
     print(found.to_string(index=False, float_format="{:.4g}".format), flush=True)
-    if given.output.exists():  # the rows take the place of those that the scripts measured before
-        old = pandas.read_csv(given.output)
-        found = pandas.concat([old[~old["benchmark"].isin(scripts)], found])
-    found.sort_values("benchmark", kind="stable").to_csv(given.output, index=False, float_format="%.4g")
+    record(output, found, by=["benchmark"])
 
 
 def against(revision: str, scripts: Sequence[str]) -> int:
@@ -82,4 +81,4 @@ def cost(rows: pandas.DataFrame) -> pandas.Series:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,33 +1,34 @@
 """Coverage and power of audits on the enumerated transformer, whose exact gradients are known.
 
-    python -m benchmarks.audit [--repetitions 200] [--units 128] > benchmarks/audit.csv
-    python -m benchmarks.audit --power > benchmarks/audit_power.csv
+    python -m benchmarks.audit [--repetitions 200] [--units 128]    # writes audit.csv
+    python -m benchmarks.audit --power                              # writes audit_power.csv
 
 All pairs of rollouts are measured once, as an audit measures them; repetitions then draw units from that list. A
 gradient at the logits stands for the one at all weights: it is multiplied by a square root of JJᵀ, with J the
 derivative of the logits by the weights, so that inner products are those at the weights.
 """
 
-import argparse
-import sys
 from collections import Counter
 from itertools import product
+from pathlib import Path
 
 import numpy as np
+import pandas
 import torch
+import typer
+from rich.progress import track
 
+from benchmarks.measure import record
 from kltest.auditing.named import controls_of, parts_of
 from kltest.auditing.passes import measure
 from kltest.auditing.units import narrowed
 from kltest.environments import Instance, ragged
 from kltest.estimators.spec import registry
-from kltest.files import as_csv
 from kltest.identify.instances import instances, network, seeds
-from kltest.loss.resolve import bind, resolve
+from kltest.loss.resolve import resolve
 from kltest.samples.blocks import HEAVY, Sample, angle, coefficient, cosine, norm
 from kltest.samples.fits import distance
 from kltest.samples.sketch import Sketch
-from kltest.sweeps.progress import Progress
 from tests.audited import every_pair, models, rollouts
 
 SEED = 0
@@ -54,11 +55,11 @@ class Population:
         self.signs = torch.zeros(self.sketch.size, dtype=torch.float64)
         for weight in self.sketch.weights:
             self.sketch.fold(weight, torch.ones_like(weight), self.signs)
-        self.vectors = self.of(resolve("k1-loss"), self.parts)
+        self.vectors = self._measured(resolve("k1-loss"), self.parts)
         self.own = np.eye(2 + len(self.parts))[1]
-        self.named = np.stack([self.vector(name) for name in self.names])
+        self.named = {name: self._vector(parts) for name, parts in self.names.items()}
 
-    def of(self, loss, parts=()):
+    def _measured(self, loss, parts=()):
         """(units, 2 + parts, D) what an audit measures in each unit."""
         found = []
         with self.sketch.listening():
@@ -67,46 +68,59 @@ class Population:
                 found.append(measure(loss, self.models, unit, list(parts), self.sketch).vectors * self.signs)
         return torch.stack(found).numpy() @ self.root
 
-    def vector(self, name):
+    def _vector(self, parts):
         """The combination of rows that is a named gradient."""
-        found = np.zeros(2 + len(self.parts))
-        for part in self.names[name]:
-            found[2 + self.parts.index(part)] += 1
-        return found
+        return sum(np.eye(2 + len(self.parts))[2 + self.parts.index(part)] for part in parts)
 
-    def samples(self, declared, units, repetitions, generator):
-        """Yield samples of so many units, as an audit keeps them, and the bounds on the distance from a gradient."""
+    def audit(self, loss, expect, units, repetitions, generator):
+        """Audit a loss many times on units drawn anew.
+
+        Returns:
+            Its exact distance from the declared gradient; the shares of audits with each verdict, and warned of few
+            blocks; and how often intervals at 95 %, one at a time, and bounds on the distance at 99 % hold the truth.
+        """
+        self.vectors[:, 0] = self._measured(resolve(loss))[:, 0]
+        own, declared = self.own, self.named[expect]
+        mean = np.tensordot(self.chances, self.vectors, 1)
+        mean[1] = mean[0]
+        exact = mean @ mean.T
+        named = {"coefficient": declared, "coefficient_forward": self.named["local_forward_kl"]}
+        with np.errstate(all="ignore"):
+            truth = {name: float(coefficient(own, one)(exact)) for name, one in named.items()}
+            truth["cosine"] = float(cosine(own, declared)(exact))
+        truth["distance"] = float(np.sqrt(max(norm(own - declared)(exact) / norm(declared)(exact), 0.0)))
+        counts: Counter[str] = Counter()
         for _ in range(repetitions):
             rows = generator.choice(len(self.pairs), size=units, p=self.chances)
             blocks = self.vectors[rows].reshape(-1, max(1, units // BLOCKS), *self.vectors.shape[1:]).mean(1)
             sample = Sample(blocks).controlled(self.controls)
-            yield sample, distance(sample, self.own - declared, declared, self.named, self.controls, RATE)
+            columns = np.stack([*self.named.values()])
+            bound = distance(sample, own - declared, declared, columns, self.controls, RATE)
+            intervals = {name: sample.interval(coefficient(own, one), 0.05) for name, one in named.items()}
+            intervals |= {"cosine": angle(sample, own, declared, 0.05), "distance": bound}
+            for name, one in intervals.items():
+                counts[name] += bool(one.low - ROUNDING <= truth[name] <= one.high + ROUNDING)
+            counts["heavy"] += sample.effective(coefficient(own, declared)) < HEAVY * len(sample)
+            counts["confirmed"] += bound.high <= MARGIN
+            counts["refuted"] += bound.low > MARGIN
+        shares = {name: count / repetitions for name, count in counts.items()}
+        if norm(own)(exact) < 1e-20 * norm(declared)(exact):
+            shares["cosine"] = np.nan
+        return truth["distance"], shares
 
-    def exact(self, declared):
-        """(Q, Q) inner products of expectations, and the distance of the loss's gradient from the declared one."""
-        mean = np.tensordot(self.chances, self.vectors, 1)
-        mean[1] = mean[0]
-        pairs = mean @ mean.T
-        return pairs, float(np.sqrt(max(norm(self.own - declared)(pairs) / norm(declared)(pairs), 0.0)))
 
-
-def verdict(bound):
-    return "confirmed" if bound.high <= MARGIN else "refuted" if bound.low > MARGIN else "inconclusive"
-
-
-def population(sampler):
+def transformer(sampler="current"):
+    """Rollouts of the transformer in which `kltest grade` names gradients."""
     instance = instances("transformer", SEED, GROUP)[0]
     (_, seed), *_ = seeds("transformer", SEED)
     made = network(instance.environment.vocabulary)
     weights = {name: one.requires_grad_() for name, one in made.drawn((seed,)).items()}
-    table = made.table(weights, instance.environment)
     rows = [
         torch.autograd.grad(one, list(weights.values()), retain_graph=True, materialize_grads=True)
-        for one in table.flatten()
+        for one in made.table(weights, instance.environment).flatten()
     ]
     jacobian = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows]).numpy()
-    values, basis = np.linalg.eigh(jacobian @ jacobian.T)
-    return Population(instance, basis * np.sqrt(np.maximum(values, 0.0)), sampler)
+    return Population(instance, np.linalg.qr(jacobian.T, mode="r").T, sampler)
 
 
 def padded():
@@ -115,27 +129,13 @@ def padded():
     return Population(instance, np.eye(instance.policy.size), "current")
 
 
-def coverage(found, repetitions, units, generator):
-    """How often intervals at 95 %, one at a time, and bounds on the distance at 99 % miss the truth."""
-    own, truth, near = found.own, found.vector("reverse_kl"), found.vector("local_forward_kl")
-    exact, away = found.exact(truth)
-    with np.errstate(all="ignore"):
-        right = [float(one(exact)) for one in (coefficient(own, truth), coefficient(own, near), cosine(own, truth))]
-    counts: Counter[str] = Counter()
-    for sample, bound in found.samples(truth, units, repetitions, generator):
-        intervals = [sample.interval(coefficient(own, one), 0.05) for one in (truth, near)]
-        cells = zip(("coefficient", "coefficient_forward", "cosine"), right, strict=True)
-        counts[verdict(bound)] += 1
-        counts["heavy"] += sample.effective(coefficient(own, truth)) < HEAVY * len(sample)
-        intervals += [angle(sample, own, truth, 0.05), bound]
-        for (name, number), one in zip([*cells, ("distance", away)], intervals, strict=True):
-            # Exact ones have an interval as wide as rounding.
-            counts[name] += bool(one.low - ROUNDING <= number <= one.high + ROUNDING)
-    names = ("coefficient", "coefficient_forward", "cosine", "distance", "heavy", "confirmed", "refuted")
-    shares = {name: counts[name] / repetitions for name in names}
-    if norm(own)(exact) < 1e-20 * norm(truth)(exact):
-        shares["cosine"] = ""
-    return {"exact_distance": round(away, 4), **shares}
+def coverage(repetitions, units):
+    """Yield what audits at the gradient of KL(π‖ref) say of every registered estimator."""
+    populations = {sampler: transformer(sampler) for sampler in ("current", "stale")}
+    for number, (sampler, name) in enumerate(track(list(product(populations, registry())), "audits")):
+        generator = np.random.default_rng([SEED, number])
+        away, shares = populations[sampler].audit(name, "reverse_kl", units, repetitions, generator)
+        yield {"estimator": name, "sampler": sampler, "units": units, "exact_distance": round(away, 4), **shares}
 
 
 PLANTED = {
@@ -155,40 +155,22 @@ PADDED = {
 }
 
 
-def power(found, planted, repetitions):
-    """How often each loss is confirmed and refuted, by the number of prompts of two rollouts."""
-    for what, (loss, expect) in planted.items():
-        declared = found.vector(expect)
-        found.vectors[:, 0] = found.of(resolve(loss) if isinstance(loss, str) else bind(loss))[:, 0]
-        row = {"planted": what, "declared": expect, "distance": round(found.exact(declared)[1], 3)}
-        for units in (64, 256, 1024):
-            drawn = found.samples(declared, units, repetitions, np.random.default_rng([SEED, units]))
-            counts = Counter(verdict(bound) for _, bound in drawn)
-            row |= {f"{word}_{units}": counts[word] / repetitions for word in ("confirmed", "refuted")}
-        yield row
+def detection(repetitions):
+    """Yield how often each planted loss is confirmed and refuted, by the number of prompts of two rollouts."""
+    for found, planted in ((transformer(), PLANTED), (padded(), PADDED)):
+        for what, (loss, expect) in track(planted.items(), "power"):
+            row = {"planted": what, "declared": expect}
+            for units in (64, 256, 1024):
+                away, shares = found.audit(loss, expect, units, repetitions, np.random.default_rng([SEED, units]))
+                row["distance"] = round(away, 3)
+                row |= {f"{word}_{units}": shares[word] for word in ("confirmed", "refuted")}
+            yield row
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repetitions", type=int, default=200)
-    parser.add_argument("--units", type=int, default=128)
-    parser.add_argument("--power", action="store_true")
-    given = parser.parse_args()
-    rows: list[dict[str, object]] = []
-    if given.power:
-        for found, planted in ((population("current"), PLANTED), (padded(), PADDED)):
-            rows += power(found, planted, given.repetitions)
-    else:
-        populations = {sampler: population(sampler) for sampler in ("current", "stale")}
-        with Progress("audits", 2 * len(registry()), stream=sys.stderr) as progress:
-            for number, (sampler, name) in enumerate(product(populations, registry())):
-                found, generator = populations[sampler], np.random.default_rng([SEED, number])
-                found.vectors[:, 0] = found.of(resolve(name))[:, 0]
-                row = {"estimator": name, "sampler": sampler, "units": given.units}
-                rows.append(row | coverage(found, given.repetitions, given.units, generator))
-                progress.advance(name)
-    print(as_csv(rows), end="")
+def main(repetitions: int = 200, units: int = 128, *, power: bool = False) -> None:
+    rows = pandas.DataFrame(detection(repetitions) if power else coverage(repetitions, units))
+    record(Path(__file__).with_name("audit_power.csv" if power else "audit.csv"), rows)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -1,6 +1,6 @@
 """Memory of an audit: counted from shapes alone, tensor by tensor, and measured where the model is small.
 
-    python -m benchmarks.audit_memory > benchmarks/audit_memory.csv
+    python -m benchmarks.audit_memory    # writes audit_memory.csv
 
 The count runs the audit's own code on tensors without data (torch's fake tensors), and adds up what is alive. The
 measurement runs it on the CPU and reads the records of torch's allocator. Both are of one unit, whose loss reads
@@ -16,17 +16,19 @@ import sys
 import tempfile
 import weakref
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
+import pandas
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from benchmarks.measure import record
 from kltest.auditing import passes
 from kltest.auditing.named import controls_of, parts_of
-from kltest.files import as_csv
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.models import needs_transformers, save, tiny_tokenizer
@@ -79,10 +81,8 @@ MEASURED = (
     Size(256, 4, 32_000, tokens=64, prompt=16, dtype="bfloat16"),
     Size(384, 5, 20_000, tokens=64, prompt=16, logits=2**24),
 )
-PARTS = [part for parts in parts_of(stale=False, full=False, rewarded=False).values() for part in parts]
-PARTS = [*dict.fromkeys(PARTS), *controls_of(stale=False, full=False)]
-
-
+NAMED = dict.fromkeys(chain.from_iterable(parts_of(stale=False, full=False, rewarded=False).values()))
+PARTS = [*NAMED, *controls_of(stale=False, full=False)]
 # One of each kind, for the count: a further one adds its sketch and what is collected for it, and no more.
 FEW = [next(part for part in PARTS if part.kind == kind) for kind in ("own", "later", "control")]
 
@@ -98,9 +98,8 @@ def one_unit(size, parts):
     return sketch
 
 
-ATEN = torch.ops.aten
 # What tensors without data say: no number is written, and the last layer is the last.
-ANSWERS = {ATEN._local_scalar_dense.default: 0, ATEN.allclose.default: True}
+ANSWERS = {torch.ops.aten._local_scalar_dense.default: 0, torch.ops.aten.allclose.default: True}
 
 
 class Alive(TorchDispatchMode):
@@ -147,11 +146,11 @@ def measured(size):
     return peak
 
 
-def row(size, peak=None):
+def row(size, peak=None, process=None):
     """Return a row of the table, in MB."""
     count, sketch = counted(size)
     blocks = 4 * MOST_BLOCKS * (2 + len(PARTS)) * sketch.size
-    numbers = {"counted": count, "measured": peak, "sketches": blocks}
+    numbers = {"counted": count, "measured": peak, "sketches": blocks, "process": process}
     shapes = {name: value for name, value in asdict(size).items() if name not in ("layers", "hidden")}
     return {"weights": sketch.parameters, **shapes, **{k: v and round(v / 1e6, 1) for k, v in numbers.items()}}
 
@@ -185,11 +184,10 @@ def audited(size, units, limit=4 * 2**30):
 
 def main():
     report, peak = audited(WHOLE, units=32)
-    print(report["follows"], f"{report['seconds']:.0f} s", file=sys.stderr)
+    print(report["follows"], f"{report['seconds']:.0f} s")
     rows = [row(size, measured(size)) for size in MEASURED]
-    rows += [row(size) for size in (WHOLE, *COUNTED)]
-    rows[len(MEASURED)]["process"] = round(peak / 1e6, 1)
-    print(as_csv(rows), end="")
+    rows += [row(WHOLE, process=peak), *map(row, COUNTED)]
+    record(Path(__file__).with_suffix(".csv"), pandas.DataFrame(rows))
 
 
 if __name__ == "__main__":

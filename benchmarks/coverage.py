@@ -1,6 +1,6 @@
 """How often bounds on a distance miss it, by simulation, down to error rates of 1e-4.
 
-    python -m benchmarks.coverage [--tries 10000] > benchmarks/coverage.csv
+    python -m benchmarks.coverage [--tries 10000]    # writes coverage.csv
 
 A grading at 1e-6 uses the same bounds further out. That they hold there is an extrapolation: their tails are those of
 normal blocks, and what is measured is that misses stay below the stated rate at each of the rates, for noise of which
@@ -8,17 +8,18 @@ normal blocks, and what is measured is that misses stay below the stated rate at
 is moved by what was not seen, as `kltest grade` does it.
 """
 
-import argparse
 import math
-import sys
 from itertools import product
+from pathlib import Path
 
 import numpy as np
+import pandas
+import typer
+from rich.progress import track
 
-from kltest.files import as_csv
+from benchmarks.measure import record
 from kltest.samples.blocks import MOST_BLOCKS, Sample
 from kltest.samples.fits import distance
-from kltest.sweeps.progress import Progress
 
 RATES = (1e-2, 1e-3, 1e-4)
 # None, about the noise of the mean, and far beyond it.
@@ -50,18 +51,13 @@ def missed(noise: str, samples: int, bias: float, tries: int, generator: np.rand
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tries", type=int, default=10_000)
-    tries = parser.parse_args().tries
-    cells, rows = list(product(NOISES, SAMPLES, BIASES)), []
-    with Progress("coverage", len(cells), stream=sys.stderr) as progress:
-        for number, (noise, samples, bias) in enumerate(cells):
-            row = {"noise": noise, "samples": samples, "bias": bias, "tries": tries}
-            rows.append(row | missed(noise, samples, bias, tries, np.random.default_rng(number)))
-            progress.advance(noise)
-    print(as_csv(rows), end="")
+def main(tries: int = 10_000) -> None:
+    rows = []
+    for number, (noise, samples, bias) in enumerate(track(list(product(NOISES, SAMPLES, BIASES)), "coverage")):
+        row = {"noise": noise, "samples": samples, "bias": bias, "tries": tries}
+        rows.append(row | missed(noise, samples, bias, tries, np.random.default_rng(number)))
+    record(Path(__file__).with_suffix(".csv"), pandas.DataFrame(rows))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

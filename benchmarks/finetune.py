@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
 
-from benchmarks.measure import Row, from_pairs, measured
+from benchmarks.measure import Row, from_pairs, measured, seconds
 from kltest.finetune.models import Models
 from kltest.finetune.objective import Objective
 from kltest.finetune.run import Training
@@ -38,7 +39,31 @@ DEVICE = os.environ.get("KLTEST_DEVICE", "cpu")
 THREADS = os.environ.get("OMP_NUM_THREADS", "1")
 # The steps that are timed, fewer of a large model, after two that are not.
 STEPS, FEWER, WARM = 12, 3, 2
-PROMPTS, GROUP, TOKENS, BETA, RATE = 16, 4, 32, 0.05, 1e-7
+# A model of more parameters has no aim.
+LARGE = 20e6
+SHARED = {"beta": 0.05, "learning_rate": 1e-7}
+RUN = {
+    **SHARED,
+    "prompts": 16,
+    "group_size": 4,
+    "max_tokens": 32,
+    "algorithm": "grpo",
+    "eval_every": 0,
+    "gradient_every": 0,
+}
+TRL = {
+    **SHARED,
+    "per_device_train_batch_size": 64,
+    "num_generations": 4,
+    "max_completion_length": 32,
+    "loss_type": "grpo",
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "disable_tqdm": True,
+}
 
 
 def main() -> list[Row]:
@@ -55,52 +80,32 @@ def main() -> list[Row]:
 
 
 def _row(model: str) -> Row:
-    from transformers import TrainerCallback
-
-    ours, size = _Ours(model), parameters_asked(model)
-    steps = STEPS if size < 20e6 else FEWER
-    # Of each step: seconds of theirs, of ours and of the floor, tokens of theirs and of ours.
-    timed: list[tuple[float, float, float, int, int]] = []
-    tokens = [0]
-
-    class Clock(TrainerCallback):
-        """After each of TRL's steps, one of ours and the floor."""
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            self.started = time.perf_counter()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-            theirs = time.perf_counter() - self.started
-            timed.append((theirs, ours.step(), ours.floor(), tokens[-1], int(ours.batch.mask.sum())))
-
-    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        tokens.append(sum(map(len, completion_ids)))
-        pairs = zip(prompts, completions, strict=True)
-        return [ours.task.reward(ours.problems[prompt], completion) for prompt, completion in pairs]
-
+    turns = Turns(model)
+    parameters = sum(one.numel() for one in turns.fresh.parameters())
     with tempfile.TemporaryDirectory() as folder:
-        trainer = _trainer(ours, reward, steps + WARM, folder)
-        trainer.add_callback(Clock())
-        trainer.train()
+        _trainer(turns, WARM + (STEPS if parameters < LARGE else FEWER), folder).train()
     machine = f"CPU, {torch.get_num_threads()} thread(s)" if DEVICE == "cpu" else torch.cuda.get_device_name()
-    size = sum(one.numel() for one in ours.fresh.parameters())
-    case = f"{float(f'{size / 1e6:.2g}'):g}M parameters, 64 completions of up to 32 tokens, {machine}"
-    per_token = [(mine / own, theirs / other) for theirs, mine, _, other, own in timed[WARM:]]
     # Tokens of a step differ from step to step, so that medians count and not the fastest.
-    least = statistics.median(floor / own for _, _, floor, _, own in timed[WARM:])
+    _, theirs, least = map(statistics.median, zip(*turns.costs[WARM:], strict=True))
     return from_pairs(
         "generation and update / TRL's GRPOTrainer",
-        case,
-        per_token,
-        bound=2.0 if size < 20e6 else None,
+        f"{float(f'{parameters / 1e6:.2g}'):g}M parameters, 64 completions of up to 32 tokens, {machine}",
+        [cost[:2] for cost in turns.costs[WARM:]],
+        bound=2.0 if parameters < LARGE else None,
         at_most=False,
-        floor=statistics.median(other for _, other in per_token) / least,
+        floor=theirs / least,
         of=statistics.median,
     )
 
 
-class _Ours:
-    """A run of the runner, step by step; `problems` by prompt are those that TRL is given as well."""
+class Turns(TrainerCallback):
+    """After each of TRL's steps, one of the runner and the floor.
+
+    Attributes:
+        problems: By prompt; those that TRL is given as well.
+        fresh: The model from which both begin.
+        costs: Of each step, seconds a token that counts: ours, theirs, and the floor's.
+    """
 
     def __init__(self, model: str) -> None:
         self.task = task_named("addition")
@@ -109,73 +114,49 @@ class _Ours:
         ends = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         self.fresh = tiny_model(parameters_asked(model), len(self.tokenizer), *ends)
         policy = LanguageModel.of(copy.deepcopy(self.fresh).eval().to(DEVICE), self.tokenizer)
-        settings = Settings(
-            model=model,
-            steps=10**6,
-            prompts=PROMPTS,
-            group_size=GROUP,
-            max_tokens=TOKENS,
-            algorithm="grpo",
-            beta=BETA,
-            learning_rate=RATE,
-            eval_every=0,
-            gradient_every=0,
-            device=DEVICE,
-        )
+        settings = Settings(model=model, steps=10**6, device=DEVICE, **RUN)
         self.training = Training(settings, self.task, Models(policy, policy.frozen()), Objective(settings))
         # At the very first step a run is measured.
         self.training.step = 1
         self.problems = {one.prompt: one for one in self.task.draw("train", 512, np.random.default_rng(0))}
+        self.costs: list[tuple[float, float, float]] = []
 
-    def step(self) -> float:
-        """Seconds of a step, whose rollouts are the `batch`."""
-        started = time.perf_counter()
-        self.training.next()
-        self.batch: Any = self.training.batch
-        return time.perf_counter() - started
+    def reward(self, prompts: list[str], completions: list[str], completion_ids: list[Any], **_: Any) -> list[float]:
+        """The verifier that TRL calls, and a count of its tokens."""
+        self.tokens = sum(map(len, completion_ids))
+        pairs = zip(prompts, completions, strict=True)
+        return [self.task.reward(self.problems[prompt], completion) for prompt, completion in pairs]
 
-    def floor(self) -> float:
-        """Seconds of the policy's forward and backward pass over the last step's tokens, with nothing else."""
-        ids, model = torch.cat([self.batch.prompts, self.batch.tokens], dim=1), self.training.models.policy.model
-        started = time.perf_counter()
-        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        theirs = time.perf_counter() - self.started
+        ours = seconds(self.training.next, time.perf_counter)
+        count = int(self.training.batch.mask.sum())
+        self.costs.append((ours / count, theirs / self.tokens, seconds(self.least, time.perf_counter) / count))
+        self.training.models.policy.model.zero_grad(set_to_none=True)
+
+    def least(self) -> None:
+        """The policy's forward and backward pass over the last step's tokens, with nothing else."""
+        ids = torch.cat([self.training.batch.prompts, self.training.batch.tokens], dim=1)
+        self.training.models.policy.model(input_ids=ids, use_cache=False).logits.sum().backward()
         if DEVICE != "cpu":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-        model.zero_grad(set_to_none=True)
-        return seconds
 
 
-def _trainer(ours: _Ours, reward: Any, steps: int, folder: str) -> Any:
+def _trainer(turns: Turns, steps: int, folder: str) -> Any:
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    arguments = GRPOConfig(
-        output_dir=folder,
-        per_device_train_batch_size=PROMPTS * GROUP,
-        num_generations=GROUP,
-        max_completion_length=TOKENS,
-        max_steps=steps,
-        beta=BETA,
-        learning_rate=RATE,
-        temperature=1.0,
-        loss_type="grpo",
-        use_cpu=DEVICE == "cpu",
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        seed=0,
-    )
+    arguments = GRPOConfig(output_dir=folder, max_steps=steps, use_cpu=DEVICE == "cpu", **TRL)
     # A reference is made from the folder that the policy came from.
-    ours.fresh.save_pretrained(f"{folder}/model")
+    turns.fresh.save_pretrained(f"{folder}/model")
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32),
-        reward_funcs=reward,
+        reward_funcs=turns.reward,
         args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in ours.problems]),
-        processing_class=ours.tokenizer,
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in turns.problems]),
+        processing_class=turns.tokenizer,
+        callbacks=[turns],
     )

@@ -127,6 +127,15 @@ def measured(
         return pandas.read_csv(path).drop(columns="benchmark")
 
 
+def record(path: Path, rows: pandas.DataFrame, by: Sequence[str] = ()) -> None:
+    """Write a table in place of what a file holds, or of those of its rows that have the same values of `by`."""
+    if by and path.exists():
+        old, places = pandas.read_csv(path), pandas.MultiIndex.from_frame
+        others = old[~places(old[[*by]]).isin(places(rows[[*by]]))]
+        rows = pandas.concat([others, rows]).sort_values([*by], kind="stable")
+    rows.to_csv(path, index=False, float_format="%.5g")
+
+
 def _answer(measured: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
     yield measured(*arguments)
 

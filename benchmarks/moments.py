@@ -65,31 +65,29 @@ def _rollouts(instance: Instance) -> tuple[torch.Tensor, ...]:
     return tuple(map(torch.from_numpy, (instance.policy, instance.reference, paths.contexts, paths.tokens)))
 
 
-def one_at_a_time(instance: Instance) -> torch.Tensor:
-    """Table, log-softmax, gather, loss, backward: SAMPLE rollouts of it."""
+def k3(logits: torch.Tensor, reference: torch.Tensor, context: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Table, log-softmax, gather, loss: of one rollout."""
+    u = logits.log_softmax(dim=1)[context, token] - reference[context, token]
+    return ((-u).exp() - 1 + u).sum()
+
+
+def one_at_a_time(instance: Instance) -> None:
+    """SAMPLE backward passes."""
     table, reference, contexts, tokens = _rollouts(instance)
     total, squares = torch.zeros_like(table), 0.0
     for context, token in zip(contexts, tokens, strict=True):
         logits = table.clone().requires_grad_()
-        u = logits.log_softmax(dim=1)[context, token] - reference[context, token]
-        ((-u).exp() - 1 + u).sum().backward()
+        k3(logits, reference, context, token).backward()
         total += logits.grad
         squares += float(logits.grad.square().sum())
-    return total
 
 
-def vectorised(instance: Instance, chunk: int = 50) -> torch.Tensor:
+def vectorised(instance: Instance, chunk: int = 50) -> None:
     """The same with vmap(grad), as many at a time as fit into memory."""
     table, reference, contexts, tokens = _rollouts(instance)
-
-    def single(logits: torch.Tensor, context: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        u = logits.log_softmax(dim=1)[context, token] - reference[context, token]
-        return ((-u).exp() - 1 + u).sum()
-
-    each = torch.func.vmap(torch.func.grad(single), in_dims=(None, 0, 0))
+    each = torch.func.vmap(torch.func.grad(k3), in_dims=(None, None, 0, 0))
     total, squares = torch.zeros_like(table), 0.0
-    for first in range(0, SAMPLE, chunk):
-        gradients = each(table, contexts[first : first + chunk], tokens[first : first + chunk])
+    for rows in zip(contexts.split(chunk), tokens.split(chunk), strict=True):
+        gradients = each(table, reference, *rows)
         total += gradients.sum(dim=0)
         squares += float(gradients.square().sum())
-    return total

@@ -10,7 +10,6 @@ counts of each repository to `scan.csv`, from which the documentation shows them
 as the scan of revision 320d790 saw them: the labels were made before that, and the scan was changed for them after it.
 """
 
-import argparse
 import csv
 import re
 import time
@@ -19,11 +18,13 @@ from collections.abc import Iterator, Sequence
 from datetime import date
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pandas
+import typer
 
 import kltest
+from benchmarks.measure import record
 
 LABELS = Path(__file__).parents[1] / "tests" / "scan"
 RECORD = Path(__file__).parent / "scan.csv"
@@ -114,29 +115,27 @@ def compare(rows: Sequence[dict[str, Any]], finds: Sequence[Find]) -> dict[str, 
     return {name: count[name] for name in COUNTS}
 
 
-def main() -> None:
+def main(
+    folder: Path,
+    half: Literal["used", "held", "later"] = "used",
+    *,
+    write: Annotated[bool, typer.Option("--record", help="Write the counts to scan.csv.")] = False,
+    only: Annotated[str, typer.Option(help="Repositories whose name contains this.")] = "",
+) -> None:
     """Compare each repository of a half with its labels, and print what was found and named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--half", choices=("used", "held", "later"), default="used")
-    parser.add_argument("--record", action="store_true", help="Write the counts to scan.csv.")
-    parser.add_argument("--only", default="", help="Repositories whose name contains this.")
-    given = parser.parse_args()
     counted = []
-    for repository, rows in labels(given.half).items():
-        if given.only in repository:
+    for repository, rows in labels(half).items():
+        if only in repository:
             began = time.monotonic()
-            count = compare(rows, list(scanned((given.folder / repository.replace("/", "+")).resolve())))
-            place = {"date": f"{date.today()}", "half": given.half, "repository": repository}
+            count = compare(rows, list(scanned((folder / repository.replace("/", "+")).resolve())))
+            place = {"date": f"{date.today()}", "half": half, "repository": repository}
             counted.append({**place, **count, "seconds": round(time.monotonic() - began)})
             print(", ".join(f"{name} {value}" for name, value in counted[-1].items()))
     frame = pandas.DataFrame(counted)
     print(frame[list(COUNTS)].sum().to_string())
-    if given.record:
-        kept = pandas.read_csv(RECORD) if RECORD.exists() else frame[:0]
-        again = (kept["half"] == given.half) & kept["repository"].isin(frame["repository"])
-        pandas.concat([kept[~again], frame]).to_csv(RECORD, index=False)
+    if write:
+        record(RECORD, frame, by=("half", "repository"))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -8,7 +8,6 @@ rollouts; the other columns are written here. Gradients are compared up to a pos
 alone, a setting what the loss divides it by as well.
 """
 
-import csv
 import json
 import re
 import subprocess
@@ -17,13 +16,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pandas
+import typer
+
+from benchmarks.measure import record
 from kltest.scanning.judge import MOVING, _followed
 from kltest.scoreboard import recorded
 
 TABLE = Path(__file__).with_suffix(".csv")
 REPOSITORIES = {
-    **{"trl": "huggingface+trl", "openrlhf": "OpenRLHF+OpenRLHF"},
-    **{"torchtune": "pytorch+torchtune", "slime": "THUDM+slime"},
+    "trl": "huggingface+trl",
+    "openrlhf": "OpenRLHF+OpenRLHF",
+    "torchtune": "pytorch+torchtune",
+    "slime": "THUDM+slime",
 }
 SAMPLERS = ("current", "stale")
 
@@ -74,17 +79,11 @@ def compared(row: dict[str, str], terms: list[dict[str, Any]], setting: dict[str
 
 def main(folder: Path) -> None:
     settings = {(each["library"], each["setting"]): each for each in reversed(recorded.read())}
-    terms = {library: listed(folder / repository) for library, repository in REPOSITORIES.items()}
-    with TABLE.open(newline="", encoding="utf-8") as file:
-        rows = [
-            compared(row, terms[row["library"]], settings[row["library"], row["setting"]])
-            for row in csv.DictReader(file)
-        ]
-    with TABLE.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    terms = {library: listed(folder.resolve() / repository) for library, repository in REPOSITORIES.items()}
+    rows = pandas.read_csv(TABLE, dtype=str, keep_default_na=False).to_dict("records")
+    rows = [compared(row, terms[row["library"]], settings[row["library"], row["setting"]]) for row in rows]
+    record(TABLE, pandas.DataFrame(rows))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve())
+    typer.run(main)

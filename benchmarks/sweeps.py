@@ -9,7 +9,7 @@ from benchmarks.environments import loss
 from benchmarks.measure import Row, compare
 from kltest.environments import Instance, sequence
 from kltest.moments import exact
-from kltest.sweeps.run import Batching, Configuration, run
+from kltest.sweeps.run import Batching, Compute, Configuration, run
 from kltest.sweeps.store import Store
 
 CONFIGURATIONS = [{"seed": seed} for seed in range(60)]
@@ -20,7 +20,7 @@ def main() -> list[Row]:
         compare(
             "a sweep with its store and progress / the work alone",
             f"60 exact moments of 6,561 rollouts, {size} to a batch",
-            partial(swept, size),
+            partial(swept, compute, CONFIGURATIONS, size),
             partial(compute, CONFIGURATIONS),
             bound=1.05,
             floor=1.0,
@@ -30,9 +30,13 @@ def main() -> list[Row]:
     ]
 
 
-def swept(size: int) -> None:
+def swept(compute: Compute, configurations: Sequence[Configuration], size: int, workers: int = 1) -> list[list[dict]]:
+    """Compute configurations as `kltest run` does, in batches of a size, and return the rows of each."""
     with tempfile.TemporaryDirectory() as folder, Store(Path(folder) / "runs.jsonl", "1") as store:
-        run(compute, CONFIGURATIONS, store, label="sweep", batching=Batching(("seed",), size), workers=1)
+        assert not run(
+            compute, configurations, store, label="sweep", batching=Batching(("seed",), size), workers=workers
+        )
+        return [store.result(one) for one in configurations]
 
 
 def compute(batch: Sequence[Configuration]) -> list[list[dict]]:
