@@ -1,5 +1,6 @@
 """Dynamic programming against the sparse products that it must do, its memory, and its growth with the horizon."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -65,11 +66,11 @@ def _against_products(states: int, horizon: int, *, few: bool = False) -> list[R
     ]
 
 
-def peak_memory(states: int, horizon: int) -> tuple[int, int]:
+def peak_memory(states: int, horizon: int) -> Iterator[tuple[int, int]]:
     """Bytes: at the peak, up to 256 MB of forward states among them; and of the non-zeros, number and column."""
     instance = _instance(states, horizon)
     taken, transition = loss("k1-reward-to-go"), instance.environment.transition
-    return peak(lambda: dynamic(taken, instance)), transition.data.nbytes + transition.indices.nbytes
+    yield peak(lambda: dynamic(taken, instance)), transition.data.nbytes + transition.indices.nbytes
 
 
 def _growth(name: str) -> Row:

@@ -96,11 +96,9 @@ def from_pairs(
     return Row(claim, case, ratio, min(ratios), max(ratios), bound, at_most, floor, ours, theirs)
 
 
-def memory(
-    claim: str, case: str, measured: Callable[..., tuple[int, int]], *arguments: Any, bound: float | None
-) -> Row:
-    """The row of what a function returns in a fresh process: bytes of ours and theirs."""
-    with Child(_answer, measured, arguments, fresh=True) as child:
+def memory(claim: str, case: str, measured: Callable[..., Iterator[Any]], *arguments: Any, bound: float | None) -> Row:
+    """The row of what a generator yields in a fresh process: bytes of ours and theirs."""
+    with Child(measured, *arguments, fresh=True) as child:
         step = child.step()
     if step.kind != "value":
         raise RuntimeError(f"{claim}: {step.message}")
@@ -134,10 +132,6 @@ def record(path: Path, rows: pandas.DataFrame, by: Sequence[str] = ()) -> None:
         others = old[~places(old[[*by]]).isin(places(rows[[*by]]))]
         rows = pandas.concat([others, rows]).sort_values([*by], kind="stable")
     rows.to_csv(path, index=False, float_format="%.5g")
-
-
-def _answer(measured: Callable[..., Any], arguments: tuple[Any, ...]) -> Iterator[Any]:
-    yield measured(*arguments)
 
 
 def peak(run: Callable[[], object]) -> int:

@@ -3,6 +3,7 @@
 That is the loss's own forward and backward; one backward pass per rollout, as one would write it; and vmap(grad).
 """
 
+from collections.abc import Iterator
 from functools import partial
 from itertools import product
 
@@ -53,11 +54,11 @@ def _against_single(case: str, ours: partial, instance: Instance) -> list[Row]:
     ]
 
 
-def peak_memory(case: str, declared: bool) -> tuple[int, int]:
+def peak_memory(case: str, declared: bool) -> Iterator[tuple[int, int]]:
     """Peak growth of the process, and bytes of logp, ref_logp and mask."""
     instance, taken = Instance.draw(FIXED[case], 0), loss("k3-loss", declared=declared)
     rows, steps = instance.paths.shape
-    return peak(lambda: exact(taken, instance)), 3 * 8 * rows * steps
+    yield peak(lambda: exact(taken, instance)), 3 * 8 * rows * steps
 
 
 def _rollouts(instance: Instance) -> tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import date
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,50 +28,37 @@ from benchmarks.measure import record
 
 LABELS = Path(__file__).parents[1] / "tests" / "scan"
 RECORD = Path(__file__).parent / "scan.csv"
+UNLABELLED = re.compile(r"(^|/)(tests?|docs?)/|(^|/)(test_|conftest)")
+Span = tuple[str, int, int]
 HONEST = frozenset({"not run", "unnamed", "failed", "inconclusive"})
 COUNTS = ("terms", "found", "finds", "finds right", "variants", "named right", "not run or unnamed", "named wrong")
 
 
 def labels(half: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the labelled rows of one half by repository."""
+    """Return the labelled rows of one half by repository, with the lines of the `term` and of its `uses`."""
     found: dict[str, list[dict[str, Any]]] = {}
     with (LABELS / f"terms_{half}.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             whole = re.search(r"place:(\d+)-(\d+)", row["note"])  # that of a helper, of which a row is one branch
             first, last = whole.groups() if whole else (row["first"], row["last"])
             uses = [spot.rsplit(":", 1) for spot in row["uses"].split(";") if re.search(r":\d+$", spot)]
-            lines = {"first": int(first), "last": int(last), "uses": [(where, int(line)) for where, line in uses]}
-            found.setdefault(row["repository"], []).append({**row, **lines})
+            spans = {"term": [(row["file"], int(first), int(last))], "uses": [(at, int(n), int(n)) for at, n in uses]}
+            found.setdefault(row["repository"], []).append({**row, **spans})
     return found
 
 
-class Find:
-    """What the scan lists at one place: a row a variant, and its lines in files of the repository."""
-
-    def __init__(self, rows: Sequence[Any], root: Path) -> None:
-        self.rows = rows
-        self.parts = [(str(Path(file).relative_to(root)), first, last) for file, first, last in rows[0].parts]
-        self.file, self.first, self.last = self.parts[0]
-
-    def meets(self, row: dict[str, Any]) -> bool:
-        """Return True if it stands where a labelled term does."""
-        return any(
-            file == row["file"] and first <= row["last"] and row["first"] <= last for file, first, last in self.parts
-        )
-
-    def uses(self, row: dict[str, Any]) -> bool:
-        """Return True if it is a use of a labelled term."""
-        return any(self.file == file and self.first <= line <= self.last for file, line in row["uses"])
-
-    def is_test(self) -> bool:
-        """Return True in files that no label speaks of: tests and documentation."""
-        return bool(re.search(r"(^|/)(tests?|docs?)/|(^|/)(test_|conftest)", self.file))
+def meet(spans: Sequence[Span], others: Sequence[Span]) -> bool:
+    """Return True if a line of a file is in both."""
+    return any(
+        file == other and first <= end and begin <= last
+        for (file, first, last), (other, begin, end) in product(spans, others)
+    )
 
 
-def scanned(root: Path) -> Iterator[Find]:
-    """Yield what the scan finds in a repository."""
-    for _, group in groupby(kltest.scan(root, jobs=2).rows, key=lambda row: (row.parts, row.function)):
-        yield Find(list(group), root)
+def scanned(root: Path) -> Iterator[tuple[list[Span], list[Any]]]:
+    """Yield what the scan finds in a repository: its lines in one or more files, and a row a variant."""
+    for (parts, _), rows in groupby(kltest.scan(root, jobs=2).rows, key=lambda row: (row.parts, row.function)):
+        yield [(str(Path(file).relative_to(root)), first, last) for file, first, last in parts], list(rows)
 
 
 def normal(name: str) -> str:
@@ -85,33 +72,36 @@ def normal(name: str) -> str:
     return " ".join(f"{sign or '+'}{float(number or 1) / first:.3g}*{which}" for sign, number, which in parts)
 
 
-def compare(rows: Sequence[dict[str, Any]], finds: Sequence[Find]) -> dict[str, int]:
+def compare(rows: Sequence[dict[str, Any]], finds: Sequence[tuple[list[Span], list[Any]]]) -> dict[str, int]:
     """Return what is recorded of a repository, and shown; print what is wrong."""
     count: Counter[str] = Counter()
-    for find in (one for one in finds if not one.is_test()):
-        right = [row for row in rows if find.meets(row)]
-        kind = "right" if right or any(find.uses(row) for row in rows) else "wrong"
+    for spans, results in finds:
+        (file, first, last), *_ = spans
+        if UNLABELLED.search(file):
+            continue
+        right = [row for row in rows if meet(spans, row["term"])]
         count["finds"] += 1
-        count[f"finds {kind}"] += 1
-        if kind == "wrong":
-            print(f"  no term: {find.file}:{find.first}-{find.last} {find.rows[0].function} {find.rows[0].place}")
+        if right or any(meet(spans[:1], row["uses"]) for row in rows):
+            count["finds right"] += 1
+        else:
+            print(f"  no term: {file}:{first}-{last} {results[0].function} {results[0].place}")
         known = {normal(name) for row in right for name in row["current"].split(" or ")}
-        for result in find.rows if right else ():
+        for result in results if right else ():
             named = normal(result.gradients.get("current", result.status))
             honest = named in HONEST or result.status in HONEST
             kind = "named right" if named in known else "not run or unnamed" if honest else "named wrong"
             count["variants"] += 1
             count[kind] += 1
             if kind != "named right":
-                place = f"{find.file}:{find.first} {result.place} [{result.variant}]"
+                place = f"{file}:{first} {result.place} [{result.variant}]"
                 print(f"  {kind}: {place} {named} {result.why[:90]}; labelled {sorted(known)}")
-    places = {(row["file"], row["first"]): row for row in rows if row["certainty"] != "unsure"}
-    count["terms"] = len(places)
-    for (file, first), row in places.items():
-        met = any(find.meets(row) for find in finds)
-        count["found"] += met
-        if not met:
-            print(f"  missed: {file}:{first}-{row['last']} {row['variant']} {row['kind']} {row['place']}")
+    terms = {row["term"][0][:2]: row for row in rows if row["certainty"] != "unsure"}
+    count["terms"] = len(terms)
+    for (file, first), row in terms.items():
+        if any(meet(spans, row["term"]) for spans, _ in finds):
+            count["found"] += 1
+        else:
+            print(f"  missed: {file}:{first} {row['variant']} {row['kind']} {row['place']}")
     return {name: count[name] for name in COUNTS}
 
 

@@ -8,17 +8,14 @@ rollouts; the other columns are written here. Gradients are compared up to a pos
 alone, a setting what the loss divides it by as well.
 """
 
-import json
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pandas
 import typer
 
+import kltest
 from benchmarks.measure import record
 from kltest.scanning.judge import MOVING, _followed
 from kltest.scoreboard import recorded
@@ -46,15 +43,6 @@ def graded(row: dict[str, Any], sampler: str) -> str:
     return plain(_followed(rows, moving)) if rows else ""
 
 
-def listed(tree: Path) -> list[dict[str, Any]]:
-    """Return what the scan lists of a tree."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "scan.json")
-        subprocess.run([sys.executable, "-m", "kltest", "scan", str(tree), "--output", f"json:{report}"], check=False)
-        found: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["terms"]
-    return found
-
-
 def result(row: dict[str, str]) -> str:
     """Say whether a setting and its term follow the same."""
     same = [row[f"graded_{sampler}"] in (row[f"listed_{sampler}"], "") for sampler in SAMPLERS]
@@ -79,9 +67,9 @@ def compared(row: dict[str, str], terms: list[dict[str, Any]], setting: dict[str
 
 def main(folder: Path) -> None:
     settings = {(each["library"], each["setting"]): each for each in reversed(recorded.read())}
-    terms = {library: listed(folder.resolve() / repository) for library, repository in REPOSITORIES.items()}
+    scans = {library: kltest.scan(folder.resolve() / name).to_dict() for library, name in REPOSITORIES.items()}
     rows = pandas.read_csv(TABLE, dtype=str, keep_default_na=False).to_dict("records")
-    rows = [compared(row, terms[row["library"]], settings[row["library"], row["setting"]]) for row in rows]
+    rows = [compared(row, scans[row["library"]]["terms"], settings[row["library"], row["setting"]]) for row in rows]
     record(TABLE, pandas.DataFrame(rows))
 
 
