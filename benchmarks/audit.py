@@ -9,6 +9,7 @@ derivative of the logits by the weights, so that inner products are those at the
 """
 
 from collections import Counter
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -114,12 +115,8 @@ def transformer(sampler="current"):
     instance = instances("transformer", SEED, GROUP)[0]
     (_, seed), *_ = seeds("transformer", SEED)
     made = network(instance.environment.vocabulary)
-    weights = {name: one.requires_grad_() for name, one in made.drawn((seed,)).items()}
-    rows = [
-        torch.autograd.grad(one, list(weights.values()), retain_graph=True, materialize_grads=True)
-        for one in made.table(weights, instance.environment).flatten()
-    ]
-    jacobian = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows]).numpy()
+    rows = torch.func.jacrev(partial(made.table, environment=instance.environment))(made.drawn((seed,)))
+    jacobian = torch.cat([one.flatten(2).flatten(0, 1) for one in rows.values()], dim=1).numpy()
     return Population(instance, np.linalg.qr(jacobian.T, mode="r").T, sampler)
 
 

@@ -31,7 +31,7 @@ from kltest.auditing import passes
 from kltest.auditing.named import controls_of, parts_of
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
-from kltest.language_models.models import needs_transformers, save, tiny_tokenizer
+from kltest.language_models.models import save, tiny_tokenizer
 from kltest.samples.blocks import MOST_BLOCKS
 from kltest.samples.sketch import Sketch
 
@@ -58,7 +58,7 @@ class Size:
             intermediate_size=self.hidden * 38 // 7,
             num_hidden_layers=self.layers,
             num_attention_heads=heads,
-            num_key_value_heads=2 if heads % 2 == 0 else 1,
+            num_key_value_heads=min(2, heads),
             tie_word_embeddings=True,
             eos_token_id=1,
             pad_token_id=0,
@@ -157,7 +157,6 @@ def row(size, peak=None, process=None):
 
 def audited(size, units, limit=4 * 2**30):
     """Run `kltest audit k3-loss` on a transformer in a process with limited memory; return its report and its peak."""
-    needs_transformers()
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         torch.manual_seed(0)
         model = size.model().model

@@ -17,6 +17,7 @@ FEW, MANY = (100_000, 100), (1_000_000, 30)
 # What is compared, and whether its products go both ways; for many states the slowest alone.
 LOSSES = {"k3-loss": False, "k1-reward-to-go": True}
 TRUTHS = {"local_reverse_kl": False, "reverse_kl": True}
+SLOWEST = ("k1-reward-to-go, current", "truth reverse_kl")
 
 
 def main() -> list[Row]:
@@ -40,11 +41,8 @@ def _case(states: int, horizon: int) -> str:
 
 def _against_products(states: int, horizon: int, *, few: bool = False) -> list[Row]:
     instance, generator = _instance(states, horizon), np.random.default_rng(1)
-    onward, by_token, by_state = (
-        instance.environment.transition,
-        generator.random(states * ACTIONS),
-        generator.random(states),
-    )
+    onward = instance.environment.transition
+    by_token, by_state = generator.random(states * ACTIONS), generator.random(states)
 
     def products(both_ways: bool) -> None:
         for _ in range(horizon):
@@ -62,7 +60,7 @@ def _against_products(states: int, horizon: int, *, few: bool = False) -> list[R
     return [
         compare(claim, f"{_case(states, horizon)}: {what}", ours, partial(products, both_ways), **options)
         for what, (ours, both_ways) in timed.items()
-        if not few or what in ("k1-reward-to-go, current", "truth reverse_kl")
+        if not few or what in SLOWEST
     ]
 
 

@@ -2,21 +2,13 @@
 
 import torch
 
-from kltest.environments import Instance, ngram, ragged, sequence
+from kltest.environments import Instance
 from kltest.environments.paths import Paths
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments.enumeration import CHUNK
 from kltest.rollout import LEAVES, Rollout
-
-FIXED = {"V=8, T=6": sequence(8, 6), "V=2, T=16": sequence(2, 16)}
-OTHERS = {
-    "ragged, V=8, T≤6": ragged(8, 6),
-    "2-gram, V=8, T=6": ngram(8, 6, 2),
-    "3-gram, V=2, T=16": ngram(2, 16, 3),
-    "ragged 2-gram, V=8, T≤6": ngram(8, 6, 2, end_token=0),
-}
 
 
 def loss(name: str, *, declared: bool = True) -> Loss:

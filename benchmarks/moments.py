@@ -10,53 +10,50 @@ from itertools import product
 import numpy as np
 import torch
 
-from benchmarks.environments import FIXED, OTHERS, built, forward_backward, least, loss
+from benchmarks.environments import built, forward_backward, least, loss
 from benchmarks.measure import Row, compare, memory, peak
-from kltest.environments import Instance
+from kltest.environments import Instance, ngram, ragged, sequence
 from kltest.moments import exact
 
 CLAIM = "exact moments / the loss's own forward and backward"
-ENVIRONMENTS = (("fixed length", FIXED, 1.5), ("ragged or shared contexts", OTHERS, 3.0))
+BOUNDS = {"fixed length": 1.5, "ragged or shared contexts": 3.0}
+ENVIRONMENTS = {
+    "V=8, T=6": sequence(8, 6),
+    "V=2, T=16": sequence(2, 16),
+    "ragged, V=8, T≤6": ragged(8, 6),
+    "2-gram, V=8, T=6": ngram(8, 6, 2),
+    "3-gram, V=2, T=16": ngram(2, 16, 3),
+    "ragged 2-gram, V=8, T≤6": ngram(8, 6, 2, end_token=0),
+}
 # Rollouts that stand for all of them where each takes a pass of its own.
 SAMPLE = 200
 
 
 def main() -> list[Row]:
     rows = []
-    for kind, environments, bound in ENVIRONMENTS:
-        for (case, environment), name, declared in product(environments.items(), ("k3-loss", "k2-loss"), (True, False)):
-            instance, taken = Instance.draw(environment, 0), loss(name, declared=declared)
-            words, ours = f"{case}: {_named(name, declared)}", partial(exact, taken, instance)
-            rollout, weights = built(instance, taken), torch.from_numpy(instance.rollout_weights("current"))
-            # A registered estimator is called on contexts and tokens alone, and need not be called so often.
-            floor = None if declared else partial(least, taken, rollout, weights)
-            theirs = partial(forward_backward, taken, rollout)
-            rows.append(compare(f"{CLAIM}, {kind}", words, ours, theirs, bound=bound, floor=floor, rounds=7))
-            if kind == "fixed length" and name == "k3-loss":
-                rows += _against_single(words, ours, instance)
-                claim = "peak memory of exact moments / fields of the loss"
-                rows.append(memory(claim, words, peak_memory, case, declared, bound=6.0))
+    for (case, environment), name, declared in product(ENVIRONMENTS.items(), ("k3-loss", "k2-loss"), (True, False)):
+        kind = "fixed length" if case.startswith("V=") else "ragged or shared contexts"
+        instance, taken = Instance.draw(environment, 0), loss(name, declared=declared)
+        words = f"{case}: {name}" if declared else f"{case}: {name} as a stranger’s function"
+        ours, rollout = partial(exact, taken, instance), built(instance, taken)
+        # A registered estimator is called on contexts and tokens alone, and need not be called so often.
+        weights = torch.from_numpy(instance.rollout_weights("current"))
+        floor = None if declared else partial(least, taken, rollout, weights)
+        theirs = partial(forward_backward, taken, rollout)
+        rows.append(compare(f"{CLAIM}, {kind}", words, ours, theirs, bound=BOUNDS[kind], floor=floor, rounds=7))
+        if kind == "fixed length" and name == "k3-loss":
+            for claim, single, bound in SINGLE:
+                scale = len(instance.paths) / SAMPLE
+                options = {"bound": bound, "at_most": False, "rounds": 3, "scale": scale}
+                rows.append(compare(claim, words, ours, partial(single, instance), **options))
+            claim = "peak memory of exact moments / fields of the loss"
+            rows.append(memory(claim, words, peak_memory, case, declared, bound=6.0))
     return rows
-
-
-def _named(name: str, declared: bool) -> str:
-    return name if declared else f"{name} as a stranger’s function"
-
-
-def _against_single(case: str, ours: partial, instance: Instance) -> list[Row]:
-    claims = (
-        ("one backward pass per rollout / exact moments", one_at_a_time, 1000.0),
-        ("vmap(grad) / exact moments", vectorised, None),
-    )
-    options = {"at_most": False, "rounds": 3, "scale": len(instance.paths) / SAMPLE}
-    return [
-        compare(claim, case, ours, partial(theirs, instance), bound=bound, **options) for claim, theirs, bound in claims
-    ]
 
 
 def peak_memory(case: str, declared: bool) -> Iterator[tuple[int, int]]:
     """Peak growth of the process, and bytes of logp, ref_logp and mask."""
-    instance, taken = Instance.draw(FIXED[case], 0), loss("k3-loss", declared=declared)
+    instance, taken = Instance.draw(ENVIRONMENTS[case], 0), loss("k3-loss", declared=declared)
     rows, steps = instance.paths.shape
     yield peak(lambda: exact(taken, instance)), 3 * 8 * rows * steps
 
@@ -92,3 +89,9 @@ def vectorised(instance: Instance, chunk: int = 50) -> None:
         gradients = each(table, reference, *rows)
         total += gradients.sum(dim=0)
         squares += float(gradients.square().sum())
+
+
+SINGLE = (
+    ("one backward pass per rollout / exact moments", one_at_a_time, 1000.0),
+    ("vmap(grad) / exact moments", vectorised, None),
+)
