@@ -20,7 +20,7 @@ import typer
 from rich.progress import track
 
 from benchmarks.measure import record
-from kltest.auditing.named import controls_of, parts_of
+from kltest.auditing.named import columns_of
 from kltest.auditing.passes import measure
 from kltest.auditing.units import narrowed
 from kltest.environments import Instance, ragged
@@ -30,7 +30,7 @@ from kltest.loss.resolve import resolve
 from kltest.samples.blocks import HEAVY, Sample, angle, coefficient, cosine, norm
 from kltest.samples.fits import distance
 from kltest.samples.sketch import Sketch
-from tests.audited import every_pair, models, rollouts
+from tests.audited import Signs, every_pair, models, rollouts
 
 SEED = 0
 GROUP = 2
@@ -47,18 +47,13 @@ class Population:
         self.instance, self.root, self.sampler = instance, root, sampler
         full = sampler == "stale"
         self.models = models(instance, full=full)
-        self.names = parts_of(stale=full, full=full, rewarded=True)
-        named = list(dict.fromkeys(part for parts in self.names.values() for part in parts))
-        self.parts = [*named, *controls_of(stale=full, full=full)]
-        self.controls = range(2 + len(named), 2 + len(self.parts))
+        names, self.parts, self.controls = columns_of(stale=full, full=full, rewarded=True)
         self.pairs, self.chances = zip(*every_pair(instance, sampler), strict=True)
         self.sketch = Sketch(self.models.policy.language.model)
-        self.signs = torch.zeros(self.sketch.size, dtype=torch.float64)
-        for weight in self.sketch.weights:
-            self.sketch.fold(weight, torch.ones_like(weight), self.signs)
+        self.signs = Signs(self.sketch).signs
         self.vectors = self._measured(resolve("k1-loss"), self.parts)
         self.own = np.eye(2 + len(self.parts))[1]
-        self.named = {name: self._vector(parts) for name, parts in self.names.items()}
+        self.named = {name: self._vector(parts) for name, parts in names.items()}
 
     def _measured(self, loss, parts=()):
         """(units, 2 + parts, D) what an audit measures in each unit."""

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import weakref
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -28,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from benchmarks.measure import record
 from kltest.auditing import passes
-from kltest.auditing.named import controls_of, parts_of
+from kltest.auditing.named import columns_of
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.models import save, tiny_tokenizer
@@ -81,8 +80,7 @@ MEASURED = (
     Size(256, 4, 32_000, tokens=64, prompt=16, dtype="bfloat16"),
     Size(384, 5, 20_000, tokens=64, prompt=16, logits=2**24),
 )
-NAMED = dict.fromkeys(chain.from_iterable(parts_of(stale=False, full=False, rewarded=False).values()))
-PARTS = [*NAMED, *controls_of(stale=False, full=False)]
+_, PARTS, _ = columns_of(stale=False, full=False, rewarded=False)
 # One of each kind, for the count: a further one adds its sketch and what is collected for it, and no more.
 FEW = [next(part for part in PARTS if part.kind == kind) for kind in ("own", "later", "control")]
 

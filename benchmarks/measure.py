@@ -109,17 +109,11 @@ def measured(
     name: str, tree: Path, python: str = sys.executable, environment: Mapping[str, str] = os.environ
 ) -> pandas.DataFrame:
     """The rows that a script measures in a checkout, in a process of its own."""
+    environment = {**environment, "PYTHONPATH": str(tree)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.csv")
         command = [python, "-m", "benchmarks", name, "--output", str(path)]
-        done = subprocess.run(
-            command,
-            cwd=tree,
-            env={**environment, "PYTHONPATH": str(tree)},
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        done = subprocess.run(command, cwd=tree, env=environment, stderr=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             sys.exit(f"{name} was not measured in {tree}:\n{done.stderr[-2000:]}")
         return pandas.read_csv(path).drop(columns="benchmark")

@@ -60,3 +60,15 @@ def every_pair(instance, sampler):
     chances = instance.rollout_weights(sampler)
     for pair in product(range(len(chances)), repeat=2):
         yield list(pair), float(chances[pair[0]] * chances[pair[1]])
+
+
+class Signs:
+    """Takes the signs off a sketch that compresses nothing."""
+
+    def __init__(self, sketch):
+        self.signs = torch.zeros(sketch.size, dtype=torch.float64)
+        for weight in sketch.weights:
+            sketch.fold(weight, torch.ones_like(weight), self.signs)
+
+    def off(self, vector):
+        return (vector * self.signs).numpy()

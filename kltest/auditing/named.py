@@ -8,6 +8,7 @@ sampler μ are weighted by prefix ratios π/μ, or as the `…@sampler` and `…
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -132,6 +133,17 @@ def controls_of(*, stale: bool, full: bool) -> list[Part]:
     if stale and full:
         found += [Part("control", weight, AT_ROLLOUTS) for weight in ("one", "u", "forward", "square")]
     return found
+
+
+def columns_of(*, stale: bool, full: bool, rewarded: bool) -> tuple[dict[str, tuple[Part, ...]], list[Part], range]:
+    """Return the named gradients with their parts, all parts that are measured, and the vectors that are controls.
+
+    Of the vectors of a unit the first two are the loss's own; one for each part follows, controls last.
+    """
+    names = parts_of(stale=stale, full=full, rewarded=rewarded)
+    named = dict.fromkeys(chain.from_iterable(names.values()))
+    parts = [*named, *controls_of(stale=stale, full=full)]
+    return names, parts, range(2 + len(named), 2 + len(parts))
 
 
 def _without_sampler(part: Part) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kltest.auditing.named import Part, controls_of, parts_of
+from kltest.auditing.named import Part, columns_of
 from kltest.auditing.passes import Models, measure
 from kltest.auditing.report import Audit, NamedRow
 from kltest.errors import KltestError, UsageError
@@ -100,11 +100,8 @@ class Auditing:
         """Learn from the first unit which named gradients there are, and if the loss sums over rollouts."""
         stale = self.models.sampler is not None or rollouts.old_logp is not None
         full = self.models.sampler is not None
-        self.names = parts_of(stale=stale, full=full, rewarded=rollouts.reward is not None)
-        named = dict.fromkeys(part for parts in self.names.values() for part in parts)
-        controls = controls_of(stale=stale, full=full)
-        self.parts = [*named, *controls]
-        self.controls = range(2 + len(named), 2 + len(self.parts))
+        rewarded = rollouts.reward is not None
+        self.names, self.parts, self.controls = columns_of(stale=stale, full=full, rewarded=rewarded)
         if self._sums():
             self.divisor = float(len(rollouts))
             self.loss = self.loss.changed("It sums over rollouts: its gradient was divided by their number")

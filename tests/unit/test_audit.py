@@ -8,7 +8,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from audited import every_pair, language, models, rollouts
+from audited import Signs, every_pair, language, models, rollouts
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -16,7 +16,7 @@ import kltest
 from benchmarks.audit_memory import COUNTED, WHOLE, Alive, Size, audited, counted, measured
 from kltest.auditing import passes
 from kltest.auditing.models import load
-from kltest.auditing.named import Part, controls_of, parts_of
+from kltest.auditing.named import Part, columns_of
 from kltest.auditing.passes import CutModel, measure
 from kltest.auditing.units import drawn, of_batch, read_rollouts
 from kltest.cli import app
@@ -43,10 +43,7 @@ def test_named_gradients_and_the_losses_are_unbiased(environment, sampler):
     """The mean over every pair of rollouts is the exact gradient, of each name and of the loss."""
     instance, full = Instance.draw(ENVIRONMENTS[environment](), 0), sampler == "stale"
     sampler = sampler.split(",")[0]
-    names = parts_of(stale=sampler == "stale", full=full, rewarded=True)
-    parts = list(dict.fromkeys(part for each in names.values() for part in each))
-    controls = controls_of(stale=sampler == "stale", full=full)
-    parts += controls
+    names, parts, controls = columns_of(stale=sampler == "stale", full=full, rewarded=True)
     given, loss = models(instance, full=full), resolve("k3-loss")
     sketch = Sketch(given.policy.language.model)
     total = torch.zeros(2 + len(parts), instance.policy.size, dtype=torch.float64)
@@ -63,18 +60,6 @@ def test_named_gradients_and_the_losses_are_unbiased(environment, sampler):
     # What is taken away as noise has no expectation.
     assert float(total[-len(controls) :].abs().max()) < 1e-12
     np.testing.assert_allclose(signs.off(total[0]), exact(loss, instance, sampler).gradient.ravel(), atol=1e-11)
-
-
-class Signs:
-    """Takes the signs off a sketch that compresses nothing."""
-
-    def __init__(self, sketch):
-        self.signs = torch.zeros(sketch.size, dtype=torch.float64)
-        for weight in sketch.weights:
-            sketch.fold(weight, torch.ones_like(weight), self.signs)
-
-    def off(self, vector):
-        return (vector * self.signs).numpy()
 
 
 @pytest.fixture(scope="module")
