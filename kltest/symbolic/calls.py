@@ -1,0 +1,359 @@
+"""Calls, attributes and entries: of functions and objects of the source, of containers, and of what is outside."""
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from kltest.symbolic.operations import NAMED, canonical, operation_of
+from kltest.symbolic.values import (
+    CHOICE,
+    INPUT,
+    Builtin,
+    External,
+    Frame,
+    Function,
+    Graph,
+    Kind,
+    Node,
+    Partial,
+    Scope,
+    Thing,
+    is_constant,
+)
+
+# Calls inside of calls that are followed.
+DEPTH = 24
+# Built-in functions of Python on values of which some are nodes.
+ON_NODES = {"sum": "added up", "len": "len", "range": "range", "zip": "zip", "enumerate": "enumerate"} | {
+    **{"reversed": "reversed", "list": "list", "tuple": "tuple", "max": "largest", "min": "smallest"},
+    **{"abs": "abs", "int": "int", "float": "same", "bool": "bool", "pow": "**", "round": "round", "sorted": "sorted"},
+}
+ON_CONSTANTS: Mapping[str, Callable[..., Any]] = {
+    **{"len": len, "range": range, "list": list, "tuple": tuple, "max": max, "min": min, "abs": abs, "int": int},
+    **{"float": float, "bool": bool, "pow": pow, "round": round, "sorted": sorted, "str": str, "set": list},
+}
+# Methods of texts that compute.
+TEXT = frozenset({"lower", "upper", "strip", "startswith", "endswith", "replace", "split", "partition", "removeprefix"})
+
+
+class Calls:
+    """What the evaluator makes of calls; `Evaluator` has the statements and expressions."""
+
+    graph: Graph
+    find: Callable[[str, str], Scope | None]
+    frames: list[Frame]
+
+    # Of evaluate.Evaluator
+    body: Callable[..., Any]
+    made: Callable[..., Any]
+    operator: Callable[..., Any]
+    truth: Callable[..., Any]
+    assign: Callable[..., None]
+
+    def call(self, callee: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Return what a call returns."""
+        match callee:
+            case Partial(function=inner, arguments=first, named=others):
+                return self.call(inner, [*first, *arguments], {**others, **named})
+            case Builtin():
+                return callee.function(*arguments, **named)
+            case Function():
+                return self._followed(callee, arguments, named)
+            case Kind():
+                return self._built(callee, arguments, named)
+            case Thing():
+                for name in ("__call__", "forward"):
+                    if (found := callee.kind.lookup(name)) is not None:
+                        return self.call(self._bound(found, callee), arguments, named)
+            case External(path=path):
+                return self._external(path, arguments, named)
+            case Node(operation=operation) if operation == CHOICE:
+                condition, then, otherwise = callee.arguments
+                return self.graph.choice(
+                    condition, self.call(then, arguments, named), self.call(otherwise, arguments, named)
+                )
+        return self.opaque("call", callee, *arguments, **named)
+
+    def opaque(self, what: str, *arguments: Any, **named: Any) -> Any:
+        """Return the node of something that is not followed."""
+        return self.made(what, *map(self._described, arguments), **{k: self._described(v) for k, v in named.items()})
+
+    def _described(self, value: Any) -> Any:
+        if isinstance(value, Thing):
+            return value.symbol or self.graph.node("object", value.kind.definition.name)
+        if isinstance(value, Function | Kind | Partial | Builtin | External):
+            return repr(value) if isinstance(value, External) else getattr(value, "name", type(value).__name__)
+        return value
+
+    def _followed(self, function: Function, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Return what a function of the source returns; an opaque node beyond the depth, or in a recursion."""
+        recursive = any(one.function and one.function.definition is function.definition for one in self.frames)
+        if len(self.frames) >= DEPTH or recursive:
+            return self.opaque("call", function, *arguments, **named)
+        if function.receiver is not None:
+            arguments = [function.receiver, *arguments]
+        variables = self._filled(function, arguments, named)
+        return self.body(function, variables)
+
+    def _filled(self, function: Function, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parameters of a call by name; one that is not given and has no default is an input."""
+        spec = function.definition.args
+        names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
+        found = dict(zip(names, arguments, strict=False))
+        if spec.vararg:
+            found[spec.vararg.arg] = tuple(arguments[len(names) :])
+        keyword_only = [one.arg for one in spec.kwonlyargs]
+        known = {name: value for name, value in named.items() if name in (*names, *keyword_only)}
+        if spec.kwarg:
+            found[spec.kwarg.arg] = {name: value for name, value in named.items() if name not in known}
+        found |= known
+        defaults = dict(zip(reversed(names), reversed(spec.defaults), strict=False))
+        defaults |= {name: one for name, one in zip(keyword_only, spec.kw_defaults, strict=True) if one is not None}
+        for name in (*names, *keyword_only):
+            if name not in found:
+                default = defaults.get(name)
+                found[name] = self.graph.node(INPUT, name) if default is None else self._default(function, default)
+        return found
+
+    def _default(self, function: Function, default: ast.expr) -> Any:
+        with self._inside(Frame(function.scope)):  # type: ignore[attr-defined]
+            return self.value(default)  # type: ignore[attr-defined]
+
+    # Objects
+
+    def _built(self, kind: Kind, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        thing = Thing(kind)
+        constructor = kind.lookup("__init__")
+        if constructor is not None:
+            self.call(self._bound(constructor, thing), arguments, named)
+        else:
+            fields = [
+                one.target.id
+                for one in kind.definition.body
+                if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+            ]
+            thing.attributes |= {**dict(zip(fields, arguments, strict=False)), **named}
+        return thing
+
+    def _bound(self, member: Any, thing: Any) -> Any:
+        if isinstance(member, Function):
+            return Function(member.definition, member.scope, member.owner, thing)
+        if isinstance(member, Builtin) and member.name == "classmethod":
+            return self._bound(member.function(), getattr(thing, "kind", thing))
+        return member.function() if isinstance(member, Builtin) and member.name == "staticmethod" else member
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        """Return an attribute of a value."""
+        match owner:
+            case Thing():
+                if name in owner.attributes:
+                    return owner.attributes[name]
+                member = owner.kind.lookup(name)
+                if isinstance(member, Builtin) and member.name in ("property", "cached_property"):
+                    return self.call(self._bound(member.function(), owner), (), {})
+                if member is not None:
+                    return self._bound(member, owner)
+                return self.graph.node("attribute", owner.symbol or self._described(owner), name)
+            case Kind():
+                member = owner.lookup(name)
+                return self.opaque("attribute", owner, name) if member is None else self._bound(member, owner)
+            case Scope():
+                return owner.variables.get(name, External(f"{owner.file}:{name}"))
+            case External():
+                return External(f"{owner.path}.{name}")
+            case dict() if name in owner:  # a dictionary that is read as an object, as some configurations are
+                return owner[name]
+            case Node(operation=operation) if operation == CHOICE:
+                condition, then, otherwise = owner.arguments
+                return self.graph.choice(condition, self.attribute(then, name), self.attribute(otherwise, name))
+        return self.graph.node("attribute", self._described(owner), name)
+
+    def item(self, owner: Any, key: Any) -> Any:
+        """Return an entry of a value."""
+        if isinstance(owner, dict) and is_constant(key) and key in owner:
+            return owner[key]
+        if isinstance(owner, list | tuple | str | range):
+            whole = isinstance(key, slice) and all(one is None or isinstance(one, int) for one in _ends(key))
+            if whole or (isinstance(key, int) and not isinstance(key, bool)):
+                with suppress(IndexError):
+                    return owner[key]
+        if isinstance(owner, Node) and owner.operation == "tuple" and isinstance(key, int):
+            return self.item(owner.arguments[0], key)
+        if isinstance(owner, Thing) and (getter := owner.kind.lookup("__getitem__")) is not None:
+            return self.call(self._bound(getter, owner), (key,), {})
+        return self.made("item", self._described(owner), key)
+
+    # Methods
+
+    def method(self, expression: ast.Attribute, owner: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Return what a method returns; one that changes its owner changes the variable that holds it."""
+        name = expression.attr
+        if isinstance(owner, External):
+            if owner.path == "super()":
+                return self._of_base(name, arguments, named)
+            return self._external(f"{owner.path}.{name}", arguments, named)
+        if isinstance(owner, list) and name in ("append", "extend", "copy", "pop", "insert"):
+            found = list(arguments[0]) if name == "extend" and isinstance(arguments[0], list | tuple) else arguments
+            if name in ("append", "extend"):
+                owner.extend(found)
+                return None
+            return getattr(owner, name)(*arguments) if all(map(is_constant, arguments)) else None
+        if isinstance(owner, dict):
+            return self._of_dictionary(owner, name, arguments, named)
+        if isinstance(owner, str) and name in TEXT and all(map(is_constant, arguments)):
+            return getattr(owner, name)(*arguments)
+        if not isinstance(owner, Node):
+            return self.call(self.attribute(owner, name), arguments, named)
+        if owner.operation == CHOICE and not all(_is_number(one) for one in owner.arguments[1:]):
+            condition, *branches = owner.arguments
+            return self.graph.choice(condition, *(self.method(expression, one, arguments, named) for one in branches))
+        return self._of_tensor(expression, owner, arguments, named)
+
+    def _of_tensor(
+        self, expression: ast.Attribute, owner: Node, arguments: Sequence[Any], named: Mapping[str, Any]
+    ) -> Any:
+        name = expression.attr
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        operation = canonical(name.removesuffix("_")) or canonical(name)
+        if name == "append":
+            self.assign(stored(expression.value), self.graph.node("appended", owner, *arguments))
+            return None
+        if name == "get" and arguments:
+            return self._entry_or(owner, *arguments)
+        if operation is None:
+            return self.opaque("method", owner, name, *arguments, **named)
+        first = (arguments[0], owner, *arguments[1:]) if operation == "where" and arguments else (owner, *arguments)
+        result = self.operation(operation, first, named)
+        if in_place:
+            self.assign(stored(expression.value), result)
+        return result
+
+    def _entry_or(self, owner: Node, key: Any, default: Any = None) -> Any:
+        """Return an entry of a mapping that is not known; the default if that is something and the entry is missing."""
+        found = self.item(owner, key)
+        return found if default is None else self.graph.choice(self.operator("in", key, owner), found, default)
+
+    def operation(self, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Return the node of an operation, under torch's names of its arguments."""
+        if name == "same":
+            return arguments[0]
+        return self.made(name, *arguments, **{NAMED.get(key, key): value for key, value in named.items()})
+
+    def _of_dictionary(self, owner: dict, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        match name:
+            case "get" | "pop" | "setdefault":
+                key = arguments[0]
+                if not is_constant(key):
+                    return self.opaque("method", owner, name, *arguments)
+                default = arguments[1] if len(arguments) > 1 else None
+                return owner.setdefault(key, default) if name == "setdefault" else owner.get(key, default)
+            case "update":
+                for given in (*arguments, named):
+                    owner.update(given if isinstance(given, dict) else {})
+                return None
+            case "items":
+                return list(owner.items())
+            case "keys":
+                return list(owner)
+            case "values":
+                return list(owner.values())
+            case "copy":
+                return owner.copy()
+        return self.opaque("method", owner, name, *arguments, **named)
+
+    def _of_base(self, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Return what a method of the base of the present method's class returns."""
+        method = next((one.function for one in reversed(self.frames) if one.function and one.function.owner), None)
+        member = method.owner.of_bases(name) if method is not None and method.owner is not None else None
+        if member is None:
+            return self.opaque("call", f"super().{name}", *arguments, **named)
+        return self.call(self._bound(member, method.receiver), arguments, named)  # type: ignore[union-attr]
+
+    # Outside
+
+    def _external(self, path: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        if path in ("functools.partial", "partial") and arguments:
+            return Partial(arguments[0], tuple(arguments[1:]), dict(named))
+        operation = operation_of(path)
+        if operation is not None and arguments:
+            return self.operation(operation, arguments, named)
+        return self.opaque("call", path, *arguments, **named)
+
+    def imported(self, file: str, path: str) -> Any:
+        """Return a module by its dotted name, as a file imports it."""
+        scope = self.find(file, path)
+        return External(path) if scope is None else scope
+
+    def imported_name(self, file: str, module: str, name: str) -> Any:
+        """Return what a file imports from a module."""
+        scope = self.find(file, module)
+        if scope is not None and name in scope.variables:
+            return scope.variables[name]
+        inner = self.find(file, f"{module.rstrip('.')}.{name}" if module.rstrip(".") else f"{module}{name}")
+        return inner if inner is not None else External(f"{module}.{name}")
+
+    def builtin(self, name: str) -> Any:
+        """Return a built-in of Python; a name of which nothing is known is an input."""
+        if name == "super":
+            return Builtin("super", lambda *_: External("super()"))
+        if name in ON_NODES or name in ON_CONSTANTS:
+            return Builtin(name, lambda *arguments, **named: self._on_values(name, arguments, named))
+        if name in ("getattr", "isinstance", "hasattr", "print"):
+            return Builtin(name, lambda *arguments, **named: self._about(name, arguments))
+        return self.graph.node(INPUT, name) if not name[:1].isupper() else External(name)
+
+    def _on_values(self, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        first = arguments[0] if arguments else ()
+        known = isinstance(first, list | tuple | dict | range)
+        if name == "sum" and known and not isinstance(first, dict):
+            total: Any = arguments[1] if len(arguments) > 1 else 0
+            if any(isinstance(one, Node) and _may_be_absent(one) for one in first):
+                return self.made("added up", list(first), total)
+            for one in first:
+                total = self.operator("+", total, one)
+            return total
+        if name == "zip" and all(isinstance(one, list | tuple | range) for one in arguments):
+            return [tuple(one) for one in zip(*arguments, strict=False)]
+        if name == "enumerate" and known:
+            return [tuple(one) for one in enumerate(first, *arguments[1:], **named)]
+        if name == "reversed" and known:
+            return list(first)[::-1]
+        if name in ("len", "list", "tuple") and known:
+            return ON_CONSTANTS[name](first)
+        if name in ON_CONSTANTS and all(map(is_constant, arguments)):
+            with suppress(TypeError, ValueError):
+                return ON_CONSTANTS[name](*arguments)
+        return self.made(ON_NODES.get(name, name), *arguments, **named)
+
+    def _about(self, name: str, arguments: Sequence[Any]) -> Any:
+        if name == "getattr":
+            owner, attribute, *default = arguments
+            if not isinstance(attribute, str):
+                return self.opaque("call", "getattr", *arguments)
+            found = self.attribute(owner, attribute)
+            return default[0] if default and isinstance(found, Node) and found.operation == "absent" else found
+        if name == "hasattr" and isinstance(arguments[0], Thing) and isinstance(arguments[1], str):
+            thing, attribute = arguments
+            if attribute in thing.attributes or thing.kind.lookup(attribute) is not None:
+                return True
+        return self.opaque("call", name, *arguments) if name != "print" else None
+
+
+def _ends(key: slice) -> tuple[Any, Any, Any]:
+    return key.start, key.stop, key.step
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _may_be_absent(node: Node) -> bool:
+    absent = [one for one in node.arguments[1:] if isinstance(one, Node) and one.arguments == ("absent",)]
+    return node.operation == CHOICE and bool(absent)
+
+
+def stored(target: ast.expr) -> ast.expr:
+    if isinstance(target, ast.Name | ast.Attribute | ast.Subscript):
+        return ast.copy_location(type(target)(**{**dict(ast.iter_fields(target)), "ctx": ast.Store()}), target)
+    return target

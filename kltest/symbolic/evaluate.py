@@ -1,0 +1,703 @@
+"""Evaluation of statements and expressions to values of a graph.
+
+*Branches.* Where a condition is not known, both branches are followed, each under what it assumes, and their variables
+are joined by choices on the condition. `x == "k1"` and `x == "k2"` exclude each other. A branch that returns or raises
+leaves the other one for what follows.
+
+*Loops* over items that are known are unrolled; over others the body is followed once, with inputs that stand for the
+item and for what a pass carries to the next.
+
+*Objects.* An attribute that a constructor sets has that value, one that nothing sets is an input of its own. What
+cannot be followed is an opaque node, named by what was called.
+"""
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+from kltest.errors import KltestError
+from kltest.symbolic.calls import Calls, stored
+from kltest.symbolic.operations import ABSENT, constant_of
+from kltest.symbolic.values import (
+    CHOICE,
+    INPUT,
+    Builtin,
+    Frame,
+    Function,
+    Graph,
+    Kind,
+    Node,
+    Scope,
+    Thing,
+    implied,
+    is_constant,
+)
+
+BINARY = {
+    **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.Pow: "**"},
+    **{ast.MatMult: "@", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.LShift: "<<", ast.RShift: ">>"},
+}
+COMPARED = {
+    **{ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="},
+    **{ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in"},
+}
+UNARY = {ast.USub: "negated", ast.Not: "not", ast.Invert: "inverted", ast.UAdd: "+"}
+DECORATORS = frozenset({"property", "cached_property", "staticmethod", "classmethod"})
+NO_GRADIENT = frozenset({"no_grad", "inference_mode", "stop_gradient"})
+# Statements and expressions that one evaluation may follow; beyond, code branches too often to be followed.
+BUDGET = 200_000
+
+
+class TooLargeError(KltestError):
+    """An evaluation that follows more statements than its budget."""
+
+
+class Evaluator(Calls):
+    """Follows functions of a source tree; all values are of one graph.
+
+    Args:
+        find: returns the scope of a module by the file that imports it and its dotted name, None if it is not there.
+        graph: the graph to add to.
+    """
+
+    def __init__(self, find: Callable[[str, str], Scope | None] = lambda file, name: None, graph: Graph | None = None):
+        self.graph, self.find = graph or Graph(), find
+        self.frames: list[Frame] = []
+        self.detached = 0
+        self.left = BUDGET
+        self._globals: dict[int, tuple[ast.Module, Scope]] = {}
+
+    # Modules and functions
+
+    def module(self, file: str, tree: ast.Module) -> Scope:
+        """Return the scope of a module after its statements."""
+        if id(tree) not in self._globals:
+            scope = Scope(file)
+            # The tree is kept beside its scope, so that its identity is not given to another.
+            self._globals[id(tree)] = tree, scope
+            self._run(Frame(scope), tree.body)
+        return self._globals[id(tree)][1]
+
+    def body(self, function: Function, variables: dict[str, Any]) -> Any:
+        """Return what a function returns with its parameters filled."""
+        definition = function.definition
+        frame = Frame(Scope(function.scope.file, variables, function.scope), function)
+        if isinstance(definition, ast.Lambda):
+            with self._inside(frame):
+                return self.value(definition.body)
+        if any(isinstance(one, ast.Yield | ast.YieldFrom) for one in ast.walk(definition)):
+            return self.graph.node("generator", function.name)
+        if any(_last_name(one) in NO_GRADIENT for one in definition.decorator_list):
+            with self._without_gradient():
+                return self._returned(frame, definition.body)
+        return self._returned(frame, definition.body)
+
+    def _returned(self, frame: Frame, statements: Sequence[ast.stmt]) -> Any:
+        self._run(frame, statements)
+        last = self.graph.node("raises") if frame.ended == "raise" else None
+        if frame.ended == "return":
+            last = frame.returned.pop()[1]
+        for path, value in reversed(frame.returned):
+            last = self._on_path(path, value, last)
+        return last
+
+    def _on_path(self, path: Sequence[tuple[Node, bool]], value: Any, otherwise: Any) -> Any:
+        for condition, holds in reversed(path):
+            value = self.graph.choice(condition, *((value, otherwise) if holds else (otherwise, value)))
+        return value
+
+    @contextmanager
+    def _inside(self, frame: Frame) -> Iterator[None]:
+        self.frames.append(frame)
+        try:
+            yield
+        finally:
+            self.frames.pop()
+
+    @contextmanager
+    def _without_gradient(self) -> Iterator[None]:
+        self.detached += 1
+        try:
+            yield
+        finally:
+            self.detached -= 1
+
+    @property
+    def frame(self) -> Frame:
+        """The innermost call."""
+        return self.frames[-1]
+
+    def _run(self, frame: Frame, statements: Sequence[ast.stmt]) -> None:
+        with self._inside(frame):
+            self.block(statements)
+
+    # Statements
+
+    def block(self, statements: Sequence[ast.stmt]) -> None:
+        """Follow statements until the path ends."""
+        for at, statement in enumerate(statements):
+            if self.frame.ended:
+                return
+            self._spend()
+            if isinstance(statement, ast.If | ast.Match):
+                # Where one branch leaves the pass of a loop, the rest of the block belongs to the other.
+                if self._branches(statement, statements[at + 1 :]):
+                    return
+            else:
+                follow = getattr(self, f"_{type(statement).__name__.lower()}", None)
+                if follow is not None:
+                    follow(statement)
+
+    def _spend(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise TooLargeError("it has more branches than are followed")
+
+    def _expr(self, statement: ast.Expr) -> None:
+        self.value(statement.value)
+
+    def _return(self, statement: ast.Return) -> None:
+        value = self.value(statement.value) if statement.value else None
+        self.frame.returned.append((tuple(self.frame.path), value))
+        self.frame.ended = "return"
+
+    def _raise(self, statement: ast.Raise) -> None:
+        self.frame.ended = "raise"
+
+    def _continue(self, statement: ast.Continue) -> None:
+        self.frame.ended = "continue"
+
+    def _break(self, statement: ast.Break) -> None:
+        self.frame.ended = "break"
+
+    def _assign(self, statement: ast.Assign) -> None:
+        value = self.value(statement.value)
+        for target in statement.targets:
+            self.assign(target, value)
+
+    def _annassign(self, statement: ast.AnnAssign) -> None:
+        if statement.value is not None:
+            self.assign(statement.target, self.value(statement.value))
+
+    def _augassign(self, statement: ast.AugAssign) -> None:
+        target = statement.target
+        before, added = self.value(_loaded(target)), self.value(statement.value)
+        if isinstance(before, list) and isinstance(added, list):
+            before.extend(added)
+        else:
+            self.assign(target, self.operator(BINARY[type(statement.op)], before, added))
+
+    def _functiondef(self, statement: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        value: Any = Function(statement, self.frame.scope)
+        for decorator in statement.decorator_list:
+            if _last_name(decorator) in DECORATORS:
+                value = Builtin(_last_name(decorator), lambda inner=value: inner)
+        self.frame.scope.variables[statement.name] = value
+
+    _asyncfunctiondef = _functiondef
+
+    def _classdef(self, statement: ast.ClassDef) -> None:
+        around = self.frame.scope
+        scope = Scope(around.file, {}, around)
+        kind = Kind(statement, scope.variables, tuple(self.value(base) for base in statement.bases))
+        self._run(Frame(scope), statement.body)
+        for name, member in scope.variables.items():
+            scope.variables[name] = _owned(member, kind, around)
+        around.variables[statement.name] = kind
+
+    def _import(self, statement: ast.Import) -> None:
+        for alias in statement.names:
+            name = alias.asname or alias.name.partition(".")[0]
+            self.frame.scope.variables[name] = self.imported(
+                self.frame.scope.file, alias.name if alias.asname else name
+            )
+
+    def _importfrom(self, statement: ast.ImportFrom) -> None:
+        module = "." * statement.level + (statement.module or "")
+        for alias in statement.names:
+            value = self.imported_name(self.frame.scope.file, module, alias.name)
+            self.frame.scope.variables[alias.asname or alias.name] = value
+
+    def _with(self, statement: ast.With | ast.AsyncWith) -> None:
+        detached = False
+        for item in statement.items:
+            call = item.context_expr
+            detached |= _last_name(call.func if isinstance(call, ast.Call) else call) in NO_GRADIENT
+            opened = self.value(call)
+            if item.optional_vars is not None:
+                self.assign(item.optional_vars, opened)
+        self.detached += detached
+        self.block(statement.body)
+        self.detached -= detached
+
+    _asyncwith = _with
+
+    def _try(self, statement: ast.Try) -> None:
+        self.block([*statement.body, *statement.orelse, *statement.finalbody])
+
+    _trystar = _try
+
+    def _assert(self, statement: ast.Assert) -> None:
+        condition = self.value(statement.test)
+        if isinstance(condition, Node):
+            self.frame.path.append((condition, True))
+
+    def _delete(self, statement: ast.Delete) -> None:
+        for target in statement.targets:
+            if isinstance(target, ast.Name):
+                self.frame.scope.variables.pop(target.id, None)
+
+    # Branches
+
+    def _branches(self, statement: ast.If | ast.Match, rest: Sequence[ast.stmt]) -> bool:
+        """Follow the branches of a statement; True if that took the rest of its block along."""
+        if isinstance(statement, ast.Match):
+            statement = _as_conditions(statement)
+        condition = self.truth(self.value(statement.test))
+        if isinstance(condition, bool):
+            self.block(statement.body if condition else statement.orelse)
+            return False
+        before = self._state()
+        one, ended_one = self._assuming(condition, True, statement.body)
+        self._restore(before)
+        leaves = ended_one in ("continue", "break")
+        other, ended_other = self._assuming(condition, False, [*statement.orelse, *(rest if leaves else ())])
+        if not leaves and ended_other in ("continue", "break"):
+            self._restore(before)
+            one, ended_one = self._assuming(condition, True, [*statement.body, *rest])
+            leaves = True
+        for ended, state, holds in ((ended_one, other, False), (ended_other, one, True)):
+            if ended in ("return", "raise"):
+                self._restore(state)
+                self.frame.ended = ended_other if holds is False else ended_one
+                self.frame.path.append((condition, holds))
+                return leaves
+        self._join(condition, one, other)
+        self.frame.ended = ended_one if ended_one == ended_other else ""
+        return leaves
+
+    def _assuming(self, condition: Node, holds: bool, statements: Sequence[ast.stmt]) -> tuple["State", str]:
+        path = list(self.frame.path)
+        self.frame.path.append((condition, holds))
+        self.block(statements)
+        ended, self.frame.ended, self.frame.path = self.frame.ended, "", path
+        return self._state(), ended
+
+    def truth(self, value: Any) -> bool | Node:
+        """Return the truth of a condition if it is known or assumed, else its node."""
+        if not isinstance(value, Node):
+            return bool(value) if is_constant(value) or isinstance(value, list | tuple | dict) else True
+        for frame in reversed(self.frames):
+            for condition, holds in reversed(frame.path):
+                if (known := implied(value, condition, holds)) is not None:
+                    return known
+        return value
+
+    def _state(self) -> "State":
+        """Return copies of all variables and containers that the calls under way can reach."""
+        found: State = {}
+        for frame in self.frames:
+            scope: Scope | None = frame.scope
+            # What belongs to a module is seldom changed by its functions, and large.
+            while scope is not None and (scope.outer is not None or scope is self.frame.scope):
+                _reach(scope.variables, found)
+                scope = scope.outer
+        return found
+
+    def _restore(self, state: "State") -> None:
+        for container, content in state.values():
+            _replace(container, content)
+
+    def _join(self, condition: Node, one: "State", other: "State") -> None:
+        """Give each container the content of two branches, chosen by the condition."""
+        absent = self.graph.node(INPUT, ABSENT)
+        for key in {**one, **other}:
+            container = (one.get(key) or other[key])[0]
+            contents = [state[key][1] for state in (one, other) if key in state]
+            if len(contents) == 1:  # made in one of the branches
+                _replace(container, contents[0])
+            elif isinstance(container, list):
+                pairs = zip_longest(*contents, fillvalue=absent)
+                container[:] = [self.graph.choice(condition, *pair) for pair in pairs]
+            else:
+                _replace(container, self.graph.choice(condition, *contents))
+
+    # Loops
+
+    def _for(self, statement: ast.For | ast.AsyncFor) -> None:
+        items = self.value(statement.iter)
+        if isinstance(items, list | tuple | range | str):
+            self._unrolled(statement, list(items))
+        else:
+            self._carried(statement, items)
+
+    _asyncfor = _for
+
+    def _unrolled(self, statement: ast.For | ast.AsyncFor, items: Sequence[Any]) -> None:
+        for item in items:
+            self.assign(statement.target, item)
+            self.block(statement.body)
+            if self.frame.ended not in ("", "continue"):
+                break
+            self.frame.ended = ""
+        self.frame.ended = "" if self.frame.ended == "break" else self.frame.ended
+
+    def _carried(self, statement: ast.For | ast.AsyncFor, items: Any) -> None:
+        """Follow the body once; variables that it changes become nodes of what they are after the last pass."""
+        variables, mark = self.frame.scope.variables, len(self.graph.lines)
+        names = [name for name in _changed_in(statement.body) if name in variables]
+        before = tuple(_fixed(variables[name]) for name in names)
+        place = (statement.lineno, statement.col_offset, len(self.frames), mark)
+        element = self.graph.node(INPUT, "item", *place)
+        carried = tuple(self.graph.node(INPUT, "carried", name, *place, before) for name in names)
+        variables |= dict(zip(names, carried, strict=True))
+        self.assign(statement.target, element)
+        self.block(statement.body)
+        if self.frame.ended in ("continue", "break"):
+            self.frame.ended = ""
+        after = tuple(_fixed(variables[name]) for name in names)
+        for number, name in enumerate(names):
+            if after[number] is not carried[number]:
+                variables[name] = self.graph.node("loop", items, element, before, carried, after, number)
+            else:
+                variables[name] = before[number]
+
+    def _while(self, statement: ast.While) -> None:
+        for name in _changed_in(statement.body):
+            self.frame.scope.variables[name] = self.graph.node("while loop", name, statement.lineno)
+
+    # Assignment
+
+    def assign(self, target: ast.expr, value: Any) -> None:
+        """Give a target a value."""
+        match target:
+            case ast.Name(id=name):
+                self.frame.scope.variables[name] = value
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                self._unpack(targets, value)
+            case ast.Starred(value=inner):
+                self.assign(inner, value)
+            case ast.Attribute(value=owner, attr=name):
+                holder = self.value(owner)
+                if isinstance(holder, Thing):
+                    holder.attributes[name] = value
+            case ast.Subscript(value=owner, slice=key):
+                self._write(owner, self.value(owner), self.value(key), value)
+
+    def _unpack(self, targets: Sequence[ast.expr], value: Any) -> None:
+        star = next((at for at, one in enumerate(targets) if isinstance(one, ast.Starred)), None)
+        if isinstance(value, tuple | list) and star is not None:
+            end = len(value) - (len(targets) - star - 1)
+            value = [*value[:star], list(value[star:end]), *value[end:]]
+        if isinstance(value, tuple | list) and len(value) != len(targets):
+            value = self.graph.node("tuple", tuple(value))
+        for at, one in enumerate(targets):
+            self.assign(one, value[at] if isinstance(value, tuple | list) else self.item(value, at))
+
+    def _write(self, owner: ast.expr, holder: Any, key: Any, value: Any) -> None:
+        places = range(-len(holder), len(holder)) if isinstance(holder, list) else ()
+        if (isinstance(holder, dict) and is_constant(key)) or (isinstance(key, int) and key in places):
+            holder[key] = value
+        elif isinstance(holder, Node):
+            self.assign(stored(owner), self.graph.node("written", holder, _fixed(key), _fixed(value)))
+
+    # Expressions
+
+    def value(self, expression: ast.expr) -> Any:
+        """Return the value of an expression."""
+        self._spend()
+        found = getattr(self, f"_of_{type(expression).__name__.lower()}", self._opaque)(expression)
+        if isinstance(found, Node):
+            self.graph.lines.setdefault(found, set()).add((self.frame.scope.file, expression.lineno))
+        return found
+
+    def _opaque(self, expression: ast.expr) -> Any:
+        return self.graph.node("unread", type(expression).__name__.lower(), expression.lineno, expression.col_offset)
+
+    def _of_constant(self, expression: ast.Constant) -> Any:
+        return expression.value
+
+    def _of_name(self, expression: ast.Name) -> Any:
+        scope = self.frame.scope.find(expression.id)
+        return scope.variables[expression.id] if scope else self.builtin(expression.id)
+
+    def _of_namedexpr(self, expression: ast.NamedExpr) -> Any:
+        value = self.value(expression.value)
+        self.assign(expression.target, value)
+        return value
+
+    def _of_tuple(self, expression: ast.Tuple) -> Any:
+        return tuple(self._entries(expression.elts))
+
+    def _of_list(self, expression: ast.List) -> Any:
+        return self._entries(expression.elts)
+
+    _of_set = _of_list
+
+    def _entries(self, expressions: Sequence[ast.expr]) -> list[Any]:
+        found: list[Any] = []
+        for one in expressions:
+            if isinstance(one, ast.Starred):
+                inner = self.value(one.value)
+                found.extend(inner if isinstance(inner, list | tuple) else [self.graph.node("starred", inner)])
+            else:
+                found.append(self.value(one))
+        return found
+
+    def _of_dict(self, expression: ast.Dict) -> Any:
+        found: dict[Any, Any] = {}
+        for key, one in zip(expression.keys, expression.values, strict=True):
+            value = self.value(one)
+            if key is not None:
+                name = self.value(key)
+                found[name if is_constant(name) else self.graph.node("key", name)] = value
+            elif isinstance(value, dict):
+                found |= value
+        return found
+
+    def _of_joinedstr(self, expression: ast.JoinedStr) -> Any:
+        parts = [self.value(one.value if isinstance(one, ast.FormattedValue) else one) for one in expression.values]
+        return (
+            "".join(map(str, parts)) if all(map(is_constant, parts)) else self.graph.node("text", *map(_fixed, parts))
+        )
+
+    def _of_lambda(self, expression: ast.Lambda) -> Any:
+        return Function(expression, self.frame.scope)
+
+    def _of_ifexp(self, expression: ast.IfExp) -> Any:
+        condition = self.truth(self.value(expression.test))
+        if isinstance(condition, bool):
+            return self.value(expression.body if condition else expression.orelse)
+        found = []
+        for holds, branch in ((True, expression.body), (False, expression.orelse)):
+            self.frame.path.append((condition, holds))
+            found.append(self.value(branch))
+            self.frame.path.pop()
+        return self.graph.choice(condition, *found)
+
+    def _of_boolop(self, expression: ast.BoolOp) -> Any:
+        stops = isinstance(expression.op, ast.Or)
+        first, *rest = expression.values
+        value = self.value(first)
+        for one in rest:
+            known = self.truth(value)
+            if isinstance(known, bool):
+                if known is stops:
+                    return value
+                value = self.value(one)
+                continue
+            self.frame.path.append((known, not stops))
+            other = self.value(one)
+            self.frame.path.pop()
+            value = self.graph.choice(known, *((value, other) if stops else (other, value)))
+        return value
+
+    def _of_unaryop(self, expression: ast.UnaryOp) -> Any:
+        name, value = UNARY[type(expression.op)], self.value(expression.operand)
+        if name == "not":
+            known = self.truth(value)
+            return not known if isinstance(known, bool) else self.graph.node("not", known)
+        return value if name == "+" else self.operator(name, value)
+
+    def _of_binop(self, expression: ast.BinOp) -> Any:
+        return self.operator(BINARY[type(expression.op)], self.value(expression.left), self.value(expression.right))
+
+    def _of_compare(self, expression: ast.Compare) -> Any:
+        left, found = self.value(expression.left), None
+        for kind, one in zip(expression.ops, expression.comparators, strict=True):
+            right = self.value(one)
+            held = self._compared(COMPARED[type(kind)], left, right)
+            found = held if found is None else self.graph.choice(found, held, False) if found is not True else held
+            if found is False:
+                return False
+            left = right
+        return found
+
+    def _compared(self, name: str, left: Any, right: Any) -> Any:
+        opposite = {"is not": "is", "not in": "in", "!=": "=="}.get(name)
+        if opposite and (name != "!=" or is_constant(right)):
+            held = self._compared(opposite, left, right)
+            return not held if isinstance(held, bool) else self.graph.node("not", held)
+        if name == "is" and right is None and not self._may_be_none(left):
+            return left is None
+        if name == "in" and isinstance(right, dict) and is_constant(left):
+            return left in right
+        if name == "in" and isinstance(right, list | tuple) and all(map(is_constant, right)) and isinstance(left, Node):
+            found: Any = False
+            for one in reversed(right):
+                found = self.graph.choice(self.graph.node("==", left, one), True, found)
+            return found
+        return self.operator(name, left, right)
+
+    def _may_be_none(self, value: Any) -> bool:
+        opaque = (INPUT, CHOICE, "item", "attribute", "call", "method")
+        return isinstance(value, Node) and value.operation in opaque
+
+    def operator(self, name: str, *arguments: Any) -> Any:
+        """Return what an operator of Python makes of values."""
+        fixed = tuple(map(_fixed, arguments))
+        if name == "+" and all(isinstance(one, list | tuple) for one in arguments):
+            return arguments[0] + arguments[1]
+        if (known := constant_of(name, fixed)) is not NotImplemented:
+            return known
+        return self.made(name, *fixed)
+
+    def made(self, operation: str, *arguments: Any, **named: Any) -> Any:
+        """Return the node of an operation, detached where gradients are switched off."""
+        node = self.graph.node(operation, *map(_fixed, arguments), **{name: _fixed(one) for name, one in named.items()})
+        return self.graph.node("detach", node) if self.detached and operation != "detach" else node
+
+    def _of_slice(self, expression: ast.Slice) -> Any:
+        ends = (expression.lower, expression.upper, expression.step)
+        return slice(*(None if one is None else self.value(one) for one in ends))
+
+    def _of_subscript(self, expression: ast.Subscript) -> Any:
+        return self.item(self.value(expression.value), self.value(expression.slice))
+
+    def _of_attribute(self, expression: ast.Attribute) -> Any:
+        return self.attribute(self.value(expression.value), expression.attr)
+
+    def _of_call(self, expression: ast.Call) -> Any:
+        positional = self._entries(expression.args)
+        named: dict[str, Any] = {}
+        for one in expression.keywords:
+            value = self.value(one.value)
+            if one.arg is not None:
+                named[one.arg] = value
+            elif isinstance(value, dict):
+                named |= {name: entry for name, entry in value.items() if isinstance(name, str)}
+        callee = expression.func
+        if isinstance(callee, ast.Attribute):
+            return self.method(callee, self.value(callee.value), positional, named)
+        return self.call(self.value(callee), positional, named)
+
+    def _of_await(self, expression: ast.Await) -> Any:
+        return self.value(expression.value)
+
+    def _of_listcomp(self, expression: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Any:
+        return self._comprehended(expression.generators, lambda: self.value(expression.elt))
+
+    _of_generatorexp = _of_setcomp = _of_listcomp
+
+    def _of_dictcomp(self, expression: ast.DictComp) -> Any:
+        pairs = self._comprehended(
+            expression.generators, lambda: (self.value(expression.key), self.value(expression.value))
+        )
+        if isinstance(pairs, list) and all(is_constant(one[0]) for one in pairs):
+            return dict(pairs)
+        return self.graph.node("unread", "dictionary", expression.lineno, expression.col_offset)
+
+    def _comprehended(self, generators: Sequence[ast.comprehension], made: Callable[[], Any]) -> Any:
+        """Return the list of a comprehension: entry by entry if its items are known, else one node."""
+        scope = Scope(self.frame.scope.file, {}, self.frame.scope)
+        with self._inside(Frame(scope, self.frame.function, list(self.frame.path))):
+            return self._comprehended_inside(list(generators), made)
+
+    def _comprehended_inside(self, generators: list[ast.comprehension], made: Callable[[], Any]) -> Any:
+        if not generators:
+            return [made()]
+        first, *rest = generators
+        items = self.value(first.iter)
+        if not isinstance(items, list | tuple | range | str):
+            element = self.graph.node(INPUT, "item", first.target.lineno, first.target.col_offset, len(self.frames))
+            self.assign(first.target, element)
+            kept = tuple(_fixed(self.value(test)) for test in first.ifs)
+            inner = self._comprehended_inside(rest, made)
+            value = inner[0] if isinstance(inner, list) and len(inner) == 1 else inner
+            return self.graph.node("mapped", _fixed(items), element, _fixed(value), kept)
+        found: list[Any] = []
+        for item in items:
+            self.assign(first.target, item)
+            tests = [self.truth(self.value(test)) for test in first.ifs]
+            if False in tests:
+                continue
+            inner = self._comprehended_inside(rest, made)
+            found.extend(inner if isinstance(inner, list) else [self.graph.node("starred", inner)])
+        return found
+
+
+def _owned(member: Any, kind: Kind, around: Scope) -> Any:
+    """Return an entry of a class: its functions see the names around the class, and know whose they are."""
+    if isinstance(member, Builtin):
+        inner = _owned(member.function(), kind, around)
+        return Builtin(member.name, lambda: inner) if member.name in DECORATORS else member
+    return Function(member.definition, around, kind) if isinstance(member, Function) else member
+
+
+State = dict[int, tuple[Any, Any]]
+
+
+def _reach(container: Any, found: State) -> None:
+    """Add a container and those inside it, each with a copy of its content; a module's objects are shared."""
+    stack = [container]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, Thing):
+            one = one.attributes
+        if isinstance(one, list | dict) and id(one) not in found:
+            found[id(one)] = one, one.copy()
+            stack.extend(one.values() if isinstance(one, dict) else one)
+        elif isinstance(one, tuple):
+            stack.extend(one)
+
+
+def _replace(container: Any, content: Any) -> None:
+    container.clear()
+    container.update(content) if isinstance(container, dict) else container.extend(content)
+
+
+def _changed_in(statements: Sequence[ast.stmt]) -> list[str]:
+    """Return the names of variables that statements assign or append to, in order."""
+    found: dict[str, None] = {}
+    for node in (node for statement in statements for node in ast.walk(statement)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found[node.id] = None
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+        ):
+            if node.func.attr in ("append", "extend", "update") or node.func.attr.endswith("_"):
+                found[node.func.value.id] = None
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+            found[node.value.id] = None
+    return list(found)
+
+
+def _fixed(value: Any) -> Any:
+    """Return a value as the argument of a node: a list as it is now."""
+    if isinstance(value, list):
+        return [_fixed(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _fixed(one) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_fixed(one) for one in value)
+    return value
+
+
+def _last_name(expression: ast.expr) -> str:
+    if isinstance(expression, ast.Call):
+        return _last_name(expression.func)
+    return expression.attr if isinstance(expression, ast.Attribute) else getattr(expression, "id", "")
+
+
+def _loaded(target: ast.expr) -> ast.expr:
+    return ast.copy_location(type(target)(**{**dict(ast.iter_fields(target)), "ctx": ast.Load()}), target)
+
+
+def _as_conditions(statement: ast.Match) -> ast.If:
+    """Return a match of constants as a chain of conditions; other patterns match in no known way."""
+    chain: list[ast.stmt] = []
+    for case in reversed(statement.cases):
+        pattern = case.pattern
+        options = pattern.patterns if isinstance(pattern, ast.MatchOr) else [pattern]
+        values = [one.value for one in options if isinstance(one, ast.MatchValue)]
+        if not values and isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
+            chain = list(case.body)
+            continue
+        test: ast.expr = ast.Compare(statement.subject, [ast.In()], [ast.Tuple(values, ast.Load())])
+        chain = [ast.fix_missing_locations(ast.copy_location(ast.If(test, list(case.body), chain), statement))]
+    first = chain[0] if chain and isinstance(chain[0], ast.If) else None
+    return first or ast.fix_missing_locations(ast.copy_location(ast.If(ast.Constant(True), chain, []), statement))

@@ -1,0 +1,105 @@
+"""The operations that a graph may have.
+
+An operation is called as torch calls it: `exp(x)`, `sum(x, dim=1)`. Methods, functions of `torch.nn.functional` and
+their namesakes in NumPy and JAX are one operation. Whatever is not in the table is opaque: its node keeps the name that
+was called, and it has a value only if one is given.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kltest.symbolic.values import is_constant
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Functions of torch and torch.nn.functional, and methods of tensors, that compute and do nothing else.
+FUNCTIONS = _words(
+    """
+    abs absolute add addcmul all allclose amax amin any arange argmax argmin bincount bmm bool broadcast_to cat ceil
+    chunk clamp clamp_max clamp_min clone concat cos count_nonzero cross_entropy cumprod cumsum detach diff dim div
+    einsum eq exp exp2 expand expand_as expm1 eye flatten flip fliplr floor floor_divide fmax fmin full full_like
+    gather ge gt huber_loss index_add index_select isclose isfinite isinf isnan kl_div l1_loss le lerp linspace log
+    log10 log1p log2 log_softmax logaddexp logical_and logical_not logical_or logical_xor logit logsigmoid logsumexp
+    lt masked_fill masked_scatter masked_select matmul max maximum mean median min minimum movedim mse_loss mul
+    nan_to_num nansum narrow ne neg new_ones new_zeros nll_loss nonzero norm numel one_hot ones ones_like outer pad
+    permute pow prod reciprocal relu repeat repeat_interleave reshape roll round rsqrt scatter scatter_add select
+    sigmoid sign sin size smooth_l1_loss softmax softplus sort split sqrt square squeeze stack std sub sum
+    take_along_dim tanh tensor tensor_split tile topk transpose tril triu trunc unbind unflatten unique unsqueeze var
+    view view_as where xlogy zeros zeros_like
+    """
+)
+# Other names of the same: of methods, and of NumPy, JAX and optax.
+ALIASES = {
+    **dict.fromkeys(("stop_gradient", "requires_grad_false"), "detach"),
+    **dict.fromkeys(("negative", "neg_"), "neg"),
+    **dict.fromkeys(("multiply",), "mul"),
+    **dict.fromkeys(("subtract",), "sub"),
+    **dict.fromkeys(("divide", "true_divide"), "div"),
+    **dict.fromkeys(("concatenate",), "cat"),
+    **dict.fromkeys(("clip",), "clamp"),
+    **dict.fromkeys(("take_along_axis",), "take_along_dim"),
+    **dict.fromkeys(("array", "asarray", "as_tensor"), "tensor"),
+    **dict.fromkeys(("reduce_sum",), "sum"),
+    **dict.fromkeys(("reduce_mean",), "mean"),
+}
+# Calls that return what they are given: where a tensor lies and how it is stored is no arithmetic.
+SAME = _words(
+    """
+    bfloat16 contiguous cpu cuda double float float32 float64 full_tensor half item numpy requires_grad_ to to_local
+    tolist type type_as
+    """
+)
+NAMED = {"axis": "dim", "keepdims": "keepdim", "a_min": "min", "a_max": "max", "x": "input"}
+MODULES = ("torch", "torch.nn.functional", "torch.special", "math", "numpy", "jax.numpy", "jax.nn", "jax.lax", "jax")
+OPERATORS: Mapping[str, Callable[..., Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "**": operator.pow,
+    "@": operator.matmul,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "&": operator.and_,
+    "|": operator.or_,
+    "is": lambda one, other: one is other,
+    "in": lambda one, other: one in other,
+    "not": operator.not_,
+    "negated": operator.neg,
+    "inverted": operator.invert,
+}
+# Attributes of a tensor that may be read.
+ATTRIBUTES = frozenset({"shape", "ndim", "T", "mT", "dtype", "device"})
+ABSENT = "absent"
+
+
+def operation_of(path: str) -> str | None:
+    """Return the operation that a function outside of the tree is, by its dotted name; None if it is none."""
+    module, _, name = path.rpartition(".")
+    return canonical(name) if module in MODULES else None
+
+
+def canonical(name: str) -> str | None:
+    """Return the operation that a function or method of this name is; "same" for what returns its argument."""
+    name = ALIASES.get(name, name)
+    return name if name in FUNCTIONS else "same" if name in SAME else None
+
+
+def constant_of(operation: str, arguments: tuple[Any, ...]) -> Any:
+    """Return what an operator makes of constants, NotImplemented if it cannot be computed."""
+    if operation not in OPERATORS or not all(is_constant(one) or isinstance(one, tuple | list) for one in arguments):
+        return NotImplemented
+    try:
+        return OPERATORS[operation](*arguments)
+    except (ArithmeticError, TypeError, ValueError):
+        return NotImplemented

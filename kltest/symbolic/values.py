@@ -1,0 +1,235 @@
+"""Values of the evaluator: nodes of a graph, and the objects of Python that hold them.
+
+A node is an operation with arguments, and exists once: two expressions that compute the same of the same are one node.
+Constants of Python stand for themselves, and so do tuples, lists and dictionaries. Where two branches join, a value
+that differs is a node `choice(condition, then, otherwise)`.
+"""
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CHOICE = "choice"
+# Operations that make a node from nothing of the graph: a parameter, or a name of which nothing is known.
+INPUT = "input"
+
+
+class Node:
+    """An operation and its arguments: nodes, constants, and tuples of them. Made by a Graph alone.
+
+    Attributes:
+        operation: name of the operation: a function of torch, an operator, or one of the evaluator's own.
+        arguments: arguments by position.
+        named: pairs of a name and an argument, sorted by name.
+        number: place in the order in which the nodes of the graph were made; an argument comes before its user.
+    """
+
+    __slots__ = ("arguments", "named", "number", "operation")
+
+    def __init__(self, operation: str, arguments: tuple[Any, ...], named: tuple[tuple[str, Any], ...], number: int):
+        self.operation, self.arguments, self.named, self.number = operation, arguments, named, number
+
+    @property
+    def parts(self) -> Iterator["Node"]:
+        """Return the nodes among the arguments, those inside tuples as well."""
+        return nodes_in((*self.arguments, *(value for _, value in self.named)))
+
+    def __repr__(self) -> str:
+        words = [*map(repr, self.arguments), *(f"{name}={value!r}" for name, value in self.named)]
+        return f"{self.operation}({', '.join(words)})"
+
+
+def nodes_in(value: Any) -> Iterator[Node]:
+    """Yield the nodes in a value, at any depth of tuples, lists, dictionaries and slices."""
+    if isinstance(value, Node):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from nodes_in(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from nodes_in((value.start, value.stop, value.step))
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from nodes_in(one)
+
+
+@dataclass
+class Graph:
+    """All nodes of one evaluation, and the lines of source that each comes from."""
+
+    _known: dict[Any, Node] = field(default_factory=dict)
+    lines: dict[Node, set[tuple[str, int]]] = field(default_factory=dict)
+
+    def node(self, operation: str, *arguments: Any, **named: Any) -> Node:
+        """Return the node of an operation, the one that is there if it was made before."""
+        sorted_names = tuple(sorted(named.items()))
+        key = operation, _key(arguments), _key(sorted_names)
+        if key not in self._known:
+            self._known[key] = Node(operation, arguments, sorted_names, len(self._known))
+        return self._known[key]
+
+    def choice(self, condition: Any, then: Any, otherwise: Any) -> Any:
+        """Return what a value is after two branches; containers of one shape are joined entry by entry."""
+        then, otherwise = _under(condition, True, then), _under(condition, False, otherwise)
+        if then is otherwise or (is_constant(then) and is_constant(otherwise) and _key(then) == _key(otherwise)):
+            return then
+        if isinstance(then, tuple | list) and type(then) is type(otherwise) and len(then) == len(otherwise):
+            return type(then)(self.choice(condition, one, other) for one, other in zip(then, otherwise, strict=True))
+        if isinstance(then, dict) and isinstance(otherwise, dict):
+            absent = self.node(INPUT, "absent")
+            names = [*then, *(name for name in otherwise if name not in then)]
+            return {name: self.choice(condition, then.get(name, absent), otherwise.get(name, absent)) for name in names}
+        return self.node(CHOICE, condition, then, otherwise)
+
+
+def _under(condition: Any, holds: bool, value: Any) -> Any:
+    """Return a value where a condition holds, or does not: choices that this decides are made."""
+    while isinstance(condition, Node) and isinstance(value, Node) and value.operation == CHOICE:
+        other, then, otherwise = value.arguments
+        decided = implied(other, condition, holds) if isinstance(other, Node) else bool(other)
+        if decided is None:
+            break
+        value = then if decided else otherwise
+    return value
+
+
+def implied(value: Node, condition: Node, holds: bool) -> bool | None:
+    """Return what a condition says of another: the same, its opposite, or one of several equalities of a symbol."""
+    if condition is value:
+        return holds
+    for negated, other in ((value, condition), (condition, value)):
+        if negated.operation == "not" and isinstance(negated.arguments[0], Node):
+            inner = negated.arguments[0]
+            if negated is value:
+                found = implied(inner, condition, holds)
+                return None if found is None else not found
+            return implied(other, inner, not holds)
+    if condition.operation == CHOICE and condition.arguments[2] is False and holds:
+        both = (one for one in condition.arguments[:2] if isinstance(one, Node))
+        return next((found for one in both if (found := implied(value, one, True)) is not None), None)
+    same = value.arguments[:1] == condition.arguments[:1]
+    if not (same and holds and value.operation in ("==", "is") and condition.operation in ("==", "is")):
+        return None
+    wanted, known = value.arguments[1], condition.arguments[1]
+    return bool(wanted == known) if is_constant(wanted) and is_constant(known) else None
+
+
+def _key(value: Any) -> Any:
+    """Return what tells values apart in a table: 1, 1.0 and True differ, and objects are told by what they are."""
+    if isinstance(value, tuple | list):
+        return type(value).__name__, tuple(map(_key, value))
+    if isinstance(value, dict):
+        return "dict", tuple((_key(name), _key(one)) for name, one in value.items())
+    if isinstance(value, slice):
+        return "slice", _key((value.start, value.stop, value.step))
+    return type(value).__name__, repr(value) if isinstance(value, float) else value
+
+
+def is_constant(value: Any) -> bool:
+    """Return True for a number, a truth, a text, None or the ellipsis."""
+    return value is None or value is Ellipsis or isinstance(value, bool | int | float | str)
+
+
+@dataclass(eq=False)
+class Scope:
+    """Variables of a function or module, and the scope around it."""
+
+    file: str
+    variables: dict[str, Any] = field(default_factory=dict)
+    outer: "Scope | None" = None
+
+    def find(self, name: str) -> "Scope | None":
+        """Return the nearest scope that has a variable."""
+        scope: Scope | None = self
+        while scope is not None and name not in scope.variables:
+            scope = scope.outer
+        return scope
+
+
+@dataclass(eq=False)
+class Function:
+    """A function of the source: its definition, the scope around it, its class, and the object that it is bound to."""
+
+    definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    scope: Scope
+    owner: "Kind | None" = None
+    receiver: Any = None
+
+    @property
+    def name(self) -> str:
+        """Its name; that of a lambda is its place."""
+        return getattr(self.definition, "name", f"<lambda in line {self.definition.lineno}>")
+
+
+@dataclass(eq=False)
+class Partial:
+    """A callable with some of its arguments."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+@dataclass(eq=False)
+class Kind:
+    """A class of the source, with the values of its bases."""
+
+    definition: ast.ClassDef
+    entries: dict[str, Any]
+    bases: tuple[Any, ...]
+
+    def lookup(self, name: str) -> Any:
+        """Return an entry of the class or of a base of the source; None if there is none."""
+        return self.entries[name] if name in self.entries else self.of_bases(name)
+
+    def of_bases(self, name: str) -> Any:
+        """Return an entry of a base of the source; None if there is none."""
+        found = (base.lookup(name) for base in self.bases if isinstance(base, Kind) and base is not self)
+        return next((one for one in found if one is not None), None)
+
+
+@dataclass(eq=False)
+class Thing:
+    """An object of a class of the source.
+
+    Attributes:
+        kind: its class.
+        attributes: those that were set.
+        symbol: the node of which unknown attributes are read; None for an object that was built, which has no others.
+    """
+
+    kind: Kind
+    attributes: dict[str, Any] = field(default_factory=dict)
+    symbol: Node | None = None
+
+
+@dataclass(frozen=True)
+class External:
+    """A name from outside of the source tree, as `torch.nn.functional.kl_div`."""
+
+    path: str
+
+    def __getattr__(self, name: str) -> "External":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return External(f"{self.path}.{name}")
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A function of the evaluator: a built-in of Python, or a method of a container."""
+
+    name: str
+    function: Callable[..., Any] = field(compare=False)
+
+
+@dataclass(eq=False)
+class Frame:
+    """A call under way: its variables, what is assumed on the path to the present statement, and what was returned."""
+
+    scope: Scope
+    function: Function | None = None
+    path: list[tuple[Node, bool]] = field(default_factory=list)
+    returned: list[tuple[tuple[tuple[Node, bool], ...], Any]] = field(default_factory=list)
+    # "" while statements follow each other; else how the present path ended.
+    ended: str = ""
