@@ -14,6 +14,7 @@ LAYERS = (
     ("environments", "sweeps"),
     ("rollout",),
     ("truth", "estimators"),
+    ("symbolic",),
     ("loss",),
     ("moments",),
     ("samples",),
