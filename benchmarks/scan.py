@@ -107,7 +107,7 @@ def compare(rows: Sequence[dict[str, Any]], finds: Sequence[tuple[list[Span], li
 
 def main(
     folder: Path,
-    half: Literal["used", "held", "later"] = "used",
+    half: Literal["used", "held", "later", "opened", "unopened"] = "used",
     *,
     write: Annotated[bool, typer.Option("--record", help="Write the counts to scan.csv.")] = False,
     only: Annotated[str, typer.Option(help="Repositories whose name contains this.")] = "",
