@@ -1,10 +1,11 @@
 """Recorded tables, which take hours or another machine to make, as rows; and numbers as they are kept there."""
 
-import ast
 import csv
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from kltest.files import literal
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -12,7 +13,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     with path.open(encoding="utf-8", newline="") as file:
-        return [{name: _value(text) for name, text in line.items() if text} for line in csv.DictReader(file)]
+        return [{name: literal(text) for name, text in line.items() if text} for line in csv.DictReader(file)]
 
 
 def content(path: Path) -> str:
@@ -23,10 +24,3 @@ def content(path: Path) -> str:
 def rounded(value: Any, figures: int) -> Any:
     """Return a float with so many significant figures; anything else as it is."""
     return float(f"{value:.{figures}g}") if isinstance(value, float) else value
-
-
-def _value(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

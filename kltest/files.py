@@ -1,5 +1,6 @@
 """Files that are either the old or the new version, never half of one, with the same bytes for the same content."""
 
+import ast
 import csv
 import fcntl
 import io
@@ -125,6 +126,15 @@ def template(path: Path) -> Any:
     loader = FileSystemLoader(path.parent)
     plain = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     return plain.get_template(path.name)
+
+
+def literal(text: str, kinds: Any = object) -> Any:
+    """Return the value of Python that a text writes down if it is of one of the `kinds`, else the text itself."""
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return value if isinstance(value, kinds) else text
 
 
 def mapped(value: Any, change: Callable[[Any], Any], without: Sequence[str] = ()) -> Any:

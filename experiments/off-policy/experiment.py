@@ -138,7 +138,7 @@ TREE = {"vocabulary": 2, "policy": 0.7, "reference": 0.7, "sampler": 0.7}
 BIGRAM = {"vocabulary": 4, "policy": 1.0}
 
 # Training, from near the reference; sampled runs are shorter and repeated.
-TRAINED = {"vocabulary": 2, "length": 3, "beta": 0.9, "distance": 1.0, "early": 64, "sampled": 192, "repeats": 16}
+TRAINED = {"vocabulary": 2, "length": 3, "beta": 0.9, "distance": 1.0, "sampled": 192, "repeats": 16}
 GROUP = 2  # exact expectations with a baseline are over groups; the size does not matter to them
 
 # Sums over a few hundred rollouts, by two routes in float64.
@@ -487,7 +487,6 @@ def of_training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
         group_size=groups(estimator) if not size else None,
         inner_steps=first["inner_steps"],
         ratio=ratio,
-        record=[int(TRAINED["early"])],
     )
     rows = []
     for index, one in enumerate(configurations):
@@ -498,7 +497,6 @@ def of_training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
                 {
                     **one,
                     **{name: float(getattr(history, name)[-1, own].mean()) for name in MEASURED},
-                    "early_gap": float(gaps[1].mean()),
                     "low": float(np.quantile(gaps[-1], 0.1)),
                     "high": float(np.quantile(gaps[-1], 0.9)),
                 }

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from kltest.errors import UsageError
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.models import (
+    device_named,
     in_double,
     is_tiny,
     needs_transformers,
@@ -40,10 +40,7 @@ def load(name: str, role: str, *, seed: int, dtype: str, device: str) -> Languag
         UsageError: It cannot be loaded, or transformers is not installed.
     """
     needs_transformers()
-    try:
-        place = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+    place = device_named(device, "--device")
     model, tokenizer = _tiny(name, role, seed) if is_tiny(name) else pretrained(name)
     model = in_double(model) if dtype == "float64" else model.to(DTYPES[dtype])
     return LanguageModel.of(model.to(place).eval(), tokenizer)

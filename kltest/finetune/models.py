@@ -18,6 +18,7 @@ from kltest.finetune.settings import AUTO, Settings
 from kltest.finetune.tasks import Problem, Task
 from kltest.language_models.language import LanguageModel, padded
 from kltest.language_models.models import (
+    device_named,
     in_double,
     is_tiny,
     needs_transformers,
@@ -84,10 +85,7 @@ def device_of(name: str) -> torch.device:
     """Return the device of a name; UsageError if it cannot be used. "auto" is a GPU if there is one."""
     if name == AUTO:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.empty(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device_named(name, "device")
 
 
 def trained(settings: Settings, task: Task) -> tuple[Any, Any]:

@@ -16,8 +16,8 @@ from typing import Any, Self
 import torch
 
 from kltest.errors import UsageError, did_you_mean
+from kltest.files import literal
 from kltest.language_models.models import is_tiny
-from kltest.sweeps.settings import literal
 from kltest.sweeps.store import digest
 
 AUTO = "auto"

@@ -4,12 +4,12 @@ A value comes from the command line (text), from `[tool.kltest]` (TOML) or from 
 messages. Every form raises UsageError for a value of another kind. Nothing here imports torch.
 """
 
-import ast
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
 from kltest.errors import UsageError, did_you_mean
+from kltest.files import literal
 
 Form = Callable[[object, str], Any]
 
@@ -66,7 +66,7 @@ def arguments(value: object, where: str) -> dict[str, object]:
             raise UsageError(f"{where}: give NAME=VALUE or NAME=@FIELD, with an argument's name; the name is {name!r}")
         if name in found:
             raise UsageError(f"{where}: {name!r} is given twice; give it once")
-        found[name] = given if isinstance(value, Mapping) else _literal(given)
+        found[name] = given if isinstance(value, Mapping) else literal(given)
     return found
 
 
@@ -177,10 +177,3 @@ def _known(name: Any, known: Iterable[str], where: str, what: str = "no") -> str
         hint = did_you_mean(name, names) if isinstance(name, str) else ""
         raise UsageError(f"{where}: there is {what} {name!r}; {hint}choose from {', '.join(names)}")
     return name
-
-
-def _literal(given: str) -> object:
-    try:
-        return ast.literal_eval(given.strip())
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return given

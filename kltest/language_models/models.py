@@ -57,6 +57,14 @@ def is_tiny(name: str) -> bool:
     return name == "tiny" or name.startswith("tiny:")
 
 
+def device_named(name: str, option: str) -> torch.device:
+    """Return the device of a name; UsageError, which names the `option` that gave it, if it cannot be used."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"{option} {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+
+
 def parameters_asked(name: str) -> int:
     """Return the number of parameters that a name asks for: 200000 for "tiny:0.2M" or "tiny:200k".
 

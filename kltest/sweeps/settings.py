@@ -4,7 +4,6 @@
 `--scale full`, `--seeds` and `--set` change the values, never the code.
 """
 
-import ast
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kltest.errors import UsageError, did_you_mean
+from kltest.files import literal
 
 Value = bool | int | float | str | None
 Configuration = dict[str, Any]
@@ -114,15 +114,6 @@ _KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: 
 
 def _several(value: Any) -> tuple[Value, ...]:
     return value if isinstance(value, tuple) else (value,)
-
-
-def literal(text: str, kinds: Any) -> Any:
-    """Return the value that a text writes down if it is of one of the `kinds`, else the text itself."""
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
-    return value if isinstance(value, kinds) else text
 
 
 def _meant(word: str, known: Iterable[str]) -> str:

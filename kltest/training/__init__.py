@@ -32,7 +32,7 @@ user-defined callable whose value for a row does not depend on the others to the
 """
 
 from kltest.training.measure import History
-from kltest.training.problems import LogProbs, PerRun, Problem, Run
+from kltest.training.problems import Problem, Run
 from kltest.training.train import EXPLODED, train
 
-__all__ = ["EXPLODED", "History", "LogProbs", "PerRun", "Problem", "Run", "train"]
+__all__ = ["EXPLODED", "History", "Problem", "Run", "train"]

@@ -20,8 +20,8 @@ from kltest.moments.caller import BatchOfOneError
 from kltest.moments.differentiate import backward, leaf_gradients
 from kltest.moments.reduction import probe
 from kltest.rollout import LEAVES, Rollout
-from kltest.training.batch import Batch, total, transposed
-from kltest.training.problems import LogProbs, PerRun, Runs, bound, is_built_in
+from kltest.training.batch import Batch, total
+from kltest.training.problems import Runs, bound, is_built_in
 
 # Fields that the terms of a `TokenPenalty` read.
 FIELDS = frozenset({"logp", "ref_logp", "old_logp"})
@@ -48,7 +48,6 @@ class Penalty:
     def __init__(self, runs: Runs) -> None:
         run = runs.each[0]
         self.loss, self.runs, self.whole = bound(run), runs, run.whole
-        self.own = [name for name, value in run.options.items() if isinstance(value, PerRun)]
         # Built-in estimators are called directly. A user-defined function gets copies, converted to the types it needs.
         self.built_in = is_built_in(self.loss)
         self.couples = self.loss.spec.couples if self.built_in and self.loss.spec is not None else self._tested()
@@ -69,9 +68,9 @@ class Penalty:
 
     def gradient(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray, *, log: bool) -> PenaltyGradient:
         """Gradient of β times the KL part, or of the whole loss, on a batch; log-probs are (V, C, R) tables."""
-        fields, columns = self._fields(batch, policy, sampler), self._columns(batch, policy, sampler)
+        fields = self._fields(batch, policy, sampler)
         call = self._one_by_one if self.alone else self._together
-        found, logged = call(fields, columns, batch, log)
+        found, logged = call(fields, batch, log)
         # Calls of single batches are weighted already, one weight a call.
         shares = np.ones_like(batch.weights) if self.alone else batch.weights
         if not (self.whole or self.loss.takes_beta):
@@ -86,12 +85,10 @@ class Penalty:
                 parts[leaf] = weighted(part.numpy(), batch.rows(weights)[:, :, None])
         return PenaltyGradient(parts["logp"], parts["logits"], logged)
 
-    def _together(
-        self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch, log: bool
-    ) -> tuple[dict[str, Tensor], np.ndarray | None]:
+    def _together(self, fields: dict[str, Any], batch: Batch, log: bool) -> tuple[dict[str, Tensor], np.ndarray | None]:
         """Make one call for the rows of all runs."""
         rollout = Rollout(fields, beta=float(self.runs.each[0].beta))
-        objective, logged = self._call(rollout, columns, placed=batch.live is not None)
+        objective, logged = self._call(rollout, placed=batch.live is not None)
         gradients = leaf_gradients(self.loss, objective.sum(), rollout)
         if not log:
             return gradients, None
@@ -100,7 +97,7 @@ class Penalty:
         return gradients, total(weighted(each, batch.weights))
 
     def _one_by_one(
-        self, fields: dict[str, Any], columns: dict[str, Tensor], batch: Batch, log: bool
+        self, fields: dict[str, Any], batch: Batch, log: bool
     ) -> tuple[dict[str, Tensor], np.ndarray | None]:
         """Make a call for each batch or, if rows are enumerated, for each group."""
         _, rows, runs = batch.shape
@@ -116,7 +113,7 @@ class Penalty:
                 continue
             part = torch.arange(first, first + size) * runs + run
             rollout = base.take(part, beta=float(self.runs.each[run].beta))
-            objective, metric = self._call(rollout, {name: column[part] for name, column in columns.items()})
+            objective, metric = self._call(rollout)
             objective = objective if objective.dim() == 0 else objective.mean()
             for leaf, gradient in leaf_gradients(self.loss, objective * weight, rollout).items():
                 if leaf not in found:
@@ -127,23 +124,23 @@ class Penalty:
             logged[run] += weight * float(metric.mean())
         return found, logged if log else None
 
-    def _call(self, rollout: Rollout, columns: dict[str, Tensor], *, placed: bool = True) -> tuple[Tensor, Tensor]:
+    def _call(self, rollout: Rollout, *, placed: bool = True) -> tuple[Tensor, Tensor]:
         """Return the placed loss, (B,) or a scalar, and the logged KL, detached.
 
         Without `placed` a per-token loss may keep its shape: if all tokens are live, its sum is the same.
         """
         beta = rollout.peek("beta")
-        value, metric = self._returned(rollout, columns, beta)
+        value, metric = self._returned(rollout, beta)
         if self.loss.takes_beta and not (self.whole or self.loss.shaped):
             # Of a loss that takes β, the KL term is the difference that β makes.
-            value = value - self._returned(rollout, columns, 0.0)[0]
+            value = value - self._returned(rollout, 0.0)[0]
         logged = value.detach() if metric is None else metric
         if self.loss.placement == "loss" and not placed:
             return value, logged
         logp = value if self.loss.placement == "loss" else rollout.peek("logp")
         return place(value, logp, rollout.peek("mask"), self.loss.placement, self.loss.credit), logged
 
-    def _returned(self, rollout: Rollout, columns: dict[str, Tensor], beta: float) -> tuple[Tensor, Tensor | None]:
+    def _returned(self, rollout: Rollout, beta: float) -> tuple[Tensor, Tensor | None]:
         """Return the estimator's value in float64 and the KL among its metrics."""
         if not self.built_in:
             result = self.loss.returned(rollout, beta)
@@ -152,22 +149,8 @@ class Penalty:
             parameter: beta if name == "beta" else rollout.peek(name) for parameter, name in self.loss.fields.items()
         }
         with torch.enable_grad():
-            answer = self.loss.function(**{**self.loss.call.arguments, **fields, **columns})
+            answer = self.loss.function(**{**self.loss.call.arguments, **fields})
         return (answer[0], answer[1]["kl"]) if isinstance(answer, tuple) else (answer, None)
-
-    def _columns(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray) -> dict[str, Tensor]:
-        """Columns (M·R, 1) of the PerRun options, by parameter."""
-        columns = {}
-        for name in self.own:
-            values = [run.options[name].value for run in self.runs.each]
-            if callable(values[0]):
-                tables = (policy, self.runs.log_reference, sampler)
-                state = LogProbs(*(torch.from_numpy(transposed(table)) for table in tables))
-                column = torch.as_tensor(values[0](state), dtype=torch.float64)
-            else:
-                column = torch.tensor(values, dtype=torch.float64)
-            columns[name] = column.repeat(batch.shape[1]).unsqueeze(1)
-        return columns
 
     def _fields(self, batch: Batch, policy: np.ndarray, sampler: np.ndarray) -> dict[str, Any]:
         """All fields of a rollout, (M·R, …), built when they are read."""
@@ -256,5 +239,5 @@ def penalty_of(runs: Runs) -> Penalty:
     """The faster kind of penalty if the estimator is a built-in one whose term reads its token's log-probs alone."""
     penalty = Penalty(runs)
     spec, takes = penalty.loss.spec, penalty.loss.takes
-    faster = penalty.built_in and spec is not None and spec.per_token and takes <= FIELDS and not penalty.own
+    faster = penalty.built_in and spec is not None and spec.per_token and takes <= FIELDS
     return TokenPenalty(runs) if faster else penalty

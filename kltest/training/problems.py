@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 import numpy as np
-from torch import Tensor
 
 from kltest.environments import Environment, Instance
 from kltest.environments.policies import table
@@ -66,33 +65,14 @@ class Problem:
         return table(self.reference, what="reference")
 
 
-@dataclass(frozen=True)
-class LogProbs:
-    """Log-probs (R, C, V) of policy, reference and sampler, for the runs of one call."""
-
-    log_policy: Tensor
-    log_reference: Tensor
-    log_sampler: Tensor
-
-
-@dataclass(frozen=True)
-class PerRun:
-    """An estimator's argument whose value differs between runs; the estimator receives a (rows, 1) tensor.
-
-    `value` is the number of this run, or a function of the LogProbs that returns (R,) numbers at every update.
-    """
-
-    value: float | Callable[[LogProbs], Tensor]
-
-
 @dataclass(frozen=True, eq=False)
 class Run:
     """One run: ascent on E[R] − β·(the estimator's KL term).
 
     `estimator` is a registered name, any other target of `kltest grade`, a callable with the same calling convention,
     or None. `placement` and `credit` default to those of a registered estimator's SPEC, else to loss and return.
-    `options` fill its other parameters by name: runs whose plain options differ need separate calls, runs that differ
-    in a `PerRun` share one. With `whole` the estimator is the entire loss, the reward included.
+    `options` fill its other parameters by name: runs whose options differ need separate calls. With `whole` the
+    estimator is the entire loss, the reward included.
 
     Raises UsageError if β, the learning rate or the seed is negative, or one of the first two is not finite.
     """
@@ -154,9 +134,8 @@ class Runs:
 
 
 def bound(run: Run) -> Loss:
-    """Bind the run's estimator, a number in place of each PerRun. Raises UsageError if it cannot be called."""
-    options = {name: 0.5 if isinstance(value, PerRun) else value for name, value in run.options.items()}
-    call = Call(run.placement, run.credit, None, options)
+    """Bind the run's estimator. Raises UsageError if it cannot be called."""
+    call = Call(run.placement, run.credit, None, run.options)
     if isinstance(run.estimator, str):
         loss = resolve(run.estimator, call)
     else:
@@ -164,8 +143,6 @@ def bound(run: Run) -> Loss:
         name = getattr(run.estimator, "__qualname__", type(run.estimator).__name__)
         spec = next((entry.spec for entry in registry().values() if entry.function is run.estimator), None)
         loss = bind(run.estimator, call, name, spec=spec)
-    if options != run.options and not is_built_in(loss):
-        raise UsageError(f"{loss.name}: a PerRun option is for the estimators of kltest")
     return loss
 
 
@@ -190,9 +167,7 @@ def sharing(runs: Sequence[Run]) -> list[list[int]]:
 
 
 def _same(value: Any) -> tuple[Hashable, ...]:
-    """A key that is equal for equal values; the numbers of all PerRun count as equal."""
-    if isinstance(value, PerRun):
-        return ("PerRun", id(value.value)) if callable(value.value) else ("PerRun",)
+    """A key that is equal for equal values."""
     # The type belongs to the key: 1, 1.0 and True are equal, but a function may distinguish them.
     kind = type(value).__name__
     return (kind, value) if isinstance(value, int | float | str | bool | None) else (kind, id(value))

@@ -16,7 +16,7 @@ from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.estimators import registry
 from kltest.loss.resolve import resolve
 from kltest.moments import exact, exact_batches
-from kltest.training import PerRun, Problem, Run, train
+from kltest.training import Problem, Run, train
 from kltest.training.batch import softmax
 from kltest.truth import gradient, optimum, value
 
@@ -252,7 +252,7 @@ def test_bad_input_is_refused_in_words():
     with pytest.raises(UsageError, match="no estimator called"):
         train([Run(which, "k4-loss")], steps=1)
     with pytest.raises(UsageError, match="no parameter"):
-        train([Run(which, "k2-loss", options={"lam": PerRun(0.3)})], steps=1)
+        train([Run(which, "k2-loss", options={"lam": 0.3})], steps=1)
     with pytest.raises(InvalidEnvironmentError, match="groups of 12 rollouts"):
         train([Run(problem("ragged"), "group-mean")], steps=1, group_size=12)
 

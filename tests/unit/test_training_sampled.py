@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
-import torch
 from training_problems import problem
 
 from kltest.environments import bandit
 from kltest.environments.policies import table
-from kltest.training import PerRun, Problem, Run, train
+from kltest.training import Problem, Run, train
 
 ENVIRONMENTS = ("bandit", "prompts", "many arms", "sequence", "ragged", "mdp")
 
@@ -164,13 +163,11 @@ def test_functions_of_ones_own_are_called_as_they_ask():
 def test_options_of_each_run():
     which = problem("bandit")
     lams = (0.0, 0.5, 1.0)
-    own = [Run(which, "lambda-baseline", seed=4, options={"lam": PerRun(lam)}) for lam in lams]
-    plain = [Run(which, "lambda-baseline", seed=4, options={"lam": lam}) for lam in lams]
-    adaptive = [Run(which, "lambda-baseline", seed=4, options={"lam": PerRun(lambda state: torch.full((1,), 0.5))})]
-    ended = train(own, steps=5, batch_size=8).logits
-    assert np.abs(ended - train(plain, steps=5, batch_size=8).logits).max() < 1e-13
-    assert np.abs(ended[1] - train(adaptive, steps=5, batch_size=8).logits[0]).max() < 1e-13
-    assert np.abs(ended[0] - ended[2]).max() > 1e-3
+    runs = [Run(which, "lambda-baseline", seed=4, options={"lam": lam}) for lam in lams]
+    ended = train(runs, steps=5, batch_size=8)
+    for number, run in enumerate(runs):
+        same_bits(ended, [number], train([run], steps=5, batch_size=8))
+    assert np.abs(ended.logits[0] - ended.logits[2]).max() > 1e-3
 
 
 def test_the_baseline_study_of_the_lambda_family():
@@ -180,7 +177,7 @@ def test_the_baseline_study_of_the_lambda_family():
     start = reference + generator.normal(0, 2.5, 1000)
     which = Problem(bandit(1000), start[None], reference[None])
     runs = [
-        Run(which, "lambda-baseline", beta=1.0, learning_rate=5.0, seed=seed, options={"lam": PerRun(lam)})
+        Run(which, "lambda-baseline", beta=1.0, learning_rate=5.0, seed=seed, options={"lam": lam})
         for lam in (0.0, 1.0)
         for seed in range(32)
     ]
