@@ -34,6 +34,8 @@ from kltest.version import VERSION
 
 # A call that was cut off hangs if it took more than this share of the time, and this many times the longest other.
 HANGS = 4
+# Seconds that there are at least until a loss is found: one that is at hand takes a thousandth, on any processor.
+LOOK_UP = 0.05
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
 
 
@@ -128,7 +130,8 @@ class Grading:
         run, limit, began = self._run(target), self.options.timeout, time.monotonic()
         while not self.finished:
             try:
-                with time_limit(None if limit is None else max(limit - self.seconds, 1e-3)):
+                least = LOOK_UP if self.loss is None else 1e-3
+                with time_limit(None if limit is None else max(limit - self.seconds, least)):
                     self.finished = next(run, True)
             except TimeIsUp as alarm:
                 self._stop(alarm, limit or 0.0)
