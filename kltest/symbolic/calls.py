@@ -7,6 +7,7 @@ from typing import Any
 
 from kltest.symbolic.operations import NAMED, canonical, operation_of
 from kltest.symbolic.values import (
+    ABSENT,
     CHOICE,
     INPUT,
     Builtin,
@@ -332,7 +333,8 @@ class Calls:
             if not isinstance(attribute, str):
                 return self.opaque("call", "getattr", *arguments)
             found = self.attribute(owner, attribute)
-            return default[0] if default and isinstance(found, Node) and found.operation == "absent" else found
+            has = self._about("hasattr", (owner, attribute)) if default else True
+            return found if has is True else self.graph.choice(has, found, default[0])
         if name == "hasattr" and isinstance(arguments[0], Thing) and isinstance(arguments[1], str):
             thing, attribute = arguments
             if attribute in thing.attributes or thing.kind.lookup(attribute) is not None:
@@ -349,7 +351,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _may_be_absent(node: Node) -> bool:
-    absent = [one for one in node.arguments[1:] if isinstance(one, Node) and one.arguments == ("absent",)]
+    absent = [one for one in node.arguments[1:] if isinstance(one, Node) and one.arguments == (ABSENT,)]
     return node.operation == CHOICE and bool(absent)
 
 

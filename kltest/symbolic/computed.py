@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kltest.errors import KltestError
-from kltest.symbolic.operations import ABSENT, ATTRIBUTES, FUNCTIONS, OPERATORS
-from kltest.symbolic.values import CHOICE, INPUT, Node, nodes_in
+from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS, OPERATORS
+from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Node, nodes_in
 
 
 class UnknownError(KltestError):

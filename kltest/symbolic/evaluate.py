@@ -19,8 +19,9 @@ from typing import Any
 
 from kltest.errors import KltestError
 from kltest.symbolic.calls import Calls, stored
-from kltest.symbolic.operations import ABSENT, constant_of
+from kltest.symbolic.operations import constant_of
 from kltest.symbolic.values import (
+    ABSENT,
     CHOICE,
     INPUT,
     Builtin,

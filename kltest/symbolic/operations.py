@@ -34,8 +34,8 @@ FUNCTIONS = _words(
 )
 # Other names of the same: of methods, and of NumPy, JAX and optax.
 ALIASES = {
-    **dict.fromkeys(("stop_gradient", "requires_grad_false"), "detach"),
-    **dict.fromkeys(("negative", "neg_"), "neg"),
+    **dict.fromkeys(("stop_gradient",), "detach"),
+    **dict.fromkeys(("negative",), "neg"),
     **dict.fromkeys(("multiply",), "mul"),
     **dict.fromkeys(("subtract",), "sub"),
     **dict.fromkeys(("divide", "true_divide"), "div"),
@@ -80,7 +80,6 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
 }
 # Attributes of a tensor that may be read.
 ATTRIBUTES = frozenset({"shape", "ndim", "T", "mT", "dtype", "device"})
-ABSENT = "absent"
 
 
 def operation_of(path: str) -> str | None:

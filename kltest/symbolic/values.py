@@ -13,6 +13,8 @@ from typing import Any
 CHOICE = "choice"
 # Operations that make a node from nothing of the graph: a parameter, or a name of which nothing is known.
 INPUT = "input"
+# The input that stands for an entry which only one of two branches made.
+ABSENT = "absent"
 
 
 class Node:
@@ -76,7 +78,7 @@ class Graph:
         if isinstance(then, tuple | list) and type(then) is type(otherwise) and len(then) == len(otherwise):
             return type(then)(self.choice(condition, one, other) for one, other in zip(then, otherwise, strict=True))
         if isinstance(then, dict) and isinstance(otherwise, dict):
-            absent = self.node(INPUT, "absent")
+            absent = self.node(INPUT, ABSENT)
             names = [*then, *(name for name in otherwise if name not in then)]
             return {name: self.choice(condition, then.get(name, absent), otherwise.get(name, absent)) for name in names}
         return self.node(CHOICE, condition, then, otherwise)

@@ -376,6 +376,23 @@ def test_an_attribute_that_nothing_sets_is_an_input_and_one_that_a_constructor_s
     assert same(evaluate([found], inputs | {scale: 3.0})[found], wanted)
 
 
+def test_the_default_of_an_attribute_that_may_be_missing_is_one_of_the_choices():
+    source = """
+        def loss(logp, ref_logp, config):
+            return getattr(config, "scale", 2.0) * (logp - ref_logp).sum()
+    """
+    evaluator = Evaluator()
+    scope = evaluator.module("source.py", ast.parse(textwrap.dedent(source)))
+    found = evaluator.call(scope.variables["loss"], (), {})
+    config = evaluator.graph.node(INPUT, "config")
+    (has,) = conditions(found)
+    inputs = {evaluator.graph.node(INPUT, name): value for name, value in fields().items()}
+    inputs[evaluator.graph.node("attribute", config, "scale")] = 3.0
+    gap = (fields()["logp"] - fields()["ref_logp"]).sum()
+    for there, scale in ((True, 3.0), (False, 2.0)):
+        assert same(evaluate([found], {**inputs, has: there})[found], scale * gap)
+
+
 def test_two_calls_of_one_function_with_the_same_arguments_are_one_node_and_others_are_not():
     source = """
         import torch
