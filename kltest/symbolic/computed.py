@@ -15,8 +15,10 @@ from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Node, nodes_in
 class UnknownError(KltestError):
     """A node has no value: it was not given, and it is no operation of the table."""
 
-    def __init__(self, node: Node) -> None:
-        super().__init__(f"nothing says what {node.operation} is")
+    def __init__(self, node: Any) -> None:
+        named = [one for one in node.arguments if isinstance(one, str)][:1] if isinstance(node, Node) else []
+        what = node.operation if isinstance(node, Node) else type(node).__name__.lower()
+        super().__init__(f"nothing says what {' '.join([what, *named])} is")
         self.node = node
 
 

@@ -12,12 +12,13 @@ from typing import Any
 from kltest.symbolic.values import is_constant
 
 
-def _words(text: str) -> frozenset[str]:
+def words_of(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
 # Functions of torch and torch.nn.functional, and methods of tensors, that compute and do nothing else.
-FUNCTIONS = _words(
+FUNCTIONS = words_of(
     """
     abs absolute add addcmul all allclose amax amin any arange argmax argmin bincount bmm bool broadcast_to cat ceil
     chunk clamp clamp_max clamp_min clone concat cos count_nonzero cross_entropy cumprod cumsum detach diff dim div
@@ -47,7 +48,7 @@ ALIASES = {
     **dict.fromkeys(("reduce_mean",), "mean"),
 }
 # Calls that return what they are given: where a tensor lies and how it is stored is no arithmetic.
-SAME = _words(
+SAME = words_of(
     """
     bfloat16 contiguous cpu cuda double float float32 float64 full_tensor half item numpy requires_grad_ to to_local
     tolist type type_as
