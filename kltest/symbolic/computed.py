@@ -1,7 +1,7 @@
 """Evaluation of a graph in torch, from the values of its inputs."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kltest.errors import KltestError
 from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS, OPERATORS
-from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Node, nodes_in
+from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Node, nodes_in, reached
 
 
 class UnknownError(KltestError):
@@ -162,6 +162,17 @@ OWN: Mapping[str, Callable[..., Any]] = {
 }
 
 
+def carried_along(carried: Sequence[Node], after: Sequence[Any], places: Iterable[int]) -> list[int]:
+    """Return the places of the variables of a loop that those at some places need, and these."""
+    found: set[int] = set()
+    more = set(places)
+    while more - found:
+        found |= more
+        met = reached([after[at] for at in found])
+        more = {at for at, one in enumerate(carried) if one in met}
+    return sorted(found)
+
+
 class Loop:
     """`loop(items, element, before, carried, after, place)`: what a variable is after a loop over unknown items.
 
@@ -171,19 +182,19 @@ class Loop:
 
     @staticmethod
     def needs(node: Node) -> Iterable[Node]:
-        items, _, before, *_ = node.arguments
-        return nodes_in((items, before))
+        items, _, before, carried, after, place = node.arguments
+        return nodes_in((items, [before[at] for at in carried_along(carried, after, {place})]))
 
     @staticmethod
     def computed(node: Node, values: Mapping[Node, Any]) -> Any:
         items, element, before, carried, after, place = node.arguments
-        state = _valued(before, values)
+        places = carried_along(carried, after, {place})
+        state = {at: _valued(before[at], values) for at in places}
         for item in _valued(items, values):
-            inside = {**values, element: item, **dict(zip(carried, state, strict=True))}
-            for one in after:
-                if isinstance(one, Node):
-                    _fill(one, inside)
-            state = tuple(_valued(one, inside) for one in after)
+            inside = {**values, element: item, **{carried[at]: state[at] for at in places}}
+            for part in nodes_in([after[at] for at in places]):
+                _fill(part, inside)
+            state = {at: _valued(after[at], inside) for at in places}
         return state[place]
 
 

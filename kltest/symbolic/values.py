@@ -6,7 +6,7 @@ that differs is a node `choice(condition, then, otherwise)`.
 """
 
 import ast
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,17 @@ def nodes_in(value: Any) -> Iterator[Node]:
     elif isinstance(value, tuple | list):
         for one in value:
             yield from nodes_in(one)
+
+
+def reached(value: Any, known: Collection[Node] = ()) -> set[Node]:
+    """Return the nodes that a value is made of, without those that are known and what they are made of."""
+    found: set[Node] = set()
+    stack = list(nodes_in(value))
+    while stack:
+        if (node := stack.pop()) not in found and node not in known:
+            found.add(node)
+            stack.extend(() if node.operation == INPUT else node.parts)
+    return found
 
 
 @dataclass

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kltest.names import FIELDS
-from kltest.symbolic.computed import FUNCTIONAL, LOOPS, NUMBERS, UnknownError
+from kltest.symbolic.computed import FUNCTIONAL, LOOPS, NUMBERS, UnknownError, carried_along
 from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS, words_of
-from kltest.symbolic.values import ABSENT, CHOICE, INPUT, External, Node, implied, is_constant, nodes_in
+from kltest.symbolic.values import ABSENT, CHOICE, INPUT, External, Node, implied, is_constant, nodes_in, reached
 
 # How tightly operators bind, as in Python; conditional expressions bind least.
 BINDING = {"or": 1, "and": 2, "not": 3, "|": 5, "&": 7, "+": 9, "-": 9, "negated": 11, "inverted": 11, "**": 12} | {
@@ -131,13 +131,7 @@ class _Writer:
 
     def below(self, value: Any) -> list[Node]:
         """Return the nodes of a value that are not written yet, arguments before their users."""
-        found: set[Node] = set()
-        stack = list(nodes_in(value))
-        while stack:
-            if (node := stack.pop()) not in found and node not in self.known:
-                found.add(node)
-                stack.extend(() if node.operation == INPUT else node.parts)
-        return sorted(found, key=lambda node: node.number)
+        return sorted(reached(value, self.known), key=lambda node: node.number)
 
     def text(self, value: Any) -> Text:
         """Return a value as an expression."""
@@ -444,13 +438,9 @@ class _Program(_Writer):
         """Return the variable of a loop, after the loop; what others of its variables need is carried along."""
         items, element, before, carried, after, place = node.arguments
         same = [one for one in self.nodes if one.operation == "loop" and one.arguments[:-1] == node.arguments[:-1]]
-        places, more = set[int](), {one.arguments[-1] for one in same}
-        while more - places:
-            places |= more
-            met = set(self.below([after[at] for at in places]))
-            more = {at for at, one in enumerate(carried) if one in met}
+        places = carried_along(carried, after, {one.arguments[-1] for one in same})
         state: dict[int, Text] = {}
-        for at in sorted(places):
+        for at in places:
             begun = self.text(before[at])
             # What is a number before the loop may be a tensor after its first pass.
             kind = "tensor" if begun.kind == "number" else begun.kind
