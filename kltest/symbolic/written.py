@@ -198,6 +198,8 @@ class _Writer:
 
     def conditional(self, condition: Text, then: Text, otherwise: Text) -> Text:
         """Return a choice between expressions, as `and` or `or` where it is one."""
+        if condition.binding in BOOLEAN and (then.words, otherwise.words) == ("True", "False"):
+            return condition
         for name, short, other in (("and", otherwise, then), ("or", then, otherwise)):
             if short == condition or (condition.binding in BOOLEAN and short.words == str(name == "or")):
                 words = f"{condition.within(BINDING[name])} {name} {other.within(BINDING[name])}"
@@ -390,7 +392,10 @@ class _Program(_Writer):
             return self.text(then if holds else otherwise)
         test, name = self.text(condition), target or self.fresh()
         arms = []
-        for value, holds in ((then, True), (otherwise, False)):
+        for arm, holds in ((then, True), (otherwise, False)):
+            self.path.append((condition, holds))
+            value = self.taken(arm)
+            self.path.pop()
             if isinstance(value, Node):
                 self.targets[value] = name
             barren = self.is_barren(value)
@@ -406,6 +411,15 @@ class _Program(_Writer):
         self.lines += [f"if {test.words}:", *_indented(blocks[0])]
         self.lines += [f"el{first}", *rest] if chained else ["else:", *_indented(blocks[1])]
         return Text(name, ATOM, _joined(one for _, value in arms for one in value))
+
+    def taken(self, value: Any) -> Any:
+        """Return what a value is on the present path: choices that it decides are made."""
+        while isinstance(value, Node) and value.operation == CHOICE and value not in self.known:
+            condition, then, otherwise = value.arguments
+            if (holds := self.decided(condition)) is None:
+                break
+            value = then if holds else otherwise
+        return value
 
     def decided(self, condition: Any) -> bool | None:
         """Return what a condition is on the present path, None if that is open."""
