@@ -19,7 +19,9 @@ from kltest.symbolic.values import (
     Node,
     Partial,
     Scope,
+    Stored,
     Thing,
+    TooLargeError,
     is_constant,
 )
 
@@ -34,6 +36,11 @@ ON_CONSTANTS: Mapping[str, Callable[..., Any]] = {
     **{"len": len, "range": range, "list": list, "tuple": tuple, "max": max, "min": min, "abs": abs, "int": int},
     **{"float": float, "bool": bool, "pow": pow, "round": round, "sorted": sorted, "str": str, "set": list},
 }
+# Operations of what comes from elsewhere.
+ELSEWHERE = frozenset({INPUT, "attribute", "item", "call", "method", "detach"})
+# Methods that differentiate what they are called on, or given.
+BACKWARD = frozenset({"backward", "manual_backward"})
+BACKWARD_OF = "backward()"
 # Methods of texts that compute.
 TEXT = frozenset({"lower", "upper", "strip", "startswith", "endswith", "replace", "split", "partition", "removeprefix"})
 
@@ -44,10 +51,14 @@ class Calls:
     graph: Graph
     find: Callable[[str, str], Scope | None]
     frames: list[Frame]
+    within: list[str]
 
     # Of evaluate.Evaluator
     body: Callable[..., Any]
     made: Callable[..., Any]
+    store: Callable[..., None]
+    left: int
+    stores: list[Stored]
     operator: Callable[..., Any]
     truth: Callable[..., Any]
     assign: Callable[..., None]
@@ -77,7 +88,9 @@ class Calls:
         return self.opaque("call", callee, *arguments, **named)
 
     def opaque(self, what: str, *arguments: Any, **named: Any) -> Any:
-        """Return the node of something that is not followed."""
+        """Return the node of something that is not followed; within a context of a name it is another."""
+        if self.within and what in ("call", "method"):
+            named = {**named, "within": tuple(self.within)}
         return self.made(what, *map(self._described, arguments), **{k: self._described(v) for k, v in named.items()})
 
     def _described(self, value: Any) -> Any:
@@ -115,7 +128,57 @@ class Calls:
             if name not in found:
                 default = defaults.get(name)
                 found[name] = self.graph.node(INPUT, name) if default is None else self._default(function, default)
+        for name, value in found.items():
+            self.graph.named(value, name)
         return found
+
+    def entered(self, function: Function, owner: Kind | None = None) -> Any:
+        """Return what a function returns that nothing is known of the call of: its parameters are inputs.
+
+        `self` is an object of `owner`, with what its constructor sets.
+        """
+        variables = self._symbols(function)
+        if owner is not None and variables:
+            first = next(iter(variables))
+            variables[first] = self._object(owner, variables[first])
+        return self.body(function, variables)
+
+    def _symbols(self, function: Function) -> dict[str, Any]:
+        """Return an input for each parameter; its default, if that is a constant, is noted in `graph.defaults`."""
+        spec = function.definition.args
+        names = [*spec.posonlyargs, *spec.args]
+        given = [*([None] * (len(names) - len(spec.defaults))), *spec.defaults]
+        pairs = [*zip(names, given, strict=True), *zip(spec.kwonlyargs, spec.kw_defaults, strict=True)]
+        variables: dict[str, Any] = {}
+        for one, default in [*pairs, *((one, None) for one in (spec.vararg, spec.kwarg) if one)]:
+            node = variables[one.arg] = self.graph.node(INPUT, one.arg)
+            if default is not None:
+                value = self._default(function, default)
+                if is_constant(value):
+                    self.graph.defaults[node] = value
+                else:
+                    variables[one.arg] = value
+        return variables
+
+    def _object(self, kind: Kind, symbol: Any) -> Thing:
+        """Return an object of a class with what its constructor sets, whatever it is given."""
+        thing = Thing(kind, {}, symbol)
+        constructor = kind.lookup("__init__")
+        if isinstance(constructor, Function):
+            budget, self.left, stores = self.left, self.left // 4, len(self.stores)
+            with suppress(TooLargeError):
+                self.body(
+                    constructor, {**self._symbols(constructor), next(iter(self._symbols(constructor)), ""): thing}
+                )
+            self.left = budget
+            del self.stores[stores:]
+        for name, value in list(thing.attributes.items()):
+            # What a constructor is given, or gets from elsewhere, is told by the name that it keeps it under.
+            if any(one.operation in ELSEWHERE for one in _branches_of(value)):
+                del thing.attributes[name]
+                if value in self.graph.defaults:
+                    self.graph.defaults[self.attribute(thing, name)] = self.graph.defaults[value]
+        return thing
 
     def _default(self, function: Function, default: ast.expr) -> Any:
         with self._inside(Frame(function.scope)):  # type: ignore[attr-defined]
@@ -215,6 +278,8 @@ class Calls:
         self, expression: ast.Attribute, owner: Node, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> Any:
         name = expression.attr
+        if name in BACKWARD:
+            self.store(BACKWARD_OF, [owner, *arguments], expression.lineno)
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         operation = canonical(name.removesuffix("_")) or canonical(name)
         if name == "append":
@@ -344,6 +409,18 @@ class Calls:
 
 def _ends(key: slice) -> tuple[Any, Any, Any]:
     return key.start, key.stop, key.step
+
+
+def _branches_of(value: Any) -> list[Node]:
+    """Return the nodes that a value is in one branch or another."""
+    found, stack = [], [value]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, Node) and one.operation == CHOICE:
+            stack.extend(one.arguments[1:])
+        elif isinstance(one, Node):
+            found.append(one)
+    return found
 
 
 def _is_number(value: Any) -> bool:

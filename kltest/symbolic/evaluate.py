@@ -14,10 +14,10 @@ cannot be followed is an opaque node, named by what was called.
 import ast
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
-from kltest.errors import KltestError
 from kltest.symbolic.calls import Calls, stored
 from kltest.symbolic.operations import constant_of
 from kltest.symbolic.values import (
@@ -31,9 +31,12 @@ from kltest.symbolic.values import (
     Kind,
     Node,
     Scope,
+    Stored,
     Thing,
+    TooLargeError,
     implied,
     is_constant,
+    nodes_in,
 )
 
 BINARY = {
@@ -51,10 +54,6 @@ NO_GRADIENT = frozenset({"no_grad", "inference_mode", "stop_gradient"})
 BUDGET = 200_000
 
 
-class TooLargeError(KltestError):
-    """An evaluation that follows more statements than its budget."""
-
-
 class Evaluator(Calls):
     """Follows functions of a source tree; all values are of one graph.
 
@@ -67,10 +66,17 @@ class Evaluator(Calls):
         self.graph, self.find = graph or Graph(), find
         self.frames: list[Frame] = []
         self.detached = 0
+        self.within: list[str] = []
+        self.stores: list[Stored] = []
         self.left = BUDGET
+        self.line = 0
         self._globals: dict[int, tuple[ast.Module, Scope]] = {}
 
     # Modules and functions
+
+    def renew(self) -> None:
+        """Give the next function a budget of its own."""
+        self.left = BUDGET
 
     def module(self, file: str, tree: ast.Module) -> Scope:
         """Return the scope of a module after its statements."""
@@ -78,7 +84,7 @@ class Evaluator(Calls):
             scope = Scope(file)
             # The tree is kept beside its scope, so that its identity is not given to another.
             self._globals[id(tree)] = tree, scope
-            self._run(Frame(scope), tree.body)
+            self._run(Frame(scope), [one for one in tree.body if not _does(one)])
         return self._globals[id(tree)][1]
 
     def body(self, function: Function, variables: dict[str, Any]) -> Any:
@@ -88,7 +94,7 @@ class Evaluator(Calls):
         if isinstance(definition, ast.Lambda):
             with self._inside(frame):
                 return self.value(definition.body)
-        if any(isinstance(one, ast.Yield | ast.YieldFrom) for one in ast.walk(definition)):
+        if _yields(definition):
             return self.graph.node("generator", function.name)
         if any(_last_name(one) in NO_GRADIENT for one in definition.decorator_list):
             with self._without_gradient():
@@ -142,6 +148,7 @@ class Evaluator(Calls):
             if self.frame.ended:
                 return
             self._spend()
+            self.line = statement.lineno
             if isinstance(statement, ast.If | ast.Match):
                 # Where one branch leaves the pass of a loop, the rest of the block belongs to the other.
                 if self._branches(statement, statements[at + 1 :]):
@@ -222,16 +229,18 @@ class Evaluator(Calls):
             self.frame.scope.variables[alias.asname or alias.name] = value
 
     def _with(self, statement: ast.With | ast.AsyncWith) -> None:
-        detached = False
+        detached, before = False, len(self.within)
         for item in statement.items:
             call = item.context_expr
-            detached |= _last_name(call.func if isinstance(call, ast.Call) else call) in NO_GRADIENT
+            detached |= _last_name(call) in NO_GRADIENT
             opened = self.value(call)
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, opened)
+            self.within.append(_last_name(call))
         self.detached += detached
         self.block(statement.body)
         self.detached -= detached
+        del self.within[before:]
 
     _asyncwith = _with
 
@@ -351,7 +360,8 @@ class Evaluator(Calls):
         names = [name for name in _changed_in(statement.body) if name in variables]
         before = tuple(_fixed(variables[name]) for name in names)
         place = (statement.lineno, statement.col_offset, len(self.frames), mark)
-        element = self.graph.node(INPUT, "item", *place)
+        index = self.graph.node(INPUT, "item", *place)
+        counted, element = self._counted(items, index)
         carried = tuple(self.graph.node(INPUT, "carried", name, *place, before) for name in names)
         variables |= dict(zip(names, carried, strict=True))
         self.assign(statement.target, element)
@@ -361,13 +371,36 @@ class Evaluator(Calls):
         after = tuple(_fixed(variables[name]) for name in names)
         for number, name in enumerate(names):
             if after[number] is not carried[number]:
-                variables[name] = self.graph.node("loop", items, element, before, carried, after, number)
+                variables[name] = self.graph.node("loop", counted, index, before, carried, after, number)
             else:
                 variables[name] = before[number]
 
+    def _counted(self, items: Any, index: Node) -> tuple[Any, Any]:
+        """Return what an index counts through in a loop over unknown items, and the item at an index."""
+        if isinstance(items, Node) and items.operation == "range":
+            return items, index
+        return self.graph.node("range", self.graph.node("len", _fixed(items))), self._at(items, index)
+
+    def _at(self, items: Any, index: Any) -> Any:
+        """Return the item at an index; through zip and enumerate, the items of what they run over."""
+        if isinstance(items, Node) and items.operation == "zip":
+            return tuple(self._at(one, index) for one in items.arguments)
+        if isinstance(items, Node) and items.operation == "enumerate":
+            first, *start = items.arguments
+            return self.operator("+", index, *start) if start else index, self._at(first, index)
+        return self.item(items, index)
+
     def _while(self, statement: ast.While) -> None:
-        for name in _changed_in(statement.body):
-            self.frame.scope.variables[name] = self.graph.node("while loop", name, statement.lineno)
+        """Follow the body once; what it changes is then known by what it is made of, not by its value."""
+        variables = self.frame.scope.variables
+        names = [name for name in _changed_in(statement.body) if name in variables]
+        before = {name: variables[name] for name in names}
+        self.block(statement.body)
+        if self.frame.ended in ("continue", "break"):
+            self.frame.ended = ""
+        for name in names:
+            if isinstance(variables[name], Node) and variables[name] is not before[name]:
+                variables[name] = self.graph.node("while loop", variables[name], statement.lineno)
 
     # Assignment
 
@@ -375,6 +408,7 @@ class Evaluator(Calls):
         """Give a target a value."""
         match target:
             case ast.Name(id=name):
+                self._note(target, name, value)
                 self.frame.scope.variables[name] = value
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 self._unpack(targets, value)
@@ -382,10 +416,24 @@ class Evaluator(Calls):
                 self.assign(inner, value)
             case ast.Attribute(value=owner, attr=name):
                 holder = self.value(owner)
+                self._note(target, name, value)
                 if isinstance(holder, Thing):
                     holder.attributes[name] = value
             case ast.Subscript(value=owner, slice=key):
-                self._write(owner, self.value(owner), self.value(key), value)
+                place = self.value(key)
+                if isinstance(place, str):
+                    self._note(target, place, value)
+                self._write(owner, self.value(owner), place, value)
+
+    def _note(self, target: ast.expr, name: str, value: Any) -> None:
+        self.graph.named(value, name)
+        self.store(name, value, getattr(target, "lineno", 0))
+
+    def store(self, name: str, value: Any, line: int) -> None:
+        """Remember under which name a function stores a value, and where."""
+        scope = self.frame.scope
+        if scope.outer is not None and any(True for _ in nodes_in(value)):
+            self.stores.append(Stored(name, value, scope.file, line, self.frame.function))
 
     def _unpack(self, targets: Sequence[ast.expr], value: Any) -> None:
         star = next((at for at, one in enumerate(targets) if isinstance(one, ast.Starred)), None)
@@ -409,10 +457,15 @@ class Evaluator(Calls):
     def value(self, expression: ast.expr) -> Any:
         """Return the value of an expression."""
         self._spend()
+        before, self.line = self.line, expression.lineno
         found = getattr(self, f"_of_{type(expression).__name__.lower()}", self._opaque)(expression)
-        if isinstance(found, Node):
-            self.graph.lines.setdefault(found, set()).add((self.frame.scope.file, expression.lineno))
+        self._locate(found)
+        self.line = before
         return found
+
+    def _locate(self, value: Any) -> None:
+        if isinstance(value, Node):
+            self.graph.lines.setdefault(value, set()).add((self.frame.scope.file, self.line))
 
     def _opaque(self, expression: ast.expr) -> Any:
         return self.graph.node("unread", type(expression).__name__.lower(), expression.lineno, expression.col_offset)
@@ -548,6 +601,7 @@ class Evaluator(Calls):
     def made(self, operation: str, *arguments: Any, **named: Any) -> Any:
         """Return the node of an operation, detached where gradients are switched off."""
         node = self.graph.node(operation, *map(_fixed, arguments), **{name: _fixed(one) for name, one in named.items()})
+        self._locate(node)
         return self.graph.node("detach", node) if self.detached and operation != "detach" else node
 
     def _of_slice(self, expression: ast.Slice) -> Any:
@@ -602,12 +656,13 @@ class Evaluator(Calls):
         first, *rest = generators
         items = self.value(first.iter)
         if not isinstance(items, list | tuple | range | str):
-            element = self.graph.node(INPUT, "item", first.target.lineno, first.target.col_offset, len(self.frames))
+            index = self.graph.node(INPUT, "item", first.target.lineno, first.target.col_offset, len(self.frames))
+            counted, element = self._counted(items, index)
             self.assign(first.target, element)
             kept = tuple(_fixed(self.value(test)) for test in first.ifs)
             inner = self._comprehended_inside(rest, made)
             value = inner[0] if isinstance(inner, list) and len(inner) == 1 else inner
-            return self.graph.node("mapped", _fixed(items), element, _fixed(value), kept)
+            return self.graph.node("mapped", counted, index, _fixed(value), kept)
         found: list[Any] = []
         for item in items:
             self.assign(first.target, item)
@@ -617,6 +672,29 @@ class Evaluator(Calls):
             inner = self._comprehended_inside(rest, made)
             found.extend(inner if isinstance(inner, list) else [self.graph.node("starred", inner)])
         return found
+
+
+def _does(statement: ast.stmt) -> bool:
+    """Return True for a statement of a module that defines nothing: a call of a function, the run of a script."""
+    if isinstance(statement, ast.Expr):
+        call = statement.value
+        return not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute))
+    if isinstance(statement, ast.If):
+        return any(isinstance(one, ast.Name) and one.id == "__name__" for one in ast.walk(statement.test))
+    return isinstance(statement, ast.For | ast.While | ast.With | ast.Assert)
+
+
+@lru_cache(maxsize=100_000)
+def _yields(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return True for a generator."""
+    stack: list[ast.AST] = list(definition.body)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            stack.extend(ast.iter_child_nodes(node))
+    return False
 
 
 def _owned(member: Any, kind: Kind, around: Scope) -> Any:

@@ -6,15 +6,21 @@ that differs is a node `choice(condition, then, otherwise)`.
 """
 
 import ast
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from kltest.errors import KltestError
 
 CHOICE = "choice"
 # Operations that make a node from nothing of the graph: a parameter, or a name of which nothing is known.
 INPUT = "input"
 # The input that stands for an entry which only one of two branches made.
 ABSENT = "absent"
+
+
+class TooLargeError(KltestError):
+    """An evaluation that follows more statements than its budget."""
 
 
 class Node:
@@ -46,7 +52,7 @@ def nodes_in(value: Any) -> Iterator[Node]:
     """Yield the nodes in a value, at any depth of tuples, lists, dictionaries and slices."""
     if isinstance(value, Node):
         yield value
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         yield from nodes_in(tuple(value.values()))
     elif isinstance(value, slice):
         yield from nodes_in((value.start, value.stop, value.step))
@@ -66,12 +72,33 @@ def reached(value: Any, known: Collection[Node] = ()) -> set[Node]:
     return found
 
 
+def mapped(value: Any, of: Callable[[Node], Any]) -> Any:
+    """Return a value with others in place of its nodes, at any depth of tuples, lists, dictionaries and slices."""
+    if isinstance(value, Node):
+        return of(value)
+    if isinstance(value, slice):
+        return slice(mapped(value.start, of), mapped(value.stop, of), mapped(value.step, of))
+    if isinstance(value, dict):
+        return {name: mapped(one, of) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(one, of) for one in value)
+    return value
+
+
 @dataclass
 class Graph:
-    """All nodes of one evaluation, and the lines of source that each comes from."""
+    """All nodes of one evaluation.
+
+    Attributes:
+        lines: lines of source that each node comes from.
+        names: variables, parameters, attributes and keys that each node was given to, in that order.
+        defaults: values that inputs have unless a caller gives others.
+    """
 
     _known: dict[Any, Node] = field(default_factory=dict)
     lines: dict[Node, set[tuple[str, int]]] = field(default_factory=dict)
+    names: dict[Node, dict[str, None]] = field(default_factory=dict)
+    defaults: dict[Node, Any] = field(default_factory=dict)
 
     def node(self, operation: str, *arguments: Any, **named: Any) -> Node:
         """Return the node of an operation, the one that is there if it was made before."""
@@ -80,6 +107,46 @@ class Graph:
         if key not in self._known:
             self._known[key] = Node(operation, arguments, sorted_names, len(self._known))
         return self._known[key]
+
+    def named(self, value: Any, name: str) -> None:
+        """Remember that a value was given to a variable, parameter, attribute or key."""
+        if isinstance(value, Node):
+            self.names.setdefault(value, {})[name] = None
+
+    def rewritten(self, value: Any, replace: Callable[[Node], Any]) -> Any:
+        """Return a value in which other values stand for nodes; what uses them is made anew.
+
+        Args:
+            value: a node, or a container of nodes.
+            replace: what stands for a node; the node itself where nothing else does.
+        """
+        known: dict[Node, Any] = {}
+
+        def of(part: Any) -> Any:
+            return mapped(part, lambda node: known[node])
+
+        stack = list(nodes_in(value))
+        while stack:
+            node = stack[-1]
+            if node in known:
+                stack.pop()
+                continue
+            if (other := replace(node)) is not node:
+                known[node] = other
+                continue
+            if waiting := [one for one in node.parts if one not in known]:
+                stack.extend(waiting)
+                continue
+            arguments, named = of(node.arguments), {name: of(one) for name, one in node.named}
+            made = (
+                self.choice(*arguments) if node.operation == CHOICE else self.node(node.operation, *arguments, **named)
+            )
+            known[node] = made
+            if isinstance(made, Node) and made is not node:
+                self.lines.setdefault(made, set()).update(self.lines.get(node, ()))
+                for name in self.names.get(node, ()):
+                    self.named(made, name)
+        return of(value)
 
     def choice(self, condition: Any, then: Any, otherwise: Any) -> Any:
         """Return what a value is after two branches; containers of one shape are joined entry by entry."""
@@ -234,6 +301,25 @@ class Builtin:
 
     name: str
     function: Callable[..., Any] = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A value that a function gives to a name, attribute or key, or what `backward` is called on (named so).
+
+    Attributes:
+        name: the name, attribute or key.
+        value: what is stored.
+        file: where.
+        line: where in it.
+        function: the function under way.
+    """
+
+    name: str
+    value: Any
+    file: str
+    line: int
+    function: "Function | None"
 
 
 @dataclass(eq=False)

@@ -1,0 +1,130 @@
+"""A source tree as graphs: its functions, each entered with nothing known of its call, and what each stores and returns."""
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from kltest.scanning.sources import Source
+from kltest.symbolic.evaluate import Evaluator
+from kltest.symbolic.modules import Modules
+from kltest.symbolic.roles import Roles
+from kltest.symbolic.values import Builtin, Function, Graph, Kind, Scope, Stored, TooLargeError
+from kltest.symbolic.words import says_kl, side
+
+
+@dataclass(eq=False)
+class Entry:
+    """A function that was entered: what it returns and stores, in a graph of its own.
+
+    Attributes:
+        source: its file.
+        function: itself.
+        owner: the name of its class.
+        returned: what it returns.
+        stores: what it and the functions that it calls store.
+        failure: why it was not followed to its end.
+    """
+
+    source: Source
+    function: Function
+    owner: str
+    graph: Graph
+    returned: Any = None
+    stores: Sequence[Stored] = ()
+    failure: str = ""
+
+    @property
+    def title(self) -> str:
+        """`Class.method`."""
+        return f"{self.owner}.{self.function.name}" if self.owner else self.function.name
+
+    @cached_property
+    def roles(self) -> Roles:
+        """Facts of the nodes of its graph."""
+        return Roles(self.graph)
+
+
+@dataclass
+class Tree:
+    """The files of a tree, by the paths that their functions are known by."""
+
+    sources: Mapping[str, Source]
+    evaluator: Evaluator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.modules = Modules({name: (lambda s=source: s.tree) for name, source in self.sources.items()})  # type: ignore[misc]
+        self.evaluator = Evaluator(self._scope_of)
+        self._open: set[str] = set()
+
+    def _scope_of(self, importer: str, name: str) -> Scope | None:
+        file = self.modules.find(importer, name)
+        return None if file is None else self.scope(file)
+
+    def scope(self, file: str) -> Scope | None:
+        """Return the variables of a module; None while it is being read itself, or if it is too large."""
+        if file in self._open:
+            return None
+        self._open.add(file)
+        before = self.evaluator.left, self.evaluator.frames
+        self.evaluator.frames = []
+        try:
+            return self.evaluator.module(file, self.sources[file].tree)
+        except (TooLargeError, RecursionError):
+            return None
+        finally:
+            self.evaluator.left, self.evaluator.frames = before
+            self._open.discard(file)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield each function of the tree that speaks of log-probs or of a KL."""
+        for file, source in self.sources.items():
+            wanted = [
+                node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
+            wanted = [node for node in wanted if speaks_of_probabilities(node)]
+            if wanted and (scope := self.scope(file)) is not None:
+                for function, kind in _functions(scope.variables, file):
+                    if function.definition in wanted:
+                        yield self.entered(source, function, kind)
+
+    def entered(self, source: Source, function: Function, kind: Kind | None) -> Entry:
+        """Return a function as it is followed with nothing known of its call."""
+        evaluator = self.evaluator
+        evaluator.graph, evaluator.stores = Graph(), []
+        evaluator.frames, evaluator.within, evaluator.detached = [], [], 0
+        evaluator.renew()
+        owner = kind.definition.name if kind else ""
+        entry = Entry(source, function, owner, evaluator.graph)
+        try:
+            entry.returned = evaluator.entered(function, kind)
+        except TooLargeError as error:
+            entry.failure = str(error)
+        except RecursionError:
+            entry.failure = "it is nested too deeply"
+        entry.stores = evaluator.stores
+        return entry
+
+
+def speaks_of_probabilities(node: ast.AST) -> bool:
+    """Return True if a name, attribute or key in it says log-probs, logits or KL."""
+    return any(
+        says_kl(name) or side(name) is not None
+        for inner in ast.walk(node)
+        for name in (getattr(inner, field, None) for field in ("id", "attr", "arg", "value", "name"))
+        if isinstance(name, str) and name.isidentifier()
+    )
+
+
+def _functions(variables: Mapping[str, Any], file: str) -> Iterator[tuple[Function, Kind | None]]:
+    """Yield the functions and methods that a file defines, with the class of a method."""
+    for value in list(variables.values()):
+        if isinstance(value, Function) and value.scope.file == file:
+            yield value, None
+        elif isinstance(value, Kind):
+            for member in value.entries.values():
+                static = isinstance(member, Builtin) and member.name == "staticmethod"
+                inner = member.function() if isinstance(member, Builtin) else member
+                if isinstance(inner, Function) and inner.scope.file == file:
+                    yield inner, None if static else value

@@ -1,0 +1,180 @@
+"""The KL terms of a tree: where each stands, what it becomes there, and in which configurations."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kltest.scanning.entries import Entry, Tree
+from kltest.scanning.measured import leaves
+from kltest.scanning.parts import Part, Parts
+from kltest.symbolic.calls import BACKWARD_OF
+from kltest.symbolic.values import Node, nodes_in, reached
+from kltest.symbolic.words import is_logged, is_preference, says, says_kl
+
+LOSS = ("loss", "objective")
+SIGMOIDS = frozenset({"sigmoid", "logsigmoid", "softplus", "log_sigmoid", "binary_cross_entropy_with_logits"})
+REWARD = ("reward", "advantage", "adv", "return")
+
+
+@dataclass(eq=False)
+class Found:
+    """A term as it was found from one entry.
+
+    Attributes:
+        place: loss, reward, advantage, or helper for what a function returns of which nothing else is known.
+    """
+
+    entry: Entry
+    part: Part
+    place: str
+
+
+@dataclass(eq=False)
+class Find:
+    """A term of the tree, with all entries from which it was found.
+
+    Attributes:
+        file: where it stands.
+        function: the function that it stands in.
+        lines: its lines there.
+        others: its lines in other files.
+        found: as it was found.
+    """
+
+    file: str
+    function: "Place"
+    lines: set[int] = field(default_factory=set)
+    others: set[tuple[str, int]] = field(default_factory=set)
+    found: list[Found] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A function of a file and its lines."""
+
+    title: str
+    first: int
+    last: int
+
+
+def finds(tree: Tree) -> list[Find]:
+    """Return the KL terms of a tree, in the order of files and lines."""
+    known: dict[Any, Find] = {}
+    places = {name: _places(source.tree) for name, source in tree.sources.items()}
+    for entry in tree.entries():
+        parts = Parts(entry.roles)
+        starts = list(roots(entry))
+        margins = _margins(entry, [root for root, _ in starts])
+        for root, place in starts:
+            for part in parts.of(root, place):
+                if place != "loss" and _is_preferred(entry, part, margins):
+                    continue
+                _add(known, entry, part, place if part.place == "helper" else part.place, places)
+    found = [one for one in known.values() if any(each.place != "helper" for each in one.found) or _is_kl(one)]
+    order = {name: number for number, name in enumerate(tree.sources)}
+    return sorted(found, key=lambda one: (order.get(one.file, 0), min(one.lines, default=0)))
+
+
+def _is_kl(find: Find) -> bool:
+    """Return True for what a function returns if a reference is in it, or its name says KL."""
+    sides = {side for each in find.found for side in each.entry.roles.of(each.part.core).sides}
+    return "ref_" in sides or says_kl(find.function.title)
+
+
+def _margins(entry: Entry, values: list[Any]) -> set[Node]:
+    """Return the probabilities of which a loss takes a sigmoid: those of a preference."""
+    found: set[Node] = set()
+    for node in reached(values):
+        if node.operation in SIGMOIDS:
+            found |= leaves(entry.roles, node).fields.keys()
+    return found
+
+
+def _is_preferred(entry: Entry, part: Part, margins: set[Node]) -> bool:
+    """Return True for the implicit reward of a preference, which is logged and no reward of a policy."""
+    fields = [node for node, name in leaves(entry.roles, part.core).fields.items() if "log" in name]
+    named = any(is_preference(name) for node in fields for name in entry.roles.names(node))
+    return named or all(node in margins for node in fields)
+
+
+def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
+    """Yield what a function differentiates, returns as a loss, or stores as a reward, with its place."""
+    title = entry.title
+    named = list(_returned(entry.returned, entry.graph.names))
+    losses = [value for name, value in named if says(name, *LOSS) and not is_logged(name)]
+    if losses:
+        yield from ((value, "loss") for value in losses)
+    elif says(title, *LOSS):
+        yield from ((value, "loss") for name, value in named[:1])
+    for stored in entry.stores:
+        name = stored.name
+        if name == BACKWARD_OF:
+            yield stored.value, "loss"
+        elif is_logged(name) or is_preference(name):
+            continue
+        elif says(name, *LOSS) and not says_kl(name):
+            yield stored.value, "loss"
+        elif says(name, *REWARD) and not says_kl(name):
+            yield stored.value, "reward"
+    yield from ((value, "helper") for name, value in named if not losses or says_kl(name))
+
+
+def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the entries of what is returned, with what they are called."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield from _returned(one, names, str(key))
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _returned(one, names, name)
+    elif isinstance(value, Node):
+        yield " ".join([name, *names.get(value, ())]), value
+
+
+def _add(known: dict[Any, Find], entry: Entry, part: Part, place: str, places: Mapping[str, list[Place]]) -> None:
+    lines = lines_of(entry, part.core)
+    at = entry.graph.lines.get(part.core) or lines
+    if not at:
+        return
+    file, line = min(at)
+    function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), Place("<module>", 0, 0))
+    fields = leaves(entry.roles, part.core).fields
+    key = (file, function, frozenset(name for name in fields.values() if "log" in name), place == "reward")
+    find = known.setdefault(key[:3], Find(file, function))
+    find.lines |= {number for name, number in lines if name == file and function.first <= number <= function.last}
+    find.lines |= {line}
+    find.others |= {(name, number) for name, number in lines if name != file}
+    find.found.append(Found(entry, part, place))
+
+
+def lines_of(entry: Entry, core: Node) -> set[tuple[str, int]]:
+    """Return the lines of a term: of all that is computed between the fields and it."""
+    ends = leaves(entry.roles, core)
+    found: set[tuple[str, int]] = set()
+    stack, seen = [core], set()
+    while stack:
+        node = stack.pop()
+        if node in seen or node in ends.fields or node in ends.unknown:
+            continue
+        seen.add(node)
+        found |= entry.graph.lines.get(node, set())
+        stack.extend(one for one in node.parts if entry.roles.of(one).sides)
+    return found
+
+
+def _places(tree: ast.Module) -> list[Place]:
+    """Return the functions of a file, inner ones first."""
+    found: list[Place] = []
+
+    def walk(node: ast.AST, owner: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                walk(child, owner)
+                title = f"{owner}.{child.name}" if owner else child.name
+                found.append(Place(title, child.lineno, child.end_lineno or child.lineno))
+            else:
+                walk(child, child.name if isinstance(child, ast.ClassDef) else owner)
+
+    walk(tree, "")
+    return found

@@ -1,0 +1,223 @@
+"""Terms as functions of rollout fields: each configuration of a term with fields and numbers in place of what is read."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kltest.errors import KltestError
+from kltest.scanning.measured import WORDS, Rollouts, leaves, shape_of, value_of
+from kltest.scanning.parts import LIMITS, Part, projected
+from kltest.scanning.unfolding import Case, Unfolding, text
+from kltest.symbolic.computed import UnknownError
+from kltest.symbolic.roles import PADDING, Roles, own_name
+from kltest.symbolic.values import INPUT, Node, is_constant, reached
+from kltest.symbolic.words import says
+
+NAME = "kl_term"
+COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty", "scale", "eta")
+FAR = 1e4
+"""What stands for a limit that nothing says, so that it limits nothing."""
+TOLERANCE = 1e-9
+FAILURES = (KltestError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, ZeroDivisionError)
+
+
+class NotLiftedError(Exception):
+    """A term cannot be lifted; the message says why."""
+
+
+@dataclass
+class Lifted:
+    """One configuration of a term: the graph of its function, or why there is none.
+
+    Attributes:
+        assumed: the conditions that it is the configuration of, and whether they hold.
+        node: a function of inputs that are named as fields.
+        core: the same of the term alone, without what becomes of it later.
+        notes: what was guessed.
+        refused: why it was not lifted.
+    """
+
+    assumed: tuple[tuple[Node, bool], ...]
+    node: Node | None = None
+    core: Node | None = None
+    notes: list[str] = field(default_factory=list)
+    refused: str = ""
+
+
+class Lifting:
+    """Lifts the terms of one entry.
+
+    Args:
+        roles: facts of the nodes of its graph.
+        settings: defaults of options by their name.
+    """
+
+    def __init__(self, roles: Roles, settings: Mapping[str, Any]) -> None:
+        self.roles, self.graph, self.settings = roles, roles.graph, settings
+        self.unfolding = Unfolding(roles)
+
+    def of(self, part: Part, place: str) -> Iterator[Lifted]:
+        """Yield the configurations of a term as it comes to the loss or reward; alone, where that is not known."""
+        whole = projected(self.graph, part)
+        for case in self.unfolding.cases(self.graph.node("of", whole, part.core) if isinstance(whole, Node) else whole):
+            yield from self._of_case(case, place)
+
+    def _of_case(self, case: Case, place: str) -> Iterator[Lifted]:
+        if not isinstance(case.node, Node) or case.node.operation != "of":
+            return
+        whole, core = case.node.arguments
+        if not isinstance(core, Node) or len(self.roles.of(core).sides) < 2:
+            return
+        found = Lifted(case.assumed)
+        try:
+            found.core = self.filled(core, [])
+            try:
+                found.node = self.filled(whole, found.notes) if isinstance(whole, Node) else found.core
+            except FAILURES as error:
+                found.notes = [f"only the term itself, without what becomes of it: {error}"]
+                found.node = self.filled(core, found.notes)
+            if place in ("reward", "advantage"):
+                found.node = self.graph.node("negated", found.node)
+        except NotLiftedError as error:
+            found.refused = str(error)
+        except UnknownError as error:
+            found.refused = f"nothing says what {name_of(error.node)} is"
+        except FAILURES as error:
+            found.refused = f"it cannot be computed: {' '.join(str(error).split())[:200]}"
+        yield found
+
+    def filled(self, node: Node, notes: list[str]) -> Node:
+        """Return a term with inputs for its fields, and numbers for what else it reads; it is computed once.
+
+        Raises what `value_of` does, if it cannot be computed, and NotLiftedError where a number is not known.
+        """
+        ends = leaves(self.roles, node)
+        for end in ends.unknown:
+            if self.roles.of(end).sides:
+                raise KltestError(f"nothing says what {name_of(end)} does")
+        numbers = {end: self._number(node, end, notes) for end in ends.unknown}
+        polarity = self._polarity(node, numbers)
+
+        def replace(one: Node) -> Any:
+            if one in numbers:
+                value = numbers[one]
+                return self.graph.node(INPUT, "beta") if value is BETA else value
+            return self._standing(one, ends.fields[one], polarity) if one in ends.fields else one
+
+        made = self.graph.rewritten(node, replace)
+        if not isinstance(made, Node):
+            raise KltestError("it is a constant")
+        shape = shape_of(made)
+        return self.graph.node("sum", made, dim=-1) if shape[-1:] == (WORDS,) else made
+
+    def _standing(self, node: Node, name: str, polarity: int) -> Node:
+        stands = self.graph.node(INPUT, name)
+        match self.roles.of(node).quantity:
+            case "probabilities" | "probability of the token":
+                stands = self.graph.node("exp", stands)
+            case "negative log-prob of the token":
+                stands = self.graph.node("negated", stands)
+            case "padding" if polarity < 0:
+                stands = self.graph.node("-", 1, stands)
+        detached = name in ("logp", "logits") and not carries(node)
+        return self.graph.node("detach", stands) if detached else stands
+
+    def _polarity(self, node: Node, numbers: Mapping[Node, Any]) -> int:
+        """Return -1 if masks of padding are one at padding, 1 if they are one at tokens that count after all."""
+        if not any(self.roles.of(one).quantity == PADDING for one in leaves(self.roles, node).fields):
+            return -1
+        given = {one: 1.0 if value is BETA else value for one, value in numbers.items()}
+        rollouts = Rollouts(5, full=True)
+        return 1 if abs(float(value_of(self.roles, node, rollouts, given, {}))) < TOLERANCE else -1
+
+    def _number(self, node: Node, number: Node, notes: list[str]) -> Any:
+        """Return what stands for a number that nothing computes."""
+        name = name_of(number)
+        known = self.graph.defaults.get(number, self.settings.get(own_name(number), UNSET))
+
+        def at(value: float) -> float:
+            return float(value_of(self.roles, node, Rollouts(2), {number: value}, {}).detach())
+
+        try:
+            zero, half, one, two = at(0.0), at(0.5), at(1.0), at(2.0)
+        except (ZeroDivisionError, *FAILURES):
+            zero, half, one, two = math.nan, at(0.5), at(1.0), at(2.0)
+        near = TOLERANCE * max(abs(one), abs(two), 1e-3)
+        if abs(one - half) < near and abs(one - two) < near:
+            return 1.0
+        if abs(zero) < near and abs(two - 2 * one) < near:
+            if says(name, *COEFFICIENT):
+                notes.append(f"{name} is filled as the coefficient")
+                return BETA
+            notes.append(f"{name} is taken to be 1")
+            return 1.0
+        if abs(one - 2 * two) < near:
+            notes.append(f"{name} is taken to be 1")
+            return 1.0
+        if is_constant(known) and known is not None:
+            notes.append(f"{name} keeps its default, {known!r}")
+            return known
+        if any(each.operation in LIMITS and number in reached(each.arguments[1:]) for each in reached(node)):
+            notes.append(f"{name} is taken to limit nothing")
+            return FAR
+        if any(
+            each.operation == "-" and each.arguments[1] is number and each.arguments[0] in (1, 1.0)
+            for each in reached(node)
+        ):
+            notes.append(f"{name} is taken to be 0.5")
+            return 0.5
+        raise NotLiftedError(f"nothing says what {name} is")
+
+
+class _Beta:
+    """Stands for the coefficient."""
+
+
+BETA = _Beta()
+UNSET = object()
+
+
+def name_of(node: Node) -> str:
+    """Return what a node is called in the code."""
+    return text(node) if node.operation in ("attribute", "input") else own_name(node) or text(node)[:80]
+
+
+def carries(node: Node) -> bool:
+    """Return True unless everything that a value is computed from is detached."""
+    stack, seen = [node], set()
+    while stack:
+        one = stack.pop()
+        if one in seen or one.operation == "detach":
+            continue
+        seen.add(one)
+        inner = list(one.parts)
+        if not inner or one.operation in ("call", "method", INPUT, "attribute"):
+            return True
+        stack.extend(inner)
+    return False
+
+
+def variant_names(cases: list[tuple[tuple[Node, bool], ...]]) -> list[str]:
+    """Return each configuration in words, by what tells it from the others."""
+    choices = [_choices(case) for case in cases]
+    telling = {name for case in choices for name in case if len({str(other.get(name)) for other in choices}) > 1}
+    return [", ".join(words for name, words in case.items() if name in telling and words) for case in choices]
+
+
+def _choices(case: tuple[tuple[Node, bool], ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for condition, holds in case:
+        if condition.operation == "==" and is_constant(condition.arguments[1]):
+            name = text(condition.arguments[0])
+            if holds:
+                found[name] = f"{name}={condition.arguments[1]!r}"
+            else:
+                found.setdefault(name, f"{name} otherwise")
+        elif condition.operation == "is" and condition.arguments[1] is None:
+            name = text(condition.arguments[0])
+            found[f"{name} is None"] = f"{'without' if holds else 'with'} {name}"
+        else:
+            name = text(condition)
+            found[name] = name if holds else f"not {name}"
+    return found

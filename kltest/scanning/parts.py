@@ -1,0 +1,248 @@
+"""The KL terms in what a function returns or stores: additive parts that are zero where two sides agree."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from kltest.scanning.measured import leaves, vanishes
+from kltest.scanning.unfolding import Unfolding
+from kltest.symbolic.roles import MOVES, Roles, parts_of
+from kltest.symbolic.values import CHOICE, Node, nodes_in
+
+LINEAR = (
+    MOVES
+    | frozenset(
+        """
+        mean sum nanmean nansum neg negated masked_fill where nan_to_num cumsum loop mapped written appended
+        scatter scatter_add index_add gather take_along_dim choice call method item attribute
+        """.split()
+    )
+) - {"detach"}
+SUMS = frozenset({"+", "-", "add", "sub", "added up"})
+PRODUCTS = frozenset({"*", "mul", "@", "matmul", "bmm"})
+LIMITS = frozenset({"max", "min", "maximum", "minimum", "clamp", "largest", "smallest", "fmin", "fmax"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """A term in a graph.
+
+    Attributes:
+        root: what the term is a part of: a loss, a reward, an advantage.
+        at: the node that holds it.
+        core: the term itself, which stands for `at` when the others of a sum are left out.
+        place: loss, reward or advantage.
+    """
+
+    root: Any
+    at: Node
+    core: Node
+    place: str
+
+
+TRIED = 6
+"""Configurations in which a part may be zero where its sides agree."""
+
+
+class Parts:
+    """Finds the terms of roots in one graph."""
+
+    def __init__(self, roles: Roles) -> None:
+        self.roles, self.graph = roles, roles.graph
+        self.unfolding = Unfolding(roles)
+        self._zero: dict[Node, bool] = {}
+
+    def of(self, root: Any, place: str) -> Iterator[Part]:
+        """Yield the terms of a loss, reward or advantage."""
+        seen: set[Node] = set()
+        stack = list(nodes_in(root))
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            fact = self.roles.of(node)
+            if len(fact.sides) < 2 or fact.is_field or (node.operation == "detach" and place == "loss"):
+                continue
+            if node.operation in SUMS:
+                yield from self._of_sum(node, root, place, stack)
+            elif node.operation in PRODUCTS:
+                yield from self._of_product(node, root, place, stack)
+            elif node.operation in ("/", "div") and not self.roles.of(node.arguments[1]).sides:
+                stack.append(node.arguments[0])
+            elif node.operation in LINEAR or node.operation == "detach":
+                stack.extend(self._inner(node))
+            elif not fact.rewarded and self.is_zero(node):
+                yield Part(root, node, node, place)
+            elif node.operation in LIMITS:
+                stack.extend(self._inner(node))
+
+    def _inner(self, node: Node) -> list[Node]:
+        if node.operation in ("call", "method"):
+            return list(node.parts)
+        return list(parts_of(node))
+
+    def is_zero(self, node: Node) -> bool:
+        """Return True if in some configuration a part is zero where its sides agree."""
+        if node not in self._zero:
+            self._zero[node] = any(
+                isinstance(case.node, Node)
+                and len(self.roles.of(case.node).sides) > 1
+                and vanishes(self.roles, case.node)
+                for case in islice(self.unfolding.cases(node), TRIED)
+            )
+        return self._zero[node]
+
+    def _of_product(self, node: Node, root: Any, place: str, stack: list[Node]) -> Iterator[Part]:
+        factors = list(self._factors(node))
+        sided = [one for one in factors if self.roles.of(one).sides]
+        rewarded = [one for one in factors if self.roles.of(one).rewarded]
+        if not rewarded and len(sided) == 1:
+            stack.append(sided[0])
+        elif not rewarded and self.is_zero(node):
+            yield Part(root, node, node, place)
+        elif len(factors) > 1:
+            for one in rewarded:
+                yield from self.of(one, "advantage")
+
+    def _factors(self, node: Node) -> Iterator[Node]:
+        for one in nodes_in(node.arguments):
+            if one.operation in PRODUCTS or one.operation in ("neg", "negated"):
+                yield from self._factors(one)
+            else:
+                yield one
+
+    def _of_sum(self, node: Node, root: Any, place: str, stack: list[Node]) -> Iterator[Part]:
+        addends = list(self._addends(node))
+        two = [one for one in addends if len(self.roles.of(one[1]).sides) > 1]
+        if not two:
+            if not self.roles.of(node).rewarded and self.is_zero(node):
+                yield Part(root, node, node, place)
+            return
+        rewarded = [one for one in two if self.roles.of(one[1]).rewarded]
+        stack.extend(one for _, one in rewarded)
+        two = [one for one in two if one not in rewarded]
+        others = [one for one in addends if one not in two and not self.roles.of(one[1]).rewarded]
+        for group in self._groups(two):
+            (_, first), *rest = group
+            if not rest and self._descends(first) and not (others and self._needs(group, others)):
+                stack.append(first)
+            elif core := self._core(node, group, others, len(addends)):
+                yield Part(root, node, core, place)
+            else:
+                stack.extend(one for _, one in group if self._descends(one))
+
+    def _needs(self, group: Sequence[tuple[int, Any]], others: Sequence[tuple[int, Any]]) -> bool:
+        """Return True for a part that is zero where its sides agree only with what is added to it of one of them."""
+        sides = self._sides(group)
+        own = [one for one in others if self._sides([one]) and self._sides([one]) <= sides]
+        if not own or self.is_zero(self._sum(group)):
+            return False
+        return self.is_zero(self._sum([*group, *own]))
+
+    def _descends(self, node: Node) -> bool:
+        return node.operation in LINEAR | PRODUCTS | SUMS or node.operation in ("/", "div", "detach")
+
+    def _core(
+        self, node: Node, group: Sequence[tuple[int, Any]], others: Sequence[tuple[int, Any]], all_of_it: int
+    ) -> Node | None:
+        """Return a group with as little else of its sum as makes it zero where its sides agree; None if nothing does."""
+        sides = self._sides(group)
+        own = [one for one in others if self._sides([one]) and self._sides([one]) <= sides]
+        constants = [one for one in others if not self._sides([one])]
+        for more in ([], constants, own, [*own, *constants]):
+            members = [*group, *more]
+            core = node if len(members) == all_of_it else self._sum(members)
+            if self.is_zero(core):
+                self.graph.lines.setdefault(core, set()).update(self.graph.lines.get(node, ()))
+                return core
+        return None
+
+    def _sides(self, addends: Sequence[tuple[int, Any]]) -> frozenset[str]:
+        return frozenset(side for _, one in addends for side in self.roles.of(one).sides)
+
+    def _sum(self, addends: Sequence[tuple[int, Any]]) -> Node:
+        total: Any = None
+        for sign, one in addends:
+            if total is None:
+                total = one if sign > 0 else self.graph.node("negated", one)
+            else:
+                total = self.graph.node("+" if sign > 0 else "-", total, one)
+        return total
+
+    def _addends(self, node: Node, sign: int = 1) -> Iterator[tuple[int, Any]]:
+        """Yield the addends of a sum with their signs; a sum of two sides alone, as a log-ratio, stays whole."""
+        if node.operation == "added up":
+            yield from ((sign, one) for one in nodes_in(node.arguments[0]))
+            return
+        first, second = node.arguments[:2]
+        scale = node.arguments[2:] or [one for name, one in node.named if name == "alpha"]
+        minus = node.operation in ("-", "sub")
+        for part, its in ((first, sign), (second, -sign if minus else sign)):
+            if isinstance(part, Node) and part.operation in ("neg", "negated"):
+                part, its = part.arguments[0], -its
+            if isinstance(part, Node) and part.operation in SUMS and not scale and self._is_open(part):
+                yield from self._addends(part, its)
+            else:
+                yield its, part
+
+    def _is_open(self, node: Node) -> bool:
+        return any(len(self.roles.of(one).sides) > 1 for one in nodes_in(node.arguments))
+
+    def _groups(self, addends: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
+        """Return addends in groups of those that are made of the same probabilities of two sides."""
+        groups: list[tuple[dict[Node, str], list[tuple[int, Any]]]] = []
+        for one in addends:
+            fields = {node: name for node, name in leaves(self.roles, one[1]).fields.items() if "log" in name}
+            members = [one]
+            for other in list(groups):
+                if len({other[0][node] for node in other[0].keys() & fields}) > 1:
+                    groups.remove(other)
+                    fields |= other[0]
+                    members = [*other[1], *members]
+            groups.append((fields, members))
+        return [members for _, members in groups]
+
+
+def projected(graph: Any, part: Part) -> Any:
+    """Return the root of a part without what is added to it elsewhere: the term as it comes to the loss."""
+    holds: dict[Node, bool] = {}
+
+    def has(value: Any) -> bool:
+        return any(_holds(node, part.at, holds) for node in nodes_in(value))
+
+    def replace(node: Node) -> Any:
+        if node is part.at:
+            return part.core
+        if not _holds(node, part.at, holds):
+            return node
+        if node.operation in ("+", "-", "add", "sub"):
+            first, second = node.arguments[:2]
+            if has(first) != has(second):
+                kept = first if has(first) else second
+                kept = graph.rewritten(kept, replace)
+                minus = node.operation in ("-", "sub") and has(second)
+                return graph.node("negated", kept) if minus else kept
+        if node.operation == CHOICE and has(node.arguments[1]) != has(node.arguments[2]):
+            return graph.rewritten(node.arguments[1 if has(node.arguments[1]) else 2], replace)
+        return node
+
+    return graph.rewritten(part.root, replace)
+
+
+def _holds(node: Node, wanted: Node, known: dict[Node, bool]) -> bool:
+    stack = [node]
+    while stack:
+        one = stack[-1]
+        if one is wanted:
+            known[one] = True
+        if one in known:
+            stack.pop()
+            continue
+        missing = [part for part in one.parts if part not in known]
+        if missing:
+            stack.extend(missing)
+            continue
+        known[one] = any(known[part] for part in one.parts)
+    return known[node]

@@ -1,0 +1,147 @@
+"""Choices of a part of a graph, unfolded: one graph without choices for each configuration that changes it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kltest.errors import KltestError
+from kltest.scanning.measured import Rollouts, leaves, value_of
+from kltest.symbolic.roles import MASK, PADDING, Roles
+from kltest.symbolic.values import CHOICE, Node, implied, is_constant, nodes_in
+
+MOST = 48
+"""Configurations that are unfolded of one part."""
+COMPARED = frozenset({"==", "<", "<=", ">", ">=", "in", "is"})
+
+
+@dataclass
+class Case:
+    """One configuration: what holds in it, and the part as it is then.
+
+    Attributes:
+        assumed: conditions that were chosen, in that order, and whether they hold.
+        node: the part without choices.
+    """
+
+    assumed: tuple[tuple[Node, bool], ...]
+    node: Any
+
+
+class Unfolding:
+    """Unfolds parts of one graph; remembers what conditions are decided by themselves."""
+
+    def __init__(self, roles: Roles) -> None:
+        self.roles, self.graph = roles, roles.graph
+        self._decided: dict[Node, bool | None] = {}
+
+    def cases(self, value: Any) -> Iterator[Case]:
+        """Yield the configurations of a part, each once; those after `MOST` tries are not unfolded."""
+        seen: set[Any] = set()
+        waiting: list[Case] = [Case((), value)]
+        for _ in range(MOST * 4):
+            if not waiting:
+                return
+            case = waiting.pop()
+            condition = next(self._conditions(case.node), None)
+            if condition is None:
+                key = case.node if isinstance(case.node, Node) else repr(case.node)
+                if key not in seen:
+                    seen.add(key)
+                    yield case
+                continue
+            decided = self.decided(condition)
+            for holds in (False, True) if decided is None else (decided,):
+                assumed = case.assumed if decided is not None else (*case.assumed, (condition, holds))
+                waiting.append(Case(assumed, self.under(case.node, condition, holds)))
+
+    def under(self, value: Any, condition: Node, holds: bool) -> Any:
+        """Return a value where a condition holds, or does not."""
+
+        def chosen(node: Node) -> Any:
+            while isinstance(node, Node) and node.operation == CHOICE:
+                other = node.arguments[0]
+                known = implied(other, condition, holds) if isinstance(other, Node) else bool(other)
+                if known is None:
+                    break
+                node = node.arguments[1 if known else 2]
+                if isinstance(node, Node) and node.operation != CHOICE:
+                    return self.graph.rewritten(node, chosen)
+                if not isinstance(node, Node):
+                    return self.graph.rewritten(node, chosen)
+            if node is condition:
+                return holds
+            return node
+
+        return self.graph.rewritten(value, chosen)
+
+    def _conditions(self, value: Any) -> Iterator[Node]:
+        """Yield the conditions of choices in a value, those of outer choices first."""
+        seen: set[Node] = set()
+        stack = list(nodes_in(value))
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.operation == CHOICE:
+                yield from self._atoms(node.arguments[0])
+            stack.extend(node.parts)
+
+    def _atoms(self, condition: Any) -> Iterator[Node]:
+        """Yield the parts of a condition that are decided one by one: of `a and b`, a and b."""
+        if not isinstance(condition, Node):
+            return
+        if condition.operation == CHOICE:
+            for one in condition.arguments:
+                yield from self._atoms(one)
+        elif condition.operation == "not":
+            yield from self._atoms(condition.arguments[0])
+        else:
+            yield condition
+
+    def decided(self, condition: Node) -> bool | None:
+        """Return what a condition is whatever the configuration: of what rollouts have, and of coefficients."""
+        if condition not in self._decided:
+            self._decided[condition] = self._decide(condition)
+        return self._decided[condition]
+
+    def _decide(self, condition: Node) -> bool | None:
+        fact = self.roles.of(condition)
+        if self.roles.of(condition).is_field or fact.quantity in (MASK, PADDING):
+            return True
+        if condition.operation == "is" and condition.arguments[1] is None:
+            inner = self.roles.of(condition.arguments[0])
+            return False if inner.is_field or inner.quantity in (MASK, PADDING) else None
+        ends = leaves(self.roles, condition)
+        if ends.fields and not ends.unknown:
+            try:
+                return bool(value_of(self.roles, condition, Rollouts(3), {}, {}) != 0)
+            except (KltestError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError):
+                return None
+        return None
+
+
+def words_of(condition: Node) -> str:
+    """Return a condition in words of the code."""
+    match condition.operation, condition.arguments:
+        case "input", (name, *_):
+            return str(name)
+        case "attribute", (_, name):
+            return str(name)
+        case "item", (_, key) if is_constant(key):
+            return str(key)
+        case "not", (inner,):
+            return f"not {text(inner)}"
+        case operation, (one, other) if operation in COMPARED:
+            return f"{text(one)}{'=' if operation == '==' else f' {operation} '}{text(other)}"
+        case "call", (str(name), *rest):
+            return f"{name}({', '.join(map(text, rest))})"
+        case "method", (owner, name, *rest):
+            return f"{text(owner)}.{name}({', '.join(map(text, rest))})"
+        case operation, parts:
+            return f"{operation}({', '.join(map(text, parts))})"
+
+
+def text(value: Any) -> str:
+    """Return a value in words of the code."""
+    return words_of(value) if isinstance(value, Node) else repr(value)

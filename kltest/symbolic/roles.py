@@ -1,0 +1,299 @@
+"""Facts of nodes: whose probabilities they are made of, in which quantity, and which of them are fields of a rollout.
+
+A name says whose something is and in which quantity only where nothing is computed: a parameter, a field, what an
+unknown function returns. Everything else follows from the operations: what is gathered by tokens from a log-softmax is
+a log-prob of the token, a softmax is a distribution over the vocabulary, their difference is one of two sides.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kltest.symbolic.operations import ATTRIBUTES
+from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Graph, Node, nodes_in, reached
+from kltest.symbolic.words import ADVANTAGE, TOKENS, Side, is_mask, says, side, whose, words
+
+# Quantities of one side.
+LOGITS, LOGITS_AT, NORMALISER = "logits", "logit of the token", "log-normaliser"
+LOG_PROBS, PROBS = "log-probs", "probabilities"
+LOG_PROB, PROB, LOSS = "log-prob of the token", "probability of the token", "negative log-prob of the token"
+# Others.
+MASK, PADDING, TOKEN, REWARD = "mask", "padding", "token", "reward"
+FIELD = frozenset({LOG_PROB, PROB, LOSS, LOG_PROBS, PROBS, LOGITS})
+VOCABULARY = frozenset({LOGITS, LOG_PROBS, PROBS})
+
+OPAQUE = frozenset({INPUT, "attribute", "call", "method", "unread", "generator"})
+# Operations that choose, order or copy entries: what they return is what they are given.
+MOVES = frozenset(
+    """
+    broadcast_to cat chunk clone detach expand expand_as flatten flip fliplr index_select item masked_select movedim
+    narrow pad permute repeat repeat_interleave reshape roll same select split squeeze stack tensor_split tile transpose
+    tuple list unbind unflatten unsqueeze view view_as starred zip enumerate reversed broadcast_tensors tensor
+    """.split()
+) | {"while loop"}
+GATHERS = frozenset({"gather", "take_along_dim"})
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a node.
+
+    Attributes:
+        quantity: one of those above; the empty string for what is made of several.
+        sides: the prefixes of those whose probabilities are in it.
+        rewarded: rewards or advantages are in it.
+    """
+
+    quantity: str = ""
+    sides: frozenset[str] = frozenset()
+    rewarded: bool = False
+
+    @property
+    def who(self) -> str:
+        """The prefix of the side of a quantity of one side."""
+        return next(iter(self.sides))
+
+    @property
+    def is_field(self) -> bool:
+        """Whether a field of a rollout stands for it."""
+        return self.quantity in FIELD and len(self.sides) == 1
+
+
+NOTHING = Fact()
+
+
+class Roles:
+    """Facts of the nodes of a graph, remembered."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._known: dict[Node, Fact] = {}
+
+    def of(self, value: Any) -> Fact:
+        """Return the facts of a value: those of a node, or what the nodes in a container have together."""
+        if not isinstance(value, Node):
+            return together([self.of(one) for one in nodes_in(value)])
+        stack = [value]
+        while stack:
+            node = stack[-1]
+            if node in self._known:
+                stack.pop()
+            elif missing := [part for part in parts_of(node) if part not in self._known]:
+                stack.extend(missing)
+            else:
+                self._known[node] = self._fact(node)
+        return self._known[value]
+
+    def _fact(self, node: Node) -> Fact:
+        if is_opaque(node) or self._is_entry(node):
+            return self._stated(node)
+        facts = [self._known[part] for part in parts_of(node)]
+        whole = together(facts)
+        first = self.of(node.arguments[0]) if node.arguments else NOTHING
+        quantity = self._quantity(node, first, whole)
+        if quantity in FIELD | {LOGITS_AT, NORMALISER} and len(whole.sides) != 1:
+            quantity = ""
+        if quantity in (MASK, PADDING, TOKEN):
+            return Fact(quantity)
+        # A position or a condition in it says nothing of whose it is.
+        return Fact(quantity, whole.sides, whole.rewarded)
+
+    def _quantity(self, node: Node, first: Fact, whole: Fact) -> str:
+        name, before = node.operation, first.quantity
+        match name:
+            case "log_softmax":
+                return LOG_PROBS
+            case "softmax":
+                return PROBS
+            case "logsumexp":
+                return NORMALISER if before == LOGITS else ""
+            case "exp":
+                return {LOG_PROBS: PROBS, LOG_PROB: PROB}.get(before, "")
+            case "log":
+                return {PROBS: LOG_PROBS, PROB: LOG_PROB}.get(before, "")
+            case "neg" | "negated":
+                return {LOG_PROB: LOSS, LOSS: LOG_PROB}.get(before, "")
+            case "cross_entropy" | "nll_loss":
+                targets = self.of(node.arguments[1]) if len(node.arguments) > 1 else NOTHING
+                single = dict(node.named).get("reduction") == "none" and not targets.sides
+                return LOSS if single else ""
+            case "/" | "div" | "*" | "mul":
+                other = self.of(node.arguments[1]) if len(node.arguments) > 1 else NOTHING
+                return LOGITS if before == LOGITS and not (other.sides or other.quantity == MASK) else ""
+            case "-" | "sub":
+                return self._difference(node, before)
+            case "!=" | "ne" | "==" | "eq":
+                same = name in ("==", "eq")
+                return {TOKEN: PADDING if same else MASK, MASK: PADDING if same else MASK}.get(before, "")
+            case "not" | "inverted" | "logical_not":
+                return {MASK: PADDING, PADDING: MASK}.get(before, "")
+            case "&" | "|" | "logical_and" | "logical_or" | "bool":
+                return next((one for one in (MASK, PADDING) if one in map(self._quantity_of, node.arguments)), "")
+            case "choice" | "loop" | "mapped":
+                return self._of_joined(node)
+            case "where" | "masked_fill":
+                return MASK if {self.of(one).quantity for one in node.parts} == {MASK} else ""
+            case "sum":
+                return self._selected(node)
+            case "written" | "appended" | "scatter":
+                return before
+        if name in GATHERS:
+            if before in VOCABULARY and self._is_partial(index_of(node)):
+                return before
+            return {LOG_PROBS: LOG_PROB, LOGITS: LOGITS_AT, PROBS: PROB}.get(before, before)
+        return before if name in MOVES else ""
+
+    def _is_entry(self, node: Node) -> bool:
+        """Return True for an entry of what nothing is known of, whose own names may say more."""
+        if node.operation != "item" or not isinstance(node.arguments[0], Node):
+            return False
+        owner = node.arguments[0]
+        return (is_opaque(owner) or self._is_entry(owner)) and not self._known[owner].quantity
+
+    def is_unknown(self, node: Node) -> bool:
+        """Return True for what nothing computes."""
+        self.of(node)
+        return is_opaque(node) or self._is_entry(node)
+
+    def _quantity_of(self, value: Any) -> str:
+        return self.of(value).quantity
+
+    def _difference(self, node: Node, before: str) -> str:
+        other = self.of(node.arguments[1]).quantity if len(node.arguments) > 1 else ""
+        if other == NORMALISER and before in (LOGITS, LOGITS_AT):
+            return LOG_PROBS if before == LOGITS else LOG_PROB
+        return LOGITS if before == LOGITS and other == "" and not self.of(node.arguments[1]).sides else ""
+
+    def _of_joined(self, node: Node) -> str:
+        found = {self.of(one).quantity for one in parts_of(node) if one.arguments != (ABSENT,)}
+        return found.pop() if len(found) == 1 else ""
+
+    def _selected(self, node: Node) -> str:
+        """Return the log-prob of a token for a sum of products with its one-hot vector."""
+        product = node.arguments[0]
+        if isinstance(product, Node) and product.operation in ("*", "mul"):
+            one, other = product.arguments
+            for values, chosen in ((one, other), (other, one)):
+                if isinstance(chosen, Node) and any(each.operation == "one_hot" for each in reached(chosen)):
+                    return {LOG_PROBS: LOG_PROB, LOGITS: LOGITS_AT, PROBS: PROB}.get(self.of(values).quantity, "")
+        return ""
+
+    def _is_partial(self, index: Any) -> bool:
+        """Return True for an index of several tokens of the vocabulary: the largest ones, or a support that is so called."""
+        nodes = (
+            [index, *(each for each in reached(index) if each.operation == "item")] if isinstance(index, Node) else []
+        )
+        return any(each.operation == "topk" for each in reached(index)) or any(
+            says(name, "topk", "top", "support", "sparse", "candidate") for each in nodes for name in self.names(each)
+        )
+
+    # What nothing computes
+
+    def names(self, node: Node) -> Iterator[str]:
+        """Yield the names of a node that nothing computes, its own first."""
+        if own := own_name(node):
+            yield own
+        yield from self.graph.names.get(node, ())
+
+    def _stated(self, node: Node) -> Fact:
+        """Return what the names of a node say that nothing computes."""
+        rewarded = False
+        for name in self.names(node):
+            if is_mask(name):
+                return Fact(PADDING if says(name, "pad", "invalid") else MASK)
+            if stated := side(name):
+                return self._of_side(node, stated)
+            rewarded = rewarded or says(name, *ADVANTAGE)
+        if rewarded:
+            return Fact(REWARD, rewarded=True)
+        if any(TOKENS.intersection(words(name)) for name in self.names(node)):
+            return Fact(TOKEN)
+        if node.operation == "method" and node.arguments[1] == "log_prob":
+            return self._of_side(node, Side("logp", None))
+        if node.operation == "item":
+            return self.of(node.arguments[0])
+        if node.operation in ("call", "method"):
+            return together([self.of(one) for one in (*node.arguments, *(value for _, value in node.named))])
+        return NOTHING
+
+    def _of_side(self, node: Node, stated: Side) -> Fact:
+        who = stated.who
+        told = [*self.names(node), *_origin(node), *self._chains(node)]
+        if who is None:
+            who = next((found for name in told if (found := whose(name)) is not None), "")
+        quantity = {"logp": LOG_PROB, "logits": LOGITS, "prob": PROB}[stated.quantity]
+        if quantity in (LOG_PROB, PROB) and any(says(name, "vocab", "dist", "all") for name in told[:1]):
+            quantity = {LOG_PROB: LOG_PROBS, PROB: PROBS}[quantity]
+        return Fact(quantity, frozenset({who}))
+
+    def _chains(self, node: Node) -> Iterator[str]:
+        """Yield the names of what a call is given: whose model it is."""
+        for part in nodes_in((*node.arguments, *(value for _, value in node.named))):
+            if part.operation in OPAQUE:
+                yield ".".join(_origin(part))
+
+
+def own_name(node: Node) -> str:
+    """Return the name that a node has of itself: of a parameter, field, key, or what was called."""
+    match node.operation, node.arguments:
+        case "input", (str(name), *_):
+            return name if name not in ("item", "carried") else ""
+        case "attribute", (_, str(name)):
+            return name
+        case "item", (_, str(name)):
+            return name
+        case "call", (callee, *_):
+            return own_name(callee) if isinstance(callee, Node) else str(callee).rpartition(".")[2]
+        case "method", (_, str(name), *_):
+            return name
+        case _:
+            return ""
+
+
+def _origin(node: Any) -> list[str]:
+    """Return the names of a chain of attributes, entries and calls, and of the contexts that it was made within."""
+    found: list[str] = []
+    while isinstance(node, Node):
+        found.append(own_name(node))
+        found += [str(one) for one in dict(node.named).get("within", ())]
+        node = node.arguments[0] if node.arguments and node.operation != INPUT else None
+    return [name for name in found if name]
+
+
+def is_opaque(node: Node) -> bool:
+    """Return True for what nothing computes: a parameter, a field, an entry under a name, an unknown call."""
+    if node.operation == "item":
+        return isinstance(node.arguments[1], str)
+    return node.operation in OPAQUE and not (node.operation == "attribute" and node.arguments[1] in ATTRIBUTES)
+
+
+def parts_of(node: Node) -> Iterator[Node]:
+    """Yield the nodes that say what a node is made of: no conditions, and of a loop what it leaves behind."""
+    if node.operation == CHOICE:
+        yield from nodes_in(node.arguments[1:])
+    elif node.operation == "loop":
+        *_, before, _, after, place = node.arguments
+        yield from nodes_in((before[place], after[place]))
+    elif node.operation == "mapped":
+        yield from nodes_in(node.arguments[2])
+    elif node.operation == "written":
+        yield from nodes_in((node.arguments[0], node.arguments[2]))
+    elif node.operation == "where":
+        yield from nodes_in(node.arguments[1:])
+    elif node.operation in ("item", *GATHERS, "index_select"):
+        yield from nodes_in(node.arguments[:1])
+    elif node.operation != INPUT:
+        yield from node.parts
+
+
+def index_of(node: Node) -> Any:
+    """Return the index by which a node gathers entries."""
+    named = dict(node.named)
+    place = 2 if node.operation == "gather" else 1
+    return named.get("index", named.get("indices", node.arguments[place] if len(node.arguments) > place else None))
+
+
+def together(facts: list[Fact]) -> Fact:
+    """Return what values have together that are computed with each other."""
+    sides = frozenset(one for fact in facts for one in fact.sides)
+    return Fact("", sides, any(fact.rewarded for fact in facts))

@@ -1,0 +1,103 @@
+"""Words of names: whose log-probs they mean and in which quantity, masks, losses, rewards, logs, and KL."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kltest import names
+
+POLICY, REFERENCE, SAMPLER = "", "ref_", "old_"
+PREFIXES = (REFERENCE, SAMPLER, POLICY)
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_WHO = {
+    **{word: prefix for prefix, known in names.WHOSE.items() for word in known},
+    **dict.fromkeys(("policy", "actor", "pi", "theta", "active"), POLICY),
+    **dict.fromkeys(("frozen", "init", "initial", "anchor", "sft", "prior", "pretrained", "adapter"), REFERENCE),
+    **dict.fromkeys(("behav", "prox", "proximal", "infer", "backend"), SAMPLER),
+}
+# Words of names that are no probabilities, though they may name some.
+_NO_SIDE = _words(
+    """
+    average coef count diff difference dtype entropies entropy fn func interpolated invalid kl kld kls length lengths
+    loss keep losses mask masks mix mixed mixture num ratio ratios scale scales scaling size sizes sum temp temperature
+    total value values processor config
+    """
+)
+METRICS = _words(
+    "info infos log logged logs metric metrics monitor report reported stat statistics stats summary wandb"
+)
+# Of preference pairs, whose log-ratios are no penalties.
+_PREFERENCE = _words("chosen rejected preferred dispreferred win lose winner loser")
+_KL = _words("kl kls kld klds jsd divergence kullback")
+_LOGP = re.compile(
+    r"log ?probs?|\bl ?probs?\b|log ?ps?\b|\blps?\b|log ?probabilit\w*|log ?pi\b|log ?likelihoods?|log ?dist\w*"
+)
+_LOGITS = re.compile(r"\blogits?\b")
+_PROB = re.compile(r"\bprobs?\b|\bprobabilit\w*")
+_RUN_TOGETHER = re.compile(r"\b(ref|old|base|pi|new|teacher|student)(?=log|prob)")
+TOKENS = _words("ids tokens actions responses labels targets label token action target")
+ADVANTAGE = ("adv", "reward", "return", "score")
+
+
+@dataclass(frozen=True)
+class Side:
+    """A name of probabilities: `quantity` is logp, logits or prob; `who` the prefix of a field, None if unsaid."""
+
+    quantity: str
+    who: str | None
+
+
+@lru_cache(maxsize=100_000)
+def words(name: str) -> tuple[str, ...]:
+    """Return the words of an identifier in lower case: `refLogProbs_2` gives ref, log, probs."""
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
+    return tuple(re.findall(r"[a-z]+", spaced.lower()))
+
+
+def says(name: str, *which: str) -> bool:
+    """Return True if one of the words of a name begins with one of `which`."""
+    return any(word.startswith(which) for word in words(name))
+
+
+@lru_cache(maxsize=100_000)
+def side(name: str) -> Side | None:
+    """Return what a name states of probabilities; None unless it names log-probs, logits or probabilities."""
+    found = words(name)
+    if not found or _NO_SIDE.intersection(found) or name.endswith("log1p"):
+        return None
+    text = _RUN_TOGETHER.sub(r"\1 ", " ".join(found))
+    for quantity, pattern in (("logp", _LOGP), ("logits", _LOGITS), ("prob", _PROB)):
+        if pattern.search(text):
+            return Side(quantity, whose(text))
+    return None
+
+
+def whose(text: str) -> str | None:
+    """Return whose a text says something is: a word for reference or sampler goes before one for the policy."""
+    stated = {_WHO[word] for word in words(text) if word in _WHO}
+    return next((who for who in PREFIXES if who in stated), None)
+
+
+def is_preference(name: str) -> bool:
+    """Return True for names of preference pairs: chosen_logps."""
+    return bool(_PREFERENCE.intersection(words(name)))
+
+
+def is_mask(name: str) -> bool:
+    """Return True for names of masks."""
+    return bool({"mask", "masks"}.intersection(words(name)))
+
+
+def is_logged(name: str) -> bool:
+    """Return True for names of what is only logged."""
+    return bool(METRICS.intersection(words(name)))
+
+
+def says_kl(name: str) -> bool:
+    """Return True for names of KL terms: kl, approx_kl, kld, per_token_kl, jsd, klDiv, k3_loss."""
+    return bool(_KL.intersection(words(name))) or re.search(r"(^|[_.])k[123]([_.]|$)", name) is not None
