@@ -237,10 +237,11 @@ def scan() -> list[dict[str, str]]:
         "first": "nineteen new ones, before any change for them",
         "later": "the same nineteen, after changes for them",
         "held": "six that the scan had not seen",
+        "opened": "six new ones, before any change for them",
     }
     for half, name in names.items():
         own = counted[counted["half"] == half]
-        if half in ("first", "later") and own.empty:
+        if half in ("first", "later", "opened") and own.empty:
             continue
         numbers = {what: f"{own[part].sum()} of {own[whole].sum()}" for what, (part, whole) in shares.items()}
         dated = {"repositories": name, "measured": own["date"].max()}
@@ -248,6 +249,19 @@ def scan() -> list[dict[str, str]]:
             {**dated, **numbers} if len(own) else {**dated, "measured": "not yet", **dict.fromkeys(shares, "–")}
         )
     return rows
+
+
+def scan_variants() -> list[dict[str, str]]:
+    """What became of each labelled variant in the scan, in the repositories for which that was counted."""
+    import pandas
+
+    counted = pandas.read_csv(ROOT / "benchmarks" / "scan.csv").dropna(subset=["right"])
+    outcomes = ["right", "not answered", "silent", "missed", "wrong"]
+    sums = counted.groupby(["half", "repository"], sort=False)[outcomes].sum().astype(int)
+    return [
+        {"half": half, "repository": repository, **{outcome: str(row[outcome]) for outcome in outcomes}}
+        for (half, repository), row in sums.iterrows()
+    ]
 
 
 def libraries() -> list[dict[str, str]]:
@@ -331,6 +345,7 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         zoo,
         benchmarks,
         scan,
+        scan_variants,
         libraries,
     )
 }
