@@ -35,7 +35,8 @@ COMMANDS = {
 EPILOGS = {
     "grade": "Exit code: 0 confirmed, 1 refuted, 2 usage, 3 the loss or kltest crashed, 4 inconclusive, 5 nothing to "
     "grade; of several targets the worst.",
-    "scan": "Exit code: 0 no finding, 1 a finding, 2 usage, 4 (with --strict) a term not run or not named, 5 no term.",
+    "scan": "Exit code: 0 no finding, 1 a finding, 2 usage, 4 no term that was found could be graded (with --strict: "
+    "not all), 5 no term.",
     "audit": "Exit code: as of grade. Start with: kltest audit k3-loss --model tiny",
     "run": "With --set or --seeds its results stand beside those that the figures and the paper read.",
 }

@@ -40,13 +40,16 @@ def command(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 4 if a term was not run, not named or not decided.")
     ] = False,
+    allow_ungraded: Annotated[
+        bool, typer.Option("--allow-ungraded", help="Exit 0, not 4, if nothing that was found could be graded.")
+    ] = False,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Keep results by content between runs.")] = True,
     jobs: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Terms graded at once [default: all cores].")
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="For grading one variant.")] = 60.0,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show what was lifted, and what was guessed.")
+        bool, typer.Option("--verbose", "-v", help="Show how each was graded, and what was guessed.")
     ] = False,
 ) -> int:
     from kltest.cli.destinations import deliver, destinations
@@ -101,7 +104,7 @@ def command(
             f"kltest: interrupted; {left} of {len(found.rows)} variants found so far not graded{kept}", file=sys.stderr
         )
         return INTERRUPTED
-    return found.exit_code(strict=strict, changed=changed is not None)
+    return found.exit_code(strict=strict, changed=changed is not None, allow_ungraded=allow_ungraded)
 
 
 def _advance(bar: Progress, words: str, total: int) -> None:

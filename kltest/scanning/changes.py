@@ -24,39 +24,34 @@ def changed_since(reference: str, paths: Iterable[Path]) -> Lines:
 
 def _top(path: Path, reference: str) -> Path:
     folder = path if path.is_dir() else path.parent
-    done = _git(folder, "rev-parse", "--show-toplevel")
-    if done is None:
-        raise UsageError(f"--changed-since {reference} needs git, which is not installed")
-    if done.returncode:
+    top = _git(folder, "rev-parse", "--show-toplevel")
+    if top is None:
         raise UsageError(f"--changed-since {reference}: {folder.absolute()} is in no repository of git")
-    return Path(done.stdout.rstrip("\n"))
+    return Path(top.rstrip("\n"))
 
 
-def _git(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str] | None":
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return what git prints; None if it fails."""
     command = ["git", "-C", str(folder), "-c", "core.quotePath=off", *arguments]
     try:
-        return subprocess.run(command, capture_output=True, text=True, errors="surrogateescape")
+        done = subprocess.run(command, capture_output=True, text=True, errors="surrogateescape")
     except OSError:
-        return None
-
-
-def _said(folder: Path, *arguments: str) -> str:
-    done = _git(folder, *arguments)
-    return done.stdout if done and not done.returncode else ""
+        raise UsageError("--changed-since needs git, which is not installed") from None
+    return None if done.returncode else done.stdout
 
 
 def _changed(top: Path, reference: str) -> Lines:
-    commit = _said(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{reference}^{{commit}}").strip()
-    if not commit:
-        shallow = _said(top, "rev-parse", "--is-shallow-repository").strip() == "true"
+    commit = _git(top, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{reference}^{{commit}}")
+    if commit is None:
+        shallow = (_git(top, "rev-parse", "--is-shallow-repository") or "").strip() == "true"
         hint = "; the clone is shallow: fetch it first (`fetch-depth: 0` of actions/checkout)" if shallow else ""
         raise UsageError(f"--changed-since {reference}: git knows no commit {reference} in {top}{hint}")
     # What was changed there since is nobody's change here; a shallow clone may not know where the two parted.
-    base = _said(top, "merge-base", commit, "HEAD").strip() or commit
+    base = (_git(top, "merge-base", commit.strip(), "HEAD") or commit).strip()
     arguments = ("--unified=0", "--find-renames", "--no-ext-diff", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
     kinds = ("*.py", "*.ipynb")
     found: Lines = {}
-    lines = iter(_said(top, "diff", *arguments, base, "--", *kinds).split("\n"))
+    lines = iter((_git(top, "diff", *arguments, base, "--", *kinds) or "").split("\n"))
     for line in lines:
         if line.startswith("+++ "):
             changed = found.setdefault(str((top / line[6:].rstrip("\t")).resolve()), [])
@@ -65,7 +60,7 @@ def _changed(top: Path, reference: str) -> Lines:
             changed.append(range(start, start + max(new, 1)))
             for _ in range(gone + new):  # lines of code may look like heads
                 next(lines)
-    for name in _said(top, "ls-files", "-z", "--others", "--exclude-standard", "--", *kinds).split("\0"):
+    for name in (_git(top, "ls-files", "-z", "--others", "--exclude-standard", "--", *kinds) or "").split("\0"):
         if name:
             found[str((top / name).resolve())] = [range(1, 1 << 31)]
     return found

@@ -3,18 +3,20 @@
 import re
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kltest.grading.isolated import Child, Children, Step
 from kltest.grading.jobs import Job, in_child
 from kltest.grading.options import checked
-from kltest.render.words import VALUES
+from kltest.render.words import VALUES, cosine
 from kltest.scanning.arithmetic import imports
 from kltest.scanning.conditions import COUNTED, UNMASKED
 from kltest.scanning.lift import NAME
 from kltest.scanning.rows import Row
 from kltest.scanning.search import Store
+from kltest.truth import render
 
 TIMEOUT = 60.0
 PASSING = ({"reverse_kl"}, {"local_reverse_kl"})
@@ -22,11 +24,16 @@ NOT_ASKED = ("KL106", "KL201", "KL601")
 """Checks that a term of unknown claim cannot fail: its scale, a next-token part, a value that nobody logs."""
 EXACT = 1e-9
 """Residual above which a sum of three gradients is no name: in float32, another one may be as near as that."""
+ON_FRESH = ("KL301", "KL303", "KL305")
+"""Checks of a missing ratio, and of the sampler's numbers in a reward: right while rollouts are fresh."""
+KIN = ("reverse_kl", "local_reverse_kl", "forward_kl", "local_forward_kl")
+"""Gradients of which the least cosine with an unnamed one is told."""
 MOVING = ("KL203", "KL204", "KL207")
 """Checks of a size that moves with lengths, batches or widths."""
 ANOTHER = "The gradient is another one than a positive multiple of ∇KL(π‖ref) or of its next-token part."
 Report = dict[str, Any]
-"""Verdict, gradients and checks of a report, its error, and whether grading once more would only repeat it."""
+"""Verdict, gradients and checks of a report, its error, and whether grading once more would only repeat it; also the
+directions of an unnamed gradient."""
 
 
 class Judge:
@@ -83,7 +90,7 @@ class Judge:
     def _graded(self, row: Row, file: Path) -> Generator[Child, Step, Report]:
         import kltest.grading.grader  # noqa: F401  before children are forked, so that each has torch already
 
-        return (yield from grade(file, row.source, row.place, row.declared, self.timeout))
+        return (yield from grade(file, row, self.timeout))
 
     def _finished(self, answers: dict[str, Report], *, block: bool) -> Iterator[Row]:
         for key, report in self._children.finished(block=block):
@@ -103,13 +110,16 @@ def options(place: str) -> dict[str, str]:
     return {"placement": "reward" if place == "reward" else "loss"}
 
 
-def grade(file: Path, source: str, place: str, declared: str, timeout: float) -> Generator[Child, Step, Report]:
-    """Grade one lifted function; a term that declares nothing and follows next-token parts is graded as such."""
-    text = f"{imports(source)}\n{source}\n"
+def grade(file: Path, row: Row, timeout: float) -> Generator[Child, Step, Report]:
+    """Grade one lifted function; a term that declares nothing and follows next-token parts is graded as such.
+
+    What nothing says to be stale is judged on-policy, and what it follows with stale rollouts is told.
+    """
+    text = f"{imports(row.source)}\n{row.source}\n"
     file.write_text(text, encoding="utf-8")
 
-    def ask(expected: str) -> Generator[Child, Step, Report]:
-        given = {"expect": expected, **options(place), "sampler": "both", "timeout": timeout}
+    def ask(expected: str, sampler: str = "current" if row.fresh else "both", **more: Any) -> Any:
+        given = {"expect": expected, **options(row.place), "sampler": sampler, "timeout": timeout, **more}
         report, kind = yield from in_child(Job(NAME, f"{file}:{NAME}", checked(given, lambda option: option.name)))
         found = report.to_dict()
         kept = {name: found[name] for name in ("verdict", "gradients", "checks", "value")}
@@ -119,14 +129,24 @@ def grade(file: Path, source: str, place: str, declared: str, timeout: float) ->
 
     if "import jax" in text:  # compiled once for each shape, it is graded several times as fast
         file.write_text(f"{text}\nimport jax\n{NAME} = jax.jit({NAME})\n", encoding="utf-8")
-    wanted = "zero" if place == "logged" else declared or "reverse_kl"
-    first = yield from ask(wanted)
+    wanted = "zero" if row.place == "logged" else row.declared or "reverse_kl"
+    first: Report = yield from ask(wanted)
     if first["verdict"] == "error" and "import jax" in text:  # it may ask for values, as float(x) does
         file.write_text(text, encoding="utf-8")
         first = yield from ask(wanted)
-    names = {name for row in first["gradients"] for name in row["identified"] or {}}
-    if not declared and "local_reverse_kl" in names and names <= {"reverse_kl", "local_reverse_kl"}:
-        return (yield from ask("local_reverse_kl"))
+    names = {name for each in first["gradients"] for name in each["identified"] or {}}
+    if not row.declared and "local_reverse_kl" in names and names <= {"reverse_kl", "local_reverse_kl"}:
+        first = yield from ask(wanted := "local_reverse_kl")
+    if row.fresh and first["verdict"] != "error":
+        stale = yield from ask(wanted, "stale", select=["KL3"])
+        first |= {part: [*first[part], *stale[part]] for part in ("gradients", "checks")}
+        first["lasts"] = first["lasts"] and stale["lasts"]
+    if filled(replace(row), first).state == "unnamed":
+        first["directions"] = {}
+        for name in KIN:
+            near = first if name == wanted else (yield from ask(name, "current", ignore=["KL"]))
+            cosines = [each["cosine"] or 0.0 for each in near["gradients"] if each["sampler"] == "current"]
+            first["directions"][name] = min(cosines, default=0.0)
     return first
 
 
@@ -136,6 +156,7 @@ def filled(row: Row, report: Report) -> Row:
         row.state, row.why = "failed", str(report["error"])
         return row
     graded = report["gradients"]
+    deciding = [each for each in graded if each["sampler"] == "current"] if row.fresh else graded
     failed = [check for check in report["checks"] if check["status"] == "fail"]
     if any(note.endswith(COUNTED) for note in row.notes):  # the number is of the whole batch, however that is cut
         failed = [check for check in failed if check["code"] != "KL206"]
@@ -143,11 +164,13 @@ def filled(row: Row, report: Report) -> Row:
         failed = [check for check in failed if check["code"].startswith("KL6")]
     padded = [check for check in failed if check["code"] in ("KL501", "KL502")] if UNMASKED in row.notes else []
     failed = [check for check in failed if check not in padded]
-    codes = [check["code"] for check in failed if check["level"] == "error"]
+    row.noted = [check["code"] for check in failed if row.fresh and check["code"] in ON_FRESH]
+    codes = [check["code"] for check in failed if check["level"] == "error" and check["code"] not in row.noted]
     moving = [code for code in codes if code in MOVING]
     samplers = dict.fromkeys(each["sampler"] for each in graded)
     gradients = {name: _followed([each for each in graded if each["sampler"] == name], moving) for name in samplers}
     row.warnings = [check["code"] for check in failed if check["level"] == "warning"]
+    row.directions, row.fits = report.get("directions", {}), [_fit(each) for each in graded]
     row.messages = {check["code"]: check["message"] for check in failed}
     if row.place == "logged":
         named = {VALUES[each["matches"]]: None for each in report["value"] if each["sampler"] == "current"}
@@ -159,23 +182,30 @@ def filled(row: Row, report: Report) -> Row:
         row.state = {"confirmed": "passed", "refuted": "finding"}.get(report["verdict"], "inconclusive")
         if padded and not codes:
             row.state = "passed"
-    elif row.halved and all("zero" in (each["identified"] or {}) for each in graded):
+    elif row.halved and all("zero" in (each["identified"] or {}) for each in deciding):
         row.state, row.why, row.warnings = "not run", "only what it is worth reaches the loss, as part of a reward", []
         return row
-    elif "unnamed" in gradients.values():
+    elif "unnamed" in (gradients[each["sampler"]] for each in deciding):
         row.state = "unnamed"
     else:
         codes = [code for code in codes if code not in NOT_ASKED]
-        right = all(_passes(each["identified"]) for each in graded)
+        right = all(_passes(each["identified"]) for each in deciding)
         row.state = "passed" if right and not codes else "finding"
     if row.state == "finding" and not codes:
         codes, row.messages = ["KL105"], {**row.messages, "KL105": ANOTHER}
-    row.gradients, row.found = gradients, codes
+    row.gradients, row.found = gradients, codes if row.state in ("passed", "finding") else []
     return row
 
 
 def _passes(identified: Mapping[str, float] | None) -> bool:
     return set(identified or {}) in PASSING and min((identified or {}).values()) > 0
+
+
+def _fit(row: Mapping[str, Any]) -> str:
+    """Return what was found in one environment under one sampler, beside what was asked."""
+    found = render(row["identified"]) if row["identified"] else f"no name, off by {row.get('residual') or 0.0:.2g}"
+    near = "" if row.get("cosine") is None else f", cosine {cosine(row['cosine'])} with {render(row['expected'])}"
+    return f"{row['environment']}, {row['sampler']}: {found}{near}"
 
 
 def _followed(rows: Sequence[Mapping[str, Any]], moving: Sequence[str]) -> str:

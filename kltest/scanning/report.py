@@ -1,104 +1,164 @@
 """The report of a scan for people, as text and Markdown, and the table of all formats."""
 
+import math
 import textwrap
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, zip_longest
+from collections.abc import Callable, Iterable
 
+from kltest.checks import CHECKS
 from kltest.files import as_json, as_markdown
 from kltest.render.tables import PLAIN, Terminal, paint, wrap
 from kltest.render.words import one_line, visible
 from kltest.scanning.annotations import github, sarif
-from kltest.scanning.rows import Row, Scan
+from kltest.scanning.rows import Row, Scan, counted
+from kltest.truth import parse, render
 
+MOST = 20
+"""Lines of the first screen of up to ten terms; each further term has two."""
 STYLES = {"finding": "red", "passed": "green"}
-BY_HAND = "To grade what is not run, write it as a function of log-probs: `kltest grade FILE.py:FUNCTION`."
+RANKS = {"finding": 1, "unnamed": 2, "inconclusive": 2, "known": 3, "note": 3, "passed": 4}
+"""What to look at first, after findings in losses; what was not run is last."""
+OTHER_WAY = "the other direction, KL(ref‖π)"
+FOLLOWS = {
+    "reverse_kl": "∇KL(π‖ref)",
+    "local_reverse_kl": "next-token part of ∇KL(π‖ref)",
+    "forward_kl": OTHER_WAY,
+    "local_forward_kl": OTHER_WAY,
+    "zero": "no gradient",
+}
+"""Words for gradients that have some; others are told by their formulas."""
+BY_HAND = "Not run? Write it as a function of log-probs: `kltest grade FILE.py:FUNCTION`."
+RUN = "Not run, as it may do more than arithmetic? --run imports the tree and runs them."
+MORE = "`kltest explain CODE` says what a code means; --verbose how each was graded."
 
 
 def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
-    """Return a table of the terms, then each finding in a sentence, what was not read, and one line that counts.
+    """Return what terms follow, in the order of what to look at first, then what was not read, and lines that count.
 
-    A term has a line with its place, and two for each variant. With `verbose` what was lifted is shown as well.
+    What is true of several terms is said once, with their places; what the first screen has no room for is counted.
+    With `verbose` there is everything, and how each variant was graded.
     """
-    lines = list(_table(scan, terminal)) if scan.rows else []
+    tail = [f"not read: {one_line(line)}" for line in scan.left_out]
+    tail += [f"note: {one_line(line)}" for line in scan.notes]
+    if names := one_line(", ".join(scan.unread)):
+        names = names if terminal.verbose else textwrap.shorten(names, terminal.width, placeholder=" … (--verbose)")
+        tail += wrap(f"named KL and not recognised: {names}", terminal)
+    hints = wrap(MORE, terminal) if scan.findings and not terminal.verbose else []
+    if left := [row for row in scan.rows if row.status == "not run"]:
+        hints += wrap(RUN if any(row.runs_more for row in left) else BY_HAND, terminal)
+    tail += scan.summary
+    most = max(MOST, 2 * len({row.spot for row in scan.rows}))
+    room = math.inf if terminal.verbose else max(most - len(tail), most // 2)
+    blocks = _blocks(scan, terminal, whole=True)
+    if sum(len(lines) for _, lines in blocks) + len(hints) > room:
+        blocks, hints = _blocks(scan, terminal, whole=False), []
+    unshown: list[Row] = []
+    while len(blocks) > 1 and sum(len(lines) for _, lines in blocks) + bool(unshown) > room:
+        unshown = [*blocks.pop()[0], *unshown]
+    more = [f"and {counted(unshown)}: --verbose"] if unshown else []
+    details = [["", *_details(row, terminal)] for row in scan.rows if terminal.verbose]
+    shown = [*(lines for _, lines in blocks), more, *details, hints, tail, [""]]
+    return "\n".join(line for lines in shown for line in lines)
+
+
+def _blocks(scan: Scan, terminal: Terminal, *, whole: bool) -> list[tuple[list[Row], list[str]]]:
+    """Return rows of which the same is true with lines that say it and where, of findings also where they are used.
+
+    If `whole`, the places have a line of their own, and those of findings their formulas.
+    """
+    groups: dict[tuple[int, str], list[Row]] = {}
     for row in scan.rows:
-        details = [f"{code}: {row.messages.get(code, '')}" for code in row.codes] if row.status == "finding" else []
-        if details or (terminal.verbose and row.source):
-            lines += ["", one_line(f"{row.spot}: {row.title}")]
-        for words in details:
-            lines += wrap(visible(words), terminal, indent="    ", first="  ")
-        if terminal.verbose and row.source:
-            lines += [f"    {line}" for line in visible(row.source).split("\n")]
-            lines += [f"    # {one_line(note)}" for note in row.notes]
-    reasons: dict[str, dict[str, None]] = {}
-    for row in scan.rows:
-        if row.why:
-            reasons.setdefault(f"{row.status}: {row.why.splitlines()[0]}", {})[one_line(f"{row.spot}: {row.title}")] = (
-                None
-            )
-    for why, spots in reasons.items():
-        lines += ["", *wrap(visible(why), terminal, indent="    ", first=""), *(f"  {spot}" for spot in spots)]
-    if any(row.status == "not run" for row in scan.rows):
-        lines += ["", *wrap(BY_HAND, terminal)]
-    if more := sum(row.runs_more and row.status == "not run" for row in scan.rows):
-        lines += ["", f"{more} not run for being more than arithmetic; --run imports the tree and runs them."]
-    for kind, said in (("not read", scan.left_out), ("note", scan.notes)):
-        lines += ["", *(f"{kind}: {one_line(words)}" for words in said)] if said else []
-    if scan.findings:
-        lines += ["", "`kltest explain CODE` says what each code means; --verbose shows what was cut out and graded."]
-    return "\n".join([*lines, *([""] if lines else []), summary(scan)]) + "\n"
+        lost = row.status == "finding" and (row.place == "loss" or (row.place == "helper" and row.used))
+        groups.setdefault((0 if lost else RANKS.get(row.status, 5), sentence(row)), []).append(row)
+    blocks = []
+    for (rank, said), rows in sorted(groups.items(), key=lambda each: each[0][0]):
+        formulas = whole and rank < 2
+        found: dict[str, str] = {}
+        for row in rows:
+            place = f"{row.spot} {row.title}: {row.formula}" if formulas else f"{row.spot} {row.function}"
+            more = [f" [{row.variant}]"] if row.variant and not formulas else []
+            uses = [f" ({use})" for use in row.uses if rank < 2]
+            found[place] = "".join([found.get(place, ""), *more, *uses])
+        places = [f"{place}{more}" for place, more in found.items()]
+        words = said if whole else f"{said} – {'; '.join(places)}"
+        style = STYLES.get(rows[0].status, "")
+        lines = [paint(line, style, terminal) for line in wrap(one_line(words), terminal, indent="    ", first="")]
+        blocks.append((rows, [*lines, *_indented((places if formulas else ["; ".join(places)]) * whole, terminal)]))
+    return blocks
 
 
-def _table(scan: Scan, terminal: Terminal) -> Iterator[str]:
-    heads = ("on-policy", "off-policy", "findings")
-    cells = [(*row.follows, row.remarks) for row in scan.rows]
-    room = terminal.width - 8
-    columns = list(zip(heads, *cells, strict=True))
-    widths = [max(min(max(map(len, column)), room // 3), *map(len, " ".join(column).split())) for column in columns]
-    widths[2] = max(room - widths[0] - widths[1], 20)
-
-    def shown(texts: Sequence[str]) -> Iterator[str]:
-        columns = [textwrap.wrap(one_line(text), width) for text, width in zip(texts, widths, strict=True)]
-        for parts in zip_longest(*columns, fillvalue=""):
-            yield "    " + "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
-
-    yield from ("file:line  function", "  its place [configuration]: formula", *shown(heads), "")
-    for spot, rows in groupby(
-        zip(scan.rows, cells, strict=True), key=lambda each: f"{each[0].spot}  {each[0].function}"
-    ):
-        yield _short(visible(spot), max(terminal.width, spot.index("  ")))
-        for row, texts in rows:
-            yield "  " + _short(one_line(_term(row)), terminal.width - 2)
-            style = STYLES.get(row.status)
-            yield from (paint(line, style, terminal) if style else line for line in shown(texts))
+def _indented(texts: Iterable[str], terminal: Terminal) -> list[str]:
+    return [line for each in texts for line in wrap(one_line(each), terminal, indent="    ", first="  ")]
 
 
-def summary(scan: Scan) -> str:
-    """Return one line: how many terms of how many files, and what became of them."""
-    told = ", ".join(f"{number} {status}" for status, number in Counter(row.status for row in scan.rows).items())
-    terms, files = len({(row.file, row.spot) for row in scan.rows}), scan.files
-    counted = f"{terms or 'no'} KL term{'s' * (terms > 1)} in {files} file{'s' * (files != 1)} ({scan.lines:,} lines)"
-    return f"{counted}; variants: {told}" if told else counted
+def sentence(row: Row) -> str:
+    """Return what a variant follows on-policy and what is wrong with it, in words."""
+    if row.why:
+        return f"{row.status}: {row.why.splitlines()[0]}"
+    used = {"helper": "of a helper", "logged": "that is only logged"}.get(row.place, f"in the {row.place}")
+    term = f"{row.form or 'term'} {used}"
+    if "current" not in row.gradients:
+        return f"{term}: {row.logs or row.status}" + "".join(f" ({code})" for code in row.codes)
+    follows = _direction(row)
+    if row.status == "passed":
+        how = ", excused" if row.found else ", as declared" if row.declared else " is fine"
+        noted = ", ".join(code for code in row.noted if code not in row.ignored)
+        return f"{term}{how}: {follows}" + f"; {noted} once rollouts are stale" * bool(noted)
+    if row.state != "finding":
+        return f"{term}: {follows}" + "; not decided" * (row.state == "inconclusive")
+    first = {"known": "in the baseline: ", "note": "no loss calls it: "}.get(row.status, "")
+    verb = "" if follows.startswith(("no ", "against ")) else "follows "
+    wrong = ", but " + "; ".join(f"{code}: {CHECKS[code].title}" for code in row.codes)
+    wrong = f" ({', '.join(row.codes)})" if row.codes[0].startswith("KL1") else wrong
+    return f"{first}{term}: {verb}{follows}{f', not {row.declared} as declared' * bool(row.declared)}{wrong}"
+
+
+def _direction(row: Row) -> str:
+    """Return what is followed on-policy in words; of an unnamed gradient its least cosines with named ones."""
+    followed = row.gradients["current"].partition(" (")[0]
+    if followed == "unnamed":
+        best = max(row.directions, key=lambda name: row.directions[name], default="reverse_kl")
+        cosine = row.directions.get("reverse_kl", 0.0)
+        near = f", {row.directions[best]:.2f} with {FOLLOWS[best]}" if best != "reverse_kl" else ""
+        how = (
+            f"against ∇KL(π‖ref), cosine down to {cosine:.2f}"
+            if cosine < 0
+            else f"cosine with ∇KL(π‖ref) at least {cosine:.2f}{near}"
+        )
+        return f"no named gradient; {how}" if row.directions else "no named gradient"
+    combination = parse(followed)
+    (name, number), *more = combination.items()
+    if more or name not in FOLLOWS:
+        return render(combination)
+    return f"{'against ' * (number < 0)}{f'{abs(number):.4g} × ' * (abs(number) != 1)}{FOLLOWS[name]}"
+
+
+def _details(row: Row, terminal: Terminal) -> list[str]:
+    """Return how a variant was graded: gradients by sampler and environment, messages, source, notes."""
+    current, stale = row.follows
+    said = [f"on-policy {current}, off-policy {stale or 'not graded'}; {row.remarks}", *row.uses, *row.fits]
+    said += [f"{code}: {row.messages.get(code, '')}" for code in (*row.codes, *row.warnings, *row.noted)]
+    source = [f"    {line}" for line in visible(row.source).split("\n") if line]
+    notes = [f"    # {one_line(note)}" for note in row.notes]
+    return [
+        one_line(f"{row.spot}: {row.title}"),
+        *_indented([f"{row.place}: {row.formula}", *said], terminal),
+        *source,
+        *notes,
+    ]
 
 
 def markdown(scan: Scan) -> str:
-    """Return a Markdown table and the line that counts."""
+    """Return a Markdown table and the lines that count."""
     heads = ("where", "term", "on-policy", "off-policy", "findings")
+    terms = [(f"`{row.spot}` {row.title}", f"{row.place}: `{row.formula}`") for row in scan.rows]
+    found = [(*row.follows, "; ".join([row.remarks, *row.uses])) for row in scan.rows]
     cells = [
-        (f"`{row.spot}` {row.title}", f"{row.place}: `{_short(row.formula, 120)}`", *row.follows, row.remarks)
-        for row in scan.rows
+        dict(zip(heads, map(visible, (*one, *other)), strict=True)) for one, other in zip(terms, found, strict=True)
     ]
-    said = [f"- not read: {line}\n" for line in scan.left_out] + [f"- {line}\n" for line in scan.notes]
-    table = as_markdown([dict(zip(heads, map(visible, row), strict=True)) for row in cells])
-    return "".join([table, "\n" * bool(table), f"{summary(scan)}\n", "\n" * bool(said), *said])
-
-
-def _term(row: Row) -> str:
-    return f"{row.place} [{row.variant}]: {row.formula}" if row.variant else f"{row.place}: {row.formula}"
-
-
-def _short(formula: str, most: int) -> str:
-    return formula if len(formula) <= most else f"{formula[: most - 1]}…"
+    said = [*(f"not read: {line}" for line in scan.left_out), *scan.notes]
+    said += [f"named KL and not recognised: {visible(line)}" for line in scan.unread]
+    counted = ["\n" * bool(cells), "; ".join(scan.summary), "\n", "\n" * bool(said)]
+    return "".join([as_markdown(cells), *counted, *(f"- {line}\n" for line in said)])
 
 
 FORMATS: dict[str, Callable[[Scan], str]] = {

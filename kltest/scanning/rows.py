@@ -1,6 +1,8 @@
 """The result of a scan as plain data: a row for each variant of each term."""
 
-from collections.abc import Mapping, Sequence
+import ast
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,17 +10,24 @@ from kltest.scanning.declarations import Key, key
 
 OPEN = frozenset({"not run", "unnamed", "inconclusive", "failed"})
 """States of terms of which nothing is held against anybody."""
-_SHOWN = ("file", "line", "last", "function", "place", "variant", "formula", "guessed", "status")
+_SHOWN = (
+    *("file", "line", "last", "function", "place", "variant", "formula", "status", "gradients"),
+    *("warnings", "ignored", "why", "notes", "source", "form", "used", "called", "noted", "directions"),
+)
 
 
 @dataclass
 class Row:
     """One variant of one term: where it stands, what it is, what it follows and what is wrong with it.
 
+    `form` is the name of its estimator, as k1, if it is known. `used` says what has the variant as its default or calls
+    it, as "the default of Trainer.compute_loss, trainer.py:7"; `called` is false of a helper that no loss calls.
     `state` is passed, finding, unnamed, inconclusive, failed, not run, or not graded until it is known; `why` says why
-    it was not run or failed. `gradients` are the names followed by sampler, `found` the errors and `warnings` the
-    warnings that apply; `logs` says which KL a term is that is only logged. `runs_more` is true of more than
-    arithmetic. `parts` are the lines of the term by file, and `depends` those of the functions that it depends on.
+    it was not run or failed. `gradients` are the names followed by sampler, and `fits` the rows behind them;
+    `directions` are the least cosines with named gradients of what has no name itself. `found` are the errors that
+    apply, `warnings` the warnings, and `noted` the errors that only stale rollouts would make; `logs` says which KL a
+    term is that is only logged. `runs_more` is true of more than arithmetic. `parts` are the lines of the term by file,
+    and `depends` those of the functions that it depends on.
     """
 
     file: str
@@ -38,20 +47,32 @@ class Row:
     comments: Sequence[tuple[str, str]] = ()
     parts: Sequence[tuple[str, int, int]] = ()
     depends: Sequence[tuple[str, int, int]] = ()
+    form: str = ""
+    used: Sequence[str] = ()
+    called: bool = True
     declared: str = ""
     ignored: Mapping[str, str] = field(default_factory=dict)
     known: bool = False
     state: str = "not graded"
     gradients: Mapping[str, str] = field(default_factory=dict)
+    directions: Mapping[str, float] = field(default_factory=dict)
+    fits: Sequence[str] = ()
     logs: str = ""
     found: Sequence[str] = ()
     warnings: Sequence[str] = ()
+    noted: Sequence[str] = ()
     messages: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def guessed(self) -> bool:
-        """Return True if it is a guess whose log-probs are which."""
-        return bool(self.guess)
+    def fresh(self) -> bool:
+        """Return True if nothing says that its rollouts are stale.
+
+        A reward is made when rollouts are new, and the loss that it goes to has the ratio. Elsewhere a term that reads
+        nothing of the sampler is on-policy as far as it tells.
+        """
+        taken = [node.arg for node in ast.walk(ast.parse(self.source)) if isinstance(node, ast.arg)]
+        reward = self.place in ("reward", "advantage")
+        return self.place != "logged" and (reward or not any(name.startswith("old_") for name in taken))
 
     @property
     def codes(self) -> list[str]:
@@ -60,10 +81,12 @@ class Row:
 
     @property
     def status(self) -> str:
-        """Return the state: passed if all errors are excused, known for a finding of the baseline."""
+        """Return the state: passed if all errors are excused, known for a finding of the baseline, note for one of a
+        helper that no loss calls."""
         if self.state != "finding":
             return self.state
-        return "passed" if not self.codes else "known" if self.known else "finding"
+        counts = "finding" if self.called or self.place != "helper" else "note"
+        return "passed" if not self.codes else "known" if self.known else counts
 
     @property
     def key(self) -> Key:
@@ -83,9 +106,10 @@ class Row:
     @property
     def remarks(self) -> str:
         """Return the codes of errors and warnings, and what is said of the term."""
-        told = [" ".join(self.codes)] if self.codes and self.status not in OPEN else []
+        told = [" ".join(self.codes)] if self.codes else []
         told += [f"warnings {' '.join(self.warnings)}"] if self.warnings else []
         told += [f"{code} ignored: {why}" for code, why in self.ignored.items()]
+        told += [f"with stale rollouts {' '.join(self.noted)}"] if self.noted else []
         told += [f"declared: {self.declared}"] if self.declared else []
         told += ["in the baseline"] if self.status == "known" else []
         return ", ".join([*told, *([f"guessed: {self.guess}"] if self.guess and not self.why else [])]) or "–"
@@ -100,6 +124,13 @@ class Row:
         used = {"helper": "of a helper", "logged": "that is only logged"}.get(self.place, f"in the {self.place}")
         return f"KL term {used}, {self.title}: {verb}{current}{reason}{under}."
 
+    @property
+    def uses(self) -> list[str]:
+        """Return what the call sites do with the variant, each with its place."""
+        target = "reward" if self.place in ("reward", "advantage") else "loss"
+        sites = (use.rpartition(", ") for use in self.used)
+        return [f"{who} puts {self.form or 'it'} into the {target}, {where}" for who, _, where in sites]
+
     def said(self, code: str) -> tuple[str, str]:
         """Return what fails with a code, and where it was found."""
         fails, found, where = self.messages.get(code, "").partition(" Found ")
@@ -109,14 +140,9 @@ class Row:
         """Return the row as JSON has it."""
         return {
             **{name: getattr(self, name) for name in _SHOWN},
-            "gradients": dict(self.gradients),
+            "guessed": bool(self.guess),
             "errors": self.codes,
-            "warnings": list(self.warnings),
-            "ignored": dict(self.ignored),
             "declared": self.declared or None,
-            "why": self.why,
-            "notes": list(self.notes),
-            "source": self.source,
         }
 
 
@@ -124,7 +150,8 @@ class Row:
 class Scan:
     """The rows of a scan in the order of files and lines, how much was read, and a line for each file that was not.
 
-    `notes` are lines on declarations and entries of the baseline that concern nothing.
+    `notes` are lines on declarations and entries of the baseline that concern nothing, and `unread` functions and
+    variables whose names say KL, as "file:line name", in which nothing was recognised.
     """
 
     rows: list[Row]
@@ -132,19 +159,39 @@ class Scan:
     lines: int = 0
     left_out: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
+    unread: Sequence[str] = ()
 
     @property
     def findings(self) -> list[Row]:
         """Return the rows that count: no term of the baseline, none that is excused."""
         return [row for row in self.rows if row.status == "finding"]
 
-    def exit_code(self, *, strict: bool = False, changed: bool = False) -> int:
-        """Return 1 for a finding, 4 with `strict` for what was not run or not named, 5 if there is no term at all."""
+    @property
+    def graded(self) -> int:
+        """Return how many variants were run, named and decided."""
+        return sum(row.status not in (*OPEN, "not graded") for row in self.rows)
+
+    @property
+    def summary(self) -> list[str]:
+        """Return lines that count: terms, files and what became of the variants; how many of them were graded."""
+        terms, files = len({(row.file, row.spot) for row in self.rows}), self.files
+        read = f"{terms or 'no'} KL term{'s' * (terms > 1)} in {files} file{'s' * (files != 1)} ({self.lines:,} lines)"
+        told = counted(self.rows)
+        graded = [f"{self.graded} of {len(self.rows)} variants graded"] if told else []
+        unread = [f"{len(self.unread)} named KL and not recognised"] if self.unread else []
+        return [f"{read}: {told}" if told else read, *filter(None, ["; ".join([*graded, *unread])])]
+
+    def exit_code(self, *, strict: bool = False, changed: bool = False, allow_ungraded: bool = False) -> int:
+        """Return 1 for a finding, 4 if no variant was graded or with `strict` not each, 5 if there is no term at all.
+
+        With `changed` it is 0 if there is none, and with `allow_ungraded` if no variant was graded.
+        """
         if self.findings:
             return 1
-        if strict and any(row.status in OPEN for row in self.rows):
-            return 4
-        return 0 if self.rows or changed else 5
+        if not self.rows:
+            return 0 if changed else 5
+        still_open = any(row.status in OPEN for row in self.rows)
+        return 4 if (still_open if strict else not (self.graded or allow_ungraded)) else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return the scan as JSON has it, schema kltest.scan/1."""
@@ -153,6 +200,10 @@ class Scan:
             "files": self.files,
             "lines": self.lines,
             "terms": [row.to_dict() for row in self.rows],
-            "left_out": list(self.left_out),
-            "notes": self.notes,
+            **{name: getattr(self, name) for name in ("left_out", "notes", "unread", "graded")},
         }
+
+
+def counted(rows: Iterable[Row]) -> str:
+    """Return how many rows have each status."""
+    return ", ".join(f"{number} {status}" for status, number in Counter(row.status for row in rows).items())

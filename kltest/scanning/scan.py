@@ -76,7 +76,7 @@ def scan(
         with Judge(jobs or os.cpu_count() or 1, timeout, store) as judge:
             done = 0
             for row in judge.judged(wanted()):
-                row.known = row.key in known
+                row.known = _is_known(row, known)
                 if judge.done > done:
                     done = judge.done
                     progress(row, done, judge.asked + search.left)
@@ -89,6 +89,7 @@ def scan(
         found.files -= len(search.left_out)
     if changed is None:
         found.notes = [*_loose(search, found), *_stale(known, found)]
+        found.unread = getattr(search, "unread", ())  # of a search that notes them
     return found
 
 
@@ -108,6 +109,12 @@ def _is_changed(row: Row, changed: Mapping[str, Sequence[range]]) -> bool:
     return any(span.start <= last and first < span.stop for first, last, span in lines)
 
 
+def _is_known(row: Row, known: Iterable[Key]) -> bool:
+    """Return True for a row of the baseline, which may have lost errors since."""
+    names = row.key[:-1]
+    return any(each[:-1] == names and set(row.codes) <= set(each[-1].split(",")) for each in known)
+
+
 def _loose(search: Search, found: Scan) -> Iterator[str]:
     """Yield a line for each comment that stands on no term, or excuses what no variant of its term fails."""
     for place, words in search.loose:
@@ -120,7 +127,7 @@ def _loose(search: Search, found: Scan) -> Iterator[str]:
             if speaks_of(words, row.variant, row.place):
                 idle.pop((place, words), None)
                 ended = row.state in ("passed", "finding")
-                failed.setdefault((place, words), set()).update(row.found if ended else [*row.found, *row.ignored])
+                failed.setdefault((place, words), set()).update(row.found, row.noted, () if ended else row.ignored)
     for place, words in idle:
         yield f"{place}: # kltest: {words} names no configuration of the term there, and no place of it"
     for (place, words), codes in failed.items():

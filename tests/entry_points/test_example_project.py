@@ -193,6 +193,26 @@ def test_the_action_scans_a_tree_and_leaves_a_file_for_code_scanning(project, ac
 @pytest.mark.parametrize(
     ("given", "code"),
     [
+        ({}, 0),
+        ({"fail-on-unreadable": "true"}, 4),
+        ({"options": "--no-cache\n--strict"}, 4),
+    ],
+)
+def test_the_action_fails_on_what_it_cannot_read_only_if_asked_to(project, action, given, code):
+    path = project / "tiny_rl" / "losses.py"
+    path.write_text("def loss(logp, ref_logp):\n    return torch.load((logp - ref_logp).square())\n")
+    done = action(install="none", scan="tiny_rl", **given)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert action.output().endswith("exit-code=4\n")
+    assert "0 of 1 variants graded" in done.stdout
+    hook = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())[0]
+    passed = run(project, *re.sub(r"^kltest", "python -m kltest.cli", hook["entry"]).split(), "tiny_rl")
+    assert (passed.returncode, "0 of 1 variants graded" in passed.stdout, hook["verbose"]) == (0, True, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "code"),
+    [
         ({"scan": "nowhere"}, 2),
         ({"targets": "k3-los"}, 2),
         ({"options": "reverse_kl"}, 2),
@@ -248,13 +268,14 @@ def test_the_guide_of_the_scan_calls_the_action_and_the_hook_as_they_are():
     assert flow["permissions"]["security-events"] == "write"
     (made,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
     assert [each["id"] for each in hook["repos"][0]["hooks"]] == [made["id"]]
-    assert made["entry"].split() == ["kltest", "scan"]
+    assert made["entry"].split() == ["kltest", "scan", "--allow-ungraded"]
     assert not made["pass_filenames"]
 
 
 def test_the_workflow_without_the_action_annotates_and_writes_the_summary(project, tmp_path):
     *_, flow = SCAN_BLOCKS
     (steps,) = [job["steps"] for job in flow["jobs"].values()]
+    change(project, BREAKS)
     assert walked(steps, project, tmp_path, lambda given: None) == [1]
     assert "KL term" in (tmp_path / "summary").read_text()
 

@@ -6,6 +6,7 @@ Nothing is graded here: reports are those that a gradient is known to give.
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -13,9 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from kltest.cli.application import app
+from kltest.render.tables import Terminal
+from kltest.scanning.annotations import github
+from kltest.scanning.annotations import sarif as sarif_of
 from kltest.scanning.judge import Judge, filled
-from kltest.scanning.rows import Row
-from kltest.scanning.search import Store
+from kltest.scanning.report import FORMATS, text
+from kltest.scanning.rows import Row, Scan
+from kltest.scanning.search import Search, Store
 from kltest.scanning.sources import Source, sources
 
 K2 = "def loss(logp, ref_logp):\n    return ((logp - ref_logp) ** 2 / 2).mean()\n"
@@ -79,15 +84,17 @@ EXITS = {
     "another gradient": (K2, report({"forward_kl": 1.0}, ["KL102"]), 1, 1),
     "right, and an error": (K2, report(RIGHT, ["KL505"]), 1, 1),
     "zero": (K2, report(ZERO), 1, 1),
-    "unnamed": (K2, UNNAMED, 0, 4),
-    "failed": (K2, report(None, verdict="error"), 0, 4),
-    "not run": (NOT_RUN, UNNAMED, 0, 4),
+    "unnamed": (K2, UNNAMED, 4, 4),
+    "failed": (K2, report(None, verdict="error"), 4, 4),
+    "not run": (NOT_RUN, UNNAMED, 4, 4),
+    "one of two not run": (f"{K2}\n\n{NOT_RUN.replace('loss', 'other')}", report(RIGHT), 0, 4),
+    "the other sign beside one not run": (f"{K2}\n\n{NOT_RUN}", report({"reverse_kl": -1.0}), 1, 1),
     "as declared": (f"{K2}  # kltest: expect=zero".replace("\n  #", "  #"), report(ZERO, verdict="confirmed"), 0, 0),
     "not as declared": (f"{K2}  # kltest: expect=zero".replace("\n  #", "  #"), report(RIGHT), 1, 1),
     "not decided": (
         f"{K2}  # kltest: expect=zero".replace("\n  #", "  #"),
         report(RIGHT, verdict="inconclusive"),
-        0,
+        4,
         4,
     ),
     "no term": ("x = 1\n", None, 5, 5),
@@ -100,6 +107,8 @@ def test_the_exit_code_is_what_the_terms_follow(tree, name):
     Path("code.py").write_text(text)
     assert scan()[0] == code
     assert scan("--strict")[0] == strict
+    assert scan("--allow-ungraded")[0] == (0 if code == 4 else code)
+    assert scan("--allow-ungraded", "--strict")[0] == strict
 
 
 def test_what_is_only_logged_is_listed_if_asked_for_and_held_to_its_value_alone(tree):
@@ -170,9 +179,9 @@ def test_a_comment_may_speak_of_one_configuration_of_a_term(tree, comment, decla
 
 
 def test_an_excuse_for_one_configuration_leaves_the_others(tree):
-    tree["report"] = report(RIGHT, ["KL301"])
-    Path("code.py").write_text(TWO.replace("COMMENT", "[k2] ignore[KL301] samples are fresh"))
-    assert [row["errors"] for row in rows()] == [[], ["KL301"]]
+    tree["report"] = report(RIGHT, ["KL505"])
+    Path("code.py").write_text(TWO.replace("COMMENT", "[k2] ignore[KL505] no padding"))
+    assert [row["errors"] for row in rows()] == [[], ["KL505"]]
     Path("code.py").write_text(TWO.replace("COMMENT", "[k2] ignore[KL102] why"))
     assert "code.py:2: KL102 is excused, and does not fail" in scan()[1]
 
@@ -240,12 +249,189 @@ def test_a_baseline_is_made_used_renewed_and_told_when_it_is_stale(tree):
     assert scan("--baseline", "known.json", "--output", "json:known.json")[0] == 0  # renewed from itself
     tree["report"] = report({"forward_kl": 1.0}, ["KL102", "KL505"])
     assert scan("--baseline", "known.json")[0] == 1  # one more error is news
+    Path("more.json").write_text(Path("known.json").read_text().replace('"KL102"', '"KL102",\n    "KL301"'))
+    tree["report"] = report({"forward_kl": 1.0}, ["KL102"])
+    code, text = scan("--baseline", "more.json")  # one error less is known, and the entry is stale
+    assert (code, "baseline entry KL102,KL301 no longer occurs" in " ".join(text.split())) == (0, True)
     tree["report"] = report(RIGHT)
     code, text = scan("--baseline", "known.json")
     assert code == 0
     assert "note: code.py: loss (loss): baseline entry KL102 no longer occurs" in " ".join(text.split())
     Path("broken.json").write_text("[]")
     assert scan("--baseline", "broken.json")[0] == 2
+
+
+FRESH, SAMPLED = "def kl_term(logp, ref_logp): pass", "def kl_term(logp, ref_logp, old_logp): pass"
+ROLLOUTS = {
+    "of a loss that reads nothing of the sampler": (FRESH, "loss", "KL301", "passed"),
+    "of a helper": (FRESH, "helper", "KL303", "passed"),
+    "of a loss with the sampler's log-probs": (SAMPLED, "loss", "KL301", "finding"),
+    "of a reward": (FRESH, "reward", "KL301", "passed"),
+    "of a reward from the rollouts' own log-probs": (SAMPLED, "reward", "KL305", "passed"),
+    "of an advantage": (SAMPLED, "advantage", "KL301", "passed"),
+    "of a reward with a clipped ratio": (SAMPLED, "reward", "KL306", "finding"),
+}
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_a_missing_ratio_is_a_note_where_nothing_says_that_rollouts_are_stale(name):
+    source, place, code, status = ROLLOUTS[name]
+    given = report(RIGHT, [code])
+    given["gradients"][1]["identified"] = {"reverse_kl@rollouts": 1.0}
+    for declared in ("", "reverse_kl"):
+        given["verdict"] = "refuted" if status == "finding" else "confirmed"
+        found = filled(row(source, place=place, declared=declared), given)
+        noted = [] if status == "finding" else [code]
+        assert (found.status, found.codes, found.noted) == (status, [] if noted else [code], noted)
+    document = json.loads(sarif_of(Scan([found])))["runs"][0]["results"]
+    assert [(each["ruleId"], each["level"]) for each in document] == [(code, "note" if noted else "error")]
+    excused = Scan([filled(row(source, place=place, ignored={code: "why"}), given)])
+    assert (excused.rows[0].status, "stale" in text(excused)) == ("passed", False)
+    assert json.loads(sarif_of(excused))["runs"][0]["results"] == []
+    given["gradients"][0]["identified"] = {"forward_kl": 1.0}  # which is no matter of the sampler
+    assert filled(row(source, place=place), given).status == "finding"
+
+
+def test_a_helper_that_no_loss_calls_is_a_note():
+    for called, place, status in ((True, "helper", "finding"), (False, "helper", "note"), (False, "loss", "finding")):
+        found = filled(row(FRESH, place=place, called=called), report(ZERO, ["KL101"]))
+        assert (found.status, Scan([found]).exit_code()) == (status, int(status == "finding"))
+    note = filled(row(FRESH, place="helper", called=False), report(ZERO, ["KL101"]))
+    assert "no loss calls it: term of a helper: no gradient (KL101)" in text(Scan([note]))
+    assert json.loads(sarif_of(Scan([note])))["runs"][0]["results"][0]["level"] == "note"
+    assert github(Scan([note])).startswith("::notice file=a.py,line=1,endLine=1,title=kltest KL101::")
+
+
+def test_a_finding_is_told_where_it_is_used(tree):
+    used = ["the default of GRPOTrainer.compute_loss, trl/x.py:3071", "an option of PPO.step, ppo.py:7"]
+    found = filled(row(FRESH, place="helper", form="k1", used=used), report(ZERO, ["KL101"]))
+    told = "the default of GRPOTrainer.compute_loss puts k1 into the loss, trl/x.py:3071"
+    for form in FORMATS.values():
+        if form is not FORMATS["json"]:
+            assert told in " ".join(form(Scan([found])).split())
+    assert json.loads(FORMATS["json"](Scan([found])))["terms"][0]["used"] == used
+    assert "PPO.step puts k1 into the reward, ppo.py:7" in text(Scan([replace(found, place="reward")]))
+
+
+def test_names_of_a_kl_in_which_nothing_was_recognised_are_listed_and_counted(tree, monkeypatch):
+    names = [f"losses.py:{line} kl_{line}" for line in range(1, 40)]
+
+    class Unread(Search):
+        unread = property(lambda self: names, lambda self, value: None)
+
+    monkeypatch.setattr("kltest.scanning.scan.Search", Unread)
+    code, words = scan()
+    assert (code, words.splitlines()[-1]) == (0, "1 of 1 variants graded; 39 named KL and not recognised")
+    assert "named KL and not recognised: losses.py:1 kl_1, losses.py:2 kl_2," in words
+    assert (words.count("\n") < 10, "losses.py:39 kl_39" in words) == (True, False)
+    assert "losses.py:39 kl_39" in scan("--verbose")[1]
+    assert "- named KL and not recognised: losses.py:39 kl_39\n" in scan("--output", "markdown")[1]
+    assert json.loads(scan("--output", "json")[1])["unread"] == names
+    Path("code.py").write_text("x = 1\n")
+    code, words = scan()
+    assert (code, words.splitlines()[-1]) == (5, "39 named KL and not recognised")
+    names.clear()
+    assert scan() == (5, "no KL term in 1 file (1 lines)\n")
+
+
+# The first screen.
+
+FORMULA = "(log π - log ref).clamp(-10, 10).exp()·mask / mask.sum(-1, keepdim=True).clamp(min=1.0) - (log π - log ref)"
+PATH = "a_library/trainer/of_some_length/losses.py"
+
+
+def ten():
+    """Ten terms, of each kind of answer; no two of them are said in the same words."""
+    fine, right = report({"local_reverse_kl": 1.0}, ["KL301"]), report(RIGHT, ["KL505"])
+    answers = [
+        ("loss", fine),
+        ("loss", None),
+        ("reward", report(ZERO, ["KL101"])),
+        ("loss", report(ZERO, ["KL101"])),
+        ("loss", report(None, ["KL105"])),
+        ("reward", report(RIGHT)),
+        ("loss", report({"local_forward_kl": 1.0}, ["KL102", "KL204"])),
+        ("helper", report({"reverse_kl": -2.0})),
+        ("advantage", right),
+        ("loss", report({"chi_square": 0.5, "total_variation": 1.5}, ["KL105"])),
+    ]
+    places = [{"place": place, "spot": f"{PATH}:{line}", "file": PATH} for line, (place, _) in enumerate(answers, 1)]
+    rows = [row(FRESH, **place, function="Trainer.compute_the_loss", variant="", formula=FORMULA) for place in places]
+    rows[1].why, rows[1].state = "weigh(…) is not arithmetic that is known", "not run"
+    rows[4] = replace(rows[4], form="k4")
+    done = [filled(each, known) if known else each for each, (_, known) in zip(rows, answers, strict=True)]
+    done[4].directions = {"reverse_kl": -0.5, "forward_kl": 0.25}
+    return done
+
+
+SAID = [
+    "term in the loss: no gradient (KL101)",
+    "term in the loss: follows the other direction, KL(ref‖π) (KL102, KL204)",
+    "term in the loss: follows 0.5·∇½χ²(π‖ref) + 1.5·∇TV(π, ref) (KL105)",
+    "term in the reward: no gradient (KL101)",
+    "term of a helper: against 2 × ∇KL(π‖ref) (KL105)",
+    "term in the advantage: follows ∇KL(π‖ref), but KL505: ",
+    "k4 in the loss: no named gradient; against ∇KL(π‖ref), cosine down to -0.50",
+    "term in the loss is fine: next-token part of ∇KL(π‖ref); KL301 once rollouts are stale",
+    "term in the reward is fine: ∇KL(π‖ref)",
+    "not run: weigh(…) is not arithmetic that is known",
+]
+
+
+@pytest.mark.parametrize(("width", "rest"), [(80, "2 passed, 1 not run"), (100, "1 passed, 1 not run")])
+def test_the_first_screen_has_errors_in_losses_first_and_at_most_twenty_lines(width, rest):
+    lines = text(Scan(ten()), Terminal(width=width)).splitlines()
+    assert (len(lines) <= 20, max(map(len, lines)) <= width) == (True, True)
+    assert (lines[0].startswith(SAID[0]), lines[-1]) == (True, "8 of 10 variants graded")
+    told = " ".join(" ".join(lines).split())
+    shown = [told.find(words) for words in SAID]
+    left = sum(int(part.split()[0]) for part in rest.split(", "))
+    assert (shown[:-left], shown[-left:]) == (sorted(shown)[left:], [-1] * left)
+    assert f"and {rest}: --verbose" in lines
+
+
+def test_terms_are_told_whatever_else_is_said():
+    told = Scan(ten(), left_out=[f"{number}.py: no Python" for number in range(40)])
+    lines = text(told).splitlines()
+    assert lines[0].startswith(SAID[0])
+    assert sum(line.startswith("not read: ") for line in lines) == 40
+    many = [replace(each, variant=f"n={number}", spot=f"{PATH}:3") for number in range(60) for each in ten()[3:4]]
+    lines = text(Scan(many)).splitlines()
+    assert (lines[0].startswith(SAID[0]), "[n=59]" in " ".join(lines)) == (True, True)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_verbose_says_all_of_all_terms_with_formulas_whole(width):
+    told = " ".join(text(Scan(ten()), Terminal(width=width, verbose=True)).split())
+    places = [told.index(words) for words in SAID]
+    assert places == sorted(places)
+    assert told.count(FORMULA) == 10 + 6  # of each, and of the findings in front
+    assert "ragged, current: E_π[Σ_t ∇KL_t(ref‖π)]" in told
+    assert "on-policy local_reverse_kl, off-policy local_reverse_kl; " in told
+
+
+def test_a_small_screen_shows_the_formulas_of_findings_and_where_others_stand():
+    found = ten()
+    lines = text(Scan([found[0], found[5], found[6]])).splitlines()
+    assert lines[0] == SAID[1]
+    assert FORMULA in " ".join(" ".join(lines[1:4]).split())
+    assert "…" not in "".join(lines)
+    assert lines[-3] == "`kltest explain CODE` says what a code means; --verbose how each was graded."
+    assert f"  {PATH}:1 Trainer.compute_the_loss" in lines
+    same = [replace(found[0], variant=kind) for kind in ("kind='k2'", "kind='full'")]
+    assert text(Scan(same)).splitlines()[0] == SAID[7]
+    assert text(Scan(same)).count("is fine") == 1
+
+
+def test_what_a_term_was_declared_or_excused_to_follow_is_said():
+    declared = filled(row(FRESH, declared="zero"), report(ZERO, verdict="confirmed"))
+    assert "term in the loss, as declared: no gradient\n" in text(Scan([declared]))
+    wrong = filled(row(FRESH, declared="zero"), report(RIGHT, ["KL106"]))
+    assert "term in the loss: follows ∇KL(π‖ref), not zero as declared (KL106)" in text(Scan([wrong]))
+    excused = filled(row(FRESH, ignored={"KL101": "logged only"}), report(ZERO, ["KL101"]))
+    assert "term in the loss, excused: no gradient\n" in text(Scan([excused]))
+    known = replace(wrong, known=True)
+    assert "in the baseline: term in the loss: follows" in text(Scan([known]))
 
 
 # Changed lines.
@@ -265,7 +451,7 @@ def repository(tree):
 
 def changed(reference="HEAD"):
     code, text = scan("--changed-since", reference)
-    return code, int(text.splitlines()[-1].replace("no KL", "0").split()[0])
+    return code, int(next(line for line in text.splitlines() if " KL term" in line).replace("no KL", "0").split()[0])
 
 
 def test_only_what_changed_is_graded(repository):
@@ -464,7 +650,8 @@ def answering(monkeypatch, *answers):
 
 
 def row(source="x", **more):
-    return Row("a.py", 1, 1, "a.py:1", "f", "loss", "", "", source, **more)
+    place = {"file": "a.py", "line": 1, "last": 1, "spot": "a.py:1", "function": "f", "place": "loss"}
+    return Row(**{**place, "variant": "", "formula": "", "source": source, **more})
 
 
 def test_a_term_that_stands_twice_is_graded_once_and_a_lasting_report_is_kept(tmp_path, monkeypatch):
