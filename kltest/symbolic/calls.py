@@ -22,6 +22,7 @@ from kltest.symbolic.values import (
     Stored,
     Thing,
     TooLargeError,
+    fixed,
     is_constant,
 )
 
@@ -270,8 +271,11 @@ class Calls:
         if not isinstance(owner, Node):
             return self.call(self.attribute(owner, name), arguments, named)
         if owner.operation == CHOICE and not all(_is_number(one) for one in owner.arguments[1:]):
-            condition, *branches = owner.arguments
-            return self.graph.choice(condition, *(self.method(expression, one, arguments, named) for one in branches))
+            condition, *branches = map(fixed, owner.arguments)
+            found = self.graph.choice(condition, *(self.method(expression, one, arguments, named) for one in branches))
+            if any(isinstance(one, list | dict) for one in branches):  # which the method may have changed
+                self.assign(stored(expression.value), self.graph.choice(condition, *branches))
+            return found
         return self._of_tensor(expression, owner, arguments, named)
 
     def _of_tensor(
@@ -283,7 +287,7 @@ class Calls:
         in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         operation = canonical(name.removesuffix("_")) or canonical(name)
         if name == "append":
-            self.assign(stored(expression.value), self.graph.node("appended", owner, *arguments))
+            self.assign(stored(expression.value), self.graph.node("appended", owner, *map(fixed, arguments)))
             return None
         if name == "get" and arguments:
             return self._entry_or(owner, *arguments)

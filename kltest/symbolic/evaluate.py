@@ -34,6 +34,7 @@ from kltest.symbolic.values import (
     Stored,
     Thing,
     TooLargeError,
+    fixed,
     implied,
     is_constant,
     nodes_in,
@@ -358,7 +359,7 @@ class Evaluator(Calls):
         """Follow the body once; variables that it changes become nodes of what they are after the last pass."""
         variables, mark = self.frame.scope.variables, len(self.graph.lines)
         names = [name for name in _changed_in(statement.body) if name in variables]
-        before = tuple(_fixed(variables[name]) for name in names)
+        before = tuple(fixed(variables[name]) for name in names)
         place = (statement.lineno, statement.col_offset, len(self.frames), mark)
         index = self.graph.node(INPUT, "item", *place)
         counted, element = self._counted(items, index)
@@ -368,7 +369,7 @@ class Evaluator(Calls):
         self.block(statement.body)
         if self.frame.ended in ("continue", "break"):
             self.frame.ended = ""
-        after = tuple(_fixed(variables[name]) for name in names)
+        after = tuple(fixed(variables[name]) for name in names)
         for number, name in enumerate(names):
             if after[number] is not carried[number]:
                 variables[name] = self.graph.node("loop", counted, index, before, carried, after, number)
@@ -379,7 +380,7 @@ class Evaluator(Calls):
         """Return what an index counts through in a loop over unknown items, and the item at an index."""
         if isinstance(items, Node) and items.operation == "range":
             return items, index
-        return self.graph.node("range", self.graph.node("len", _fixed(items))), self._at(items, index)
+        return self.graph.node("range", self.graph.node("len", fixed(items))), self._at(items, index)
 
     def _at(self, items: Any, index: Any) -> Any:
         """Return the item at an index; through zip and enumerate, the items of what they run over."""
@@ -450,7 +451,7 @@ class Evaluator(Calls):
         if (isinstance(holder, dict) and is_constant(key)) or (isinstance(key, int) and key in places):
             holder[key] = value
         elif isinstance(holder, Node):
-            self.assign(stored(owner), self.graph.node("written", holder, _fixed(key), _fixed(value)))
+            self.assign(stored(owner), self.graph.node("written", holder, fixed(key), fixed(value)))
 
     # Expressions
 
@@ -514,7 +515,7 @@ class Evaluator(Calls):
     def _of_joinedstr(self, expression: ast.JoinedStr) -> Any:
         parts = [self.value(one.value if isinstance(one, ast.FormattedValue) else one) for one in expression.values]
         return (
-            "".join(map(str, parts)) if all(map(is_constant, parts)) else self.graph.node("text", *map(_fixed, parts))
+            "".join(map(str, parts)) if all(map(is_constant, parts)) else self.graph.node("text", *map(fixed, parts))
         )
 
     def _of_lambda(self, expression: ast.Lambda) -> Any:
@@ -591,16 +592,16 @@ class Evaluator(Calls):
 
     def operator(self, name: str, *arguments: Any) -> Any:
         """Return what an operator of Python makes of values."""
-        fixed = tuple(map(_fixed, arguments))
+        given = tuple(map(fixed, arguments))
         if name == "+" and all(isinstance(one, list | tuple) for one in arguments):
             return arguments[0] + arguments[1]
-        if (known := constant_of(name, fixed)) is not NotImplemented:
+        if (known := constant_of(name, given)) is not NotImplemented:
             return known
-        return self.made(name, *fixed)
+        return self.made(name, *given)
 
     def made(self, operation: str, *arguments: Any, **named: Any) -> Any:
         """Return the node of an operation, detached where gradients are switched off."""
-        node = self.graph.node(operation, *map(_fixed, arguments), **{name: _fixed(one) for name, one in named.items()})
+        node = self.graph.node(operation, *map(fixed, arguments), **{name: fixed(one) for name, one in named.items()})
         self._locate(node)
         return self.graph.node("detach", node) if self.detached and operation != "detach" else node
 
@@ -659,10 +660,10 @@ class Evaluator(Calls):
             index = self.graph.node(INPUT, "item", first.target.lineno, first.target.col_offset, len(self.frames))
             counted, element = self._counted(items, index)
             self.assign(first.target, element)
-            kept = tuple(_fixed(self.value(test)) for test in first.ifs)
+            kept = tuple(fixed(self.value(test)) for test in first.ifs)
             inner = self._comprehended_inside(rest, made)
             value = inner[0] if isinstance(inner, list) and len(inner) == 1 else inner
-            return self.graph.node("mapped", counted, index, _fixed(value), kept)
+            return self.graph.node("mapped", counted, index, fixed(value), kept)
         found: list[Any] = []
         for item in items:
             self.assign(first.target, item)
@@ -743,17 +744,6 @@ def _changed_in(statements: Sequence[ast.stmt]) -> list[str]:
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
             found[node.value.id] = None
     return list(found)
-
-
-def _fixed(value: Any) -> Any:
-    """Return a value as the argument of a node: a list as it is now."""
-    if isinstance(value, list):
-        return [_fixed(one) for one in value]
-    if isinstance(value, dict):
-        return {name: _fixed(one) for name, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_fixed(one) for one in value)
-    return value
 
 
 def _last_name(expression: ast.expr) -> str:

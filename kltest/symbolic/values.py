@@ -85,6 +85,17 @@ def mapped(value: Any, of: Callable[[Node], Any]) -> Any:
     return value
 
 
+def fixed(value: Any) -> Any:
+    """Return a value as the argument of a node: a list as it is now."""
+    if isinstance(value, list):
+        return [fixed(one) for one in value]
+    if isinstance(value, dict):
+        return {name: fixed(one) for name, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(fixed(one) for one in value)
+    return value
+
+
 @dataclass
 class Graph:
     """All nodes of one evaluation.
@@ -102,7 +113,7 @@ class Graph:
 
     def node(self, operation: str, *arguments: Any, **named: Any) -> Node:
         """Return the node of an operation, the one that is there if it was made before."""
-        sorted_names = tuple(sorted(named.items()))
+        arguments, sorted_names = fixed(arguments), fixed(tuple(sorted(named.items())))
         key = operation, _key(arguments), _key(sorted_names)
         if key not in self._known:
             self._known[key] = Node(operation, arguments, sorted_names, len(self._known))
@@ -169,7 +180,7 @@ def _under(condition: Any, holds: bool, value: Any) -> Any:
         decided = implied(other, condition, holds) if isinstance(other, Node) else bool(other)
         if decided is None:
             break
-        value = then if decided else otherwise
+        value = fixed(then if decided else otherwise)
     return value
 
 
