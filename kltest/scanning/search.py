@@ -47,7 +47,7 @@ class Search:
                 self.left = len(self.known["rows"]) - number
                 yield Row(**row)
             return
-        with _uncollected():
+        with uncollected():
             yield from self._searched()
 
     def _searched(self) -> Iterator[Row]:
@@ -101,7 +101,7 @@ class Search:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Stop looking for garbage in syntax trees, of which nothing is: it takes half of the time of a search."""
     collects = gc.isenabled()
     gc.disable()

@@ -334,6 +334,9 @@ class Evaluator(Calls):
                 container[:] = [self.graph.choice(condition, *pair) for pair in pairs]
             else:
                 _replace(container, self.graph.choice(condition, *contents))
+                for name, value in container.items():
+                    if isinstance(name, str):
+                        self.graph.named(value, name)
 
     # Loops
 
@@ -514,9 +517,7 @@ class Evaluator(Calls):
 
     def _of_joinedstr(self, expression: ast.JoinedStr) -> Any:
         parts = [self.value(one.value if isinstance(one, ast.FormattedValue) else one) for one in expression.values]
-        return (
-            "".join(map(str, parts)) if all(map(is_constant, parts)) else self.graph.node("text", *map(fixed, parts))
-        )
+        return "".join(map(str, parts)) if all(map(is_constant, parts)) else self.graph.node("text", *map(fixed, parts))
 
     def _of_lambda(self, expression: ast.Lambda) -> Any:
         return Function(expression, self.frame.scope)

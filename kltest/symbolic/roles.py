@@ -9,27 +9,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kltest.symbolic.operations import ATTRIBUTES
+from kltest.symbolic.operations import ATTRIBUTES, words_of
 from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Graph, Node, nodes_in, reached
-from kltest.symbolic.words import ADVANTAGE, TOKENS, Side, is_mask, says, side, whose, words
+from kltest.symbolic.words import ADVANTAGE, POLICY, SAMPLER, TOKENS, Side, is_mask, is_ratio, says, side, whose, words
 
 # Quantities of one side.
 LOGITS, LOGITS_AT, NORMALISER = "logits", "logit of the token", "log-normaliser"
 LOG_PROBS, PROBS = "log-probs", "probabilities"
 LOG_PROB, PROB, LOSS = "log-prob of the token", "probability of the token", "negative log-prob of the token"
 # Others.
-MASK, PADDING, TOKEN, REWARD = "mask", "padding", "token", "reward"
+MASK, PADDING, TOKEN, REWARD, RATIO = "mask", "padding", "token", "reward", "ratio"
 FIELD = frozenset({LOG_PROB, PROB, LOSS, LOG_PROBS, PROBS, LOGITS})
 VOCABULARY = frozenset({LOGITS, LOG_PROBS, PROBS})
 
 OPAQUE = frozenset({INPUT, "attribute", "call", "method", "unread", "generator"})
 # Operations that choose, order or copy entries: what they return is what they are given.
-MOVES = frozenset(
+MOVES = words_of(
     """
-    broadcast_to cat chunk clone detach expand expand_as flatten flip fliplr index_select item masked_select movedim
-    narrow pad permute repeat repeat_interleave reshape roll same select split squeeze stack tensor_split tile transpose
-    tuple list unbind unflatten unsqueeze view view_as starred zip enumerate reversed broadcast_tensors tensor
-    """.split()
+    broadcast_to cat chunk clone detach expand expand_as flatten flip fliplr index_select item masked_select
+    movedim narrow pad permute repeat repeat_interleave reshape roll same select split squeeze stack
+    tensor_split tile transpose tuple list unbind unflatten unsqueeze view view_as starred zip enumerate
+    reversed broadcast_tensors tensor
+    """
 ) | {"while loop"}
 GATHERS = frozenset({"gather", "take_along_dim"})
 
@@ -179,7 +180,7 @@ class Roles:
         return ""
 
     def _is_partial(self, index: Any) -> bool:
-        """Return True for an index of several tokens of the vocabulary: the largest ones, or a support that is so called."""
+        """Return True for an index of several tokens of the vocabulary: the largest, or a support that is so called."""
         nodes = (
             [index, *(each for each in reached(index) if each.operation == "item")] if isinstance(index, Node) else []
         )
@@ -201,6 +202,8 @@ class Roles:
         for name in self.names(node):
             if is_mask(name):
                 return Fact(PADDING if says(name, "pad", "invalid") else MASK)
+            if is_ratio(name):
+                return Fact(RATIO, frozenset({POLICY, SAMPLER}))
             if stated := side(name):
                 return self._of_side(node, stated)
             rewarded = rewarded or says(name, *ADVANTAGE)

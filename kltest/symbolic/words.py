@@ -33,6 +33,7 @@ METRICS = _words(
 )
 # Of preference pairs, whose log-ratios are no penalties.
 _PREFERENCE = _words("chosen rejected preferred dispreferred win lose winner loser")
+_RATIO = _words("ratio ratios importance sampling is token policy coef")
 _KL = _words("kl kls kld klds jsd divergence kullback")
 _LOGP = re.compile(
     r"log ?probs?|\bl ?probs?\b|log ?ps?\b|\blps?\b|log ?probabilit\w*|log ?pi\b|log ?likelihoods?|log ?dist\w*"
@@ -91,6 +92,12 @@ def is_preference(name: str) -> bool:
 def is_mask(name: str) -> bool:
     """Return True for names of masks."""
     return bool({"mask", "masks"}.intersection(words(name)))
+
+
+def is_ratio(name: str) -> bool:
+    """Return True for names of the importance ratio between policy and sampler: importance_ratio, is_ratios."""
+    found = set(words(name))
+    return bool({"ratio", "ratios"} & found) and found <= _RATIO
 
 
 def is_logged(name: str) -> bool:

@@ -5,18 +5,19 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from kltest.scanning.measured import leaves, vanishes
-from kltest.scanning.unfolding import Unfolding
+from kltest.scanning.core.measured import leaves, source_of, vanishes
+from kltest.scanning.core.unfolding import Unfolding
+from kltest.symbolic.operations import words_of
 from kltest.symbolic.roles import MOVES, Roles, parts_of
-from kltest.symbolic.values import CHOICE, Node, nodes_in
+from kltest.symbolic.values import CHOICE, Graph, Node, nodes_in
 
 LINEAR = (
     MOVES
-    | frozenset(
+    | words_of(
         """
         mean sum nanmean nansum neg negated masked_fill where nan_to_num cumsum loop mapped written appended
         scatter scatter_add index_add gather take_along_dim choice call method item attribute
-        """.split()
+        """
     )
 ) - {"detach"}
 SUMS = frozenset({"+", "-", "add", "sub", "added up"})
@@ -98,7 +99,7 @@ class Parts:
         factors = list(self._factors(node))
         sided = [one for one in factors if self.roles.of(one).sides]
         rewarded = [one for one in factors if self.roles.of(one).rewarded]
-        if not rewarded and len(sided) == 1:
+        if len({*sided, *rewarded}) == 1:
             stack.append(sided[0])
         elif not rewarded and self.is_zero(node):
             yield Part(root, node, node, place)
@@ -147,7 +148,7 @@ class Parts:
     def _core(
         self, node: Node, group: Sequence[tuple[int, Any]], others: Sequence[tuple[int, Any]], all_of_it: int
     ) -> Node | None:
-        """Return a group with as little else of its sum as makes it zero where its sides agree; None if nothing does."""
+        """Return a group with what else of its sum makes it zero where its sides agree; None if nothing does."""
         sides = self._sides(group)
         own = [one for one in others if self._sides([one]) and self._sides([one]) <= sides]
         constants = [one for one in others if not self._sides([one])]
@@ -194,7 +195,8 @@ class Parts:
         """Return addends in groups of those that are made of the same probabilities of two sides."""
         groups: list[tuple[dict[Node, str], list[tuple[int, Any]]]] = []
         for one in addends:
-            fields = {node: name for node, name in leaves(self.roles, one[1]).fields.items() if "log" in name}
+            ends = leaves(self.roles, one[1]).fields
+            fields = {source_of(self.roles, node): name[:4] for node, name in ends.items() if "log" in name}
             members = [one]
             for other in list(groups):
                 if len({other[0][node] for node in other[0].keys() & fields}) > 1:
@@ -205,9 +207,10 @@ class Parts:
         return [members for _, members in groups]
 
 
-def projected(graph: Any, part: Part) -> Any:
-    """Return the root of a part without what is added to it elsewhere: the term as it comes to the loss."""
+def projected(graph: Graph, part: Part) -> tuple[Any, list[tuple[Node, bool]]]:
+    """Return the root of a part without what is added to it elsewhere, and the conditions of the branches it is in."""
     holds: dict[Node, bool] = {}
+    assumed: dict[tuple[Node, bool], None] = {}
 
     def has(value: Any) -> bool:
         return any(_holds(node, part.at, holds) for node in nodes_in(value))
@@ -220,15 +223,44 @@ def projected(graph: Any, part: Part) -> Any:
         if node.operation in ("+", "-", "add", "sub"):
             first, second = node.arguments[:2]
             if has(first) != has(second):
-                kept = first if has(first) else second
-                kept = graph.rewritten(kept, replace)
+                kept = graph.rewritten(first if has(first) else second, replace)
                 minus = node.operation in ("-", "sub") and has(second)
                 return graph.node("negated", kept) if minus else kept
+        if node.operation == "item" and not isinstance(node.arguments[1], str | int) and not has(node.arguments[1]):
+            entries = _entries(node.arguments[0])
+            holding = [at for at, one in enumerate(entries) if has(one)]
+            if len(entries) > 1 and len(holding) == 1:  # a list of estimators, of which an option is the index
+                assumed[graph.node("==", node.arguments[1], holding[0]), True] = None
+                return graph.rewritten(entries[holding[0]], replace)
         if node.operation == CHOICE and has(node.arguments[1]) != has(node.arguments[2]):
-            return graph.rewritten(node.arguments[1 if has(node.arguments[1]) else 2], replace)
+            taken = has(node.arguments[1])
+            if isinstance(node.arguments[0], Node):
+                assumed[node.arguments[0], taken] = None
+            return graph.rewritten(node.arguments[1 if taken else 2], replace)
         return node
 
-    return graph.rewritten(part.root, replace)
+    return graph.rewritten(part.root, replace), list(assumed)
+
+
+def _entries(value: Any) -> list[Any]:
+    """Return the entries of a list, or of what stacks one."""
+    if isinstance(value, Node):
+        return _entries(value.arguments[0]) if value.operation in ("stack", "list", "tuple") else []
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def sign(part: Part) -> int:
+    """Return -1 if a term is subtracted from its root, else 1."""
+    holds: dict[Node, bool] = {}
+    found, node = 1, next(one for one in nodes_in(part.root) if _holds(one, part.at, holds))
+    while node is not part.at:
+        inner = next(one for one in node.parts if _holds(one, part.at, holds))
+        subtracted = node.operation in ("-", "sub") and inner is not node.arguments[0]
+        negative = any(isinstance(one, int | float) and one < 0 for one in node.arguments)
+        if node.operation in ("neg", "negated") or subtracted or (node.operation in PRODUCTS and negative):
+            found = -found
+        node = inner
+    return found
 
 
 def _holds(node: Node, wanted: Node, known: dict[Node, bool]) -> bool:

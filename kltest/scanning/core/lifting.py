@@ -1,16 +1,16 @@
-"""Terms as functions of rollout fields: each configuration of a term with fields and numbers in place of what is read."""
+"""Terms as functions of rollout fields: each configuration, with fields and numbers in place of what is read."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kltest.errors import KltestError
-from kltest.scanning.measured import WORDS, Rollouts, leaves, shape_of, value_of
-from kltest.scanning.parts import LIMITS, Part, projected
-from kltest.scanning.unfolding import Case, Unfolding, text
+from kltest.scanning.core.measured import FAILURES, WORDS, Rollouts, computed_of, filled, leaves, value_of
+from kltest.scanning.core.parts import LIMITS, Part, projected, sign
+from kltest.scanning.core.unfolding import Case, Unfolding, text
 from kltest.symbolic.computed import UnknownError
-from kltest.symbolic.roles import PADDING, Roles, own_name
+from kltest.symbolic.roles import Roles, own_name
 from kltest.symbolic.values import INPUT, Node, is_constant, reached
 from kltest.symbolic.words import says
 
@@ -19,7 +19,6 @@ COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penal
 FAR = 1e4
 """What stands for a limit that nothing says, so that it limits nothing."""
 TOLERANCE = 1e-9
-FAILURES = (KltestError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, ZeroDivisionError)
 
 
 class NotLiftedError(Exception):
@@ -36,6 +35,7 @@ class Lifted:
         core: the same of the term alone, without what becomes of it later.
         notes: what was guessed.
         refused: why it was not lifted.
+        whole: false if it is the term alone, or of each token, and no number of a batch.
     """
 
     assumed: tuple[tuple[Node, bool], ...]
@@ -43,6 +43,7 @@ class Lifted:
     core: Node | None = None
     notes: list[str] = field(default_factory=list)
     refused: str = ""
+    whole: bool = True
 
 
 class Lifting:
@@ -59,24 +60,32 @@ class Lifting:
 
     def of(self, part: Part, place: str) -> Iterator[Lifted]:
         """Yield the configurations of a term as it comes to the loss or reward; alone, where that is not known."""
-        whole = projected(self.graph, part)
-        for case in self.unfolding.cases(self.graph.node("of", whole, part.core) if isinstance(whole, Node) else whole):
-            yield from self._of_case(case, place)
+        whole, branches = projected(self.graph, part)
+        core = part.core if sign(part) > 0 else self.graph.node("negated", part.core)
+        alone: set[Node | None] = set()
+        for case in self.unfolding.cases(self.graph.node("of", whole, core)):
+            for found in self._of_case(case, place, branches):
+                if found.whole or found.core not in alone:
+                    yield found
+                if not found.whole:
+                    alone.add(found.core)
 
-    def _of_case(self, case: Case, place: str) -> Iterator[Lifted]:
+    def _of_case(self, case: Case, place: str, branches: Sequence[tuple[Node, bool]]) -> Iterator[Lifted]:
         if not isinstance(case.node, Node) or case.node.operation != "of":
             return
         whole, core = case.node.arguments
         if not isinstance(core, Node) or len(self.roles.of(core).sides) < 2:
             return
-        found = Lifted(case.assumed)
+        found = Lifted((*branches, *case.assumed))
         try:
             found.core = self.filled(core, [])
             try:
                 found.node = self.filled(whole, found.notes) if isinstance(whole, Node) else found.core
             except FAILURES as error:
                 found.notes = [f"only the term itself, without what becomes of it: {error}"]
-                found.node = self.filled(core, found.notes)
+                found.node, found.whole = self.filled(core, found.notes), False
+            if place == "loss" and computed_of(found.node, Rollouts(2)).dim():
+                found.whole = False
             if place in ("reward", "advantage"):
                 found.node = self.graph.node("negated", found.node)
         except NotLiftedError as error:
@@ -88,60 +97,42 @@ class Lifting:
         yield found
 
     def filled(self, node: Node, notes: list[str]) -> Node:
-        """Return a term with inputs for its fields, and numbers for what else it reads; it is computed once.
+        """Return a term as a function of inputs that are named as fields; it is computed once.
 
-        Raises what `value_of` does, if it cannot be computed, and NotLiftedError where a number is not known.
+        Raises what torch does if it cannot be computed, and NotLiftedError where a number is not known.
         """
-        ends = leaves(self.roles, node)
-        for end in ends.unknown:
+        for end in leaves(self.roles, node).unknown:
             if self.roles.of(end).sides:
                 raise KltestError(f"nothing says what {name_of(end)} does")
-        numbers = {end: self._number(node, end, notes) for end in ends.unknown}
-        polarity = self._polarity(node, numbers)
+        try:
+            return self._filled(node, notes, shaped=True)
+        except FAILURES:
+            return self._filled(node, notes, shaped=False)
 
-        def replace(one: Node) -> Any:
-            if one in numbers:
-                value = numbers[one]
-                return self.graph.node(INPUT, "beta") if value is BETA else value
-            return self._standing(one, ends.fields[one], polarity) if one in ends.fields else one
-
-        made = self.graph.rewritten(node, replace)
+    def _filled(self, node: Node, notes: list[str], *, shaped: bool) -> Node:
+        found: list[str] = []
+        unknown = leaves(self.roles, node, shaped=shaped).unknown
+        numbers = {end: self._number(node, end, found, shaped) for end in unknown}
+        made = filled(self.roles, node, numbers, shaped=shaped)
         if not isinstance(made, Node):
             raise KltestError("it is a constant")
-        shape = shape_of(made)
+        if abs(value_of(made, Rollouts(5, full=True)).item()) < TOLERANCE:  # masks of padding that are none
+            made = filled(self.roles, node, numbers, shaped=shaped, padded=False)
+        notes += found
+        shape = computed_of(made, Rollouts(2)).shape
         return self.graph.node("sum", made, dim=-1) if shape[-1:] == (WORDS,) else made
 
-    def _standing(self, node: Node, name: str, polarity: int) -> Node:
-        stands = self.graph.node(INPUT, name)
-        match self.roles.of(node).quantity:
-            case "probabilities" | "probability of the token":
-                stands = self.graph.node("exp", stands)
-            case "negative log-prob of the token":
-                stands = self.graph.node("negated", stands)
-            case "padding" if polarity < 0:
-                stands = self.graph.node("-", 1, stands)
-        detached = name in ("logp", "logits") and not carries(node)
-        return self.graph.node("detach", stands) if detached else stands
-
-    def _polarity(self, node: Node, numbers: Mapping[Node, Any]) -> int:
-        """Return -1 if masks of padding are one at padding, 1 if they are one at tokens that count after all."""
-        if not any(self.roles.of(one).quantity == PADDING for one in leaves(self.roles, node).fields):
-            return -1
-        given = {one: 1.0 if value is BETA else value for one, value in numbers.items()}
-        rollouts = Rollouts(5, full=True)
-        return 1 if abs(float(value_of(self.roles, node, rollouts, given, {}))) < TOLERANCE else -1
-
-    def _number(self, node: Node, number: Node, notes: list[str]) -> Any:
+    def _number(self, node: Node, number: Node, notes: list[str], shaped: bool) -> Any:
         """Return what stands for a number that nothing computes."""
         name = name_of(number)
         known = self.graph.defaults.get(number, self.settings.get(own_name(number), UNSET))
 
         def at(value: float) -> float:
-            return float(value_of(self.roles, node, Rollouts(2), {number: value}, {}).detach())
+            return value_of(filled(self.roles, node, {number: value}, shaped=shaped), Rollouts(2)).item()
 
         try:
             zero, half, one, two = at(0.0), at(0.5), at(1.0), at(2.0)
-        except (ZeroDivisionError, *FAILURES):
+        except FAILURES:
             zero, half, one, two = math.nan, at(0.5), at(1.0), at(2.0)
         near = TOLERANCE * max(abs(one), abs(two), 1e-3)
         if abs(one - half) < near and abs(one - two) < near:
@@ -149,7 +140,7 @@ class Lifting:
         if abs(zero) < near and abs(two - 2 * one) < near:
             if says(name, *COEFFICIENT):
                 notes.append(f"{name} is filled as the coefficient")
-                return BETA
+                return self.graph.node(INPUT, "beta")
             notes.append(f"{name} is taken to be 1")
             return 1.0
         if abs(one - 2 * two) < near:
@@ -170,32 +161,12 @@ class Lifting:
         raise NotLiftedError(f"nothing says what {name} is")
 
 
-class _Beta:
-    """Stands for the coefficient."""
-
-
-BETA = _Beta()
 UNSET = object()
 
 
 def name_of(node: Node) -> str:
     """Return what a node is called in the code."""
     return text(node) if node.operation in ("attribute", "input") else own_name(node) or text(node)[:80]
-
-
-def carries(node: Node) -> bool:
-    """Return True unless everything that a value is computed from is detached."""
-    stack, seen = [node], set()
-    while stack:
-        one = stack.pop()
-        if one in seen or one.operation == "detach":
-            continue
-        seen.add(one)
-        inner = list(one.parts)
-        if not inner or one.operation in ("call", "method", INPUT, "attribute"):
-            return True
-        stack.extend(inner)
-    return False
 
 
 def variant_names(cases: list[tuple[tuple[Node, bool], ...]]) -> list[str]:

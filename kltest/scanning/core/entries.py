@@ -1,4 +1,4 @@
-"""A source tree as graphs: its functions, each entered with nothing known of its call, and what each stores and returns."""
+"""A source tree as graphs: each function, entered with nothing known of its call, with what it returns and stores."""
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +57,18 @@ class Tree:
         self.modules = Modules({name: (lambda s=source: s.tree) for name, source in self.sources.items()})  # type: ignore[misc]
         self.evaluator = Evaluator(self._scope_of)
         self._open: set[str] = set()
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Defaults of options: the constants of classes and of modules, where all of one name agree."""
+        found: dict[str, set[Any]] = {}
+        for source in self.sources.values():
+            for node in ast.walk(source.tree):
+                if not isinstance(node, ast.AnnAssign):
+                    continue
+                if isinstance(node.target, ast.Name) and isinstance(node.value, ast.Constant):
+                    found.setdefault(node.target.id, set()).add(node.value.value)
+        return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
 
     def _scope_of(self, importer: str, name: str) -> Scope | None:
         file = self.modules.find(importer, name)

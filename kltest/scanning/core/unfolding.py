@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kltest.errors import KltestError
-from kltest.scanning.measured import Rollouts, leaves, value_of
+from kltest.scanning.core.measured import FAILURES, Rollouts, filled, leaves, value_of
 from kltest.symbolic.roles import MASK, PADDING, Roles
 from kltest.symbolic.values import CHOICE, Node, implied, is_constant, nodes_in
 
@@ -115,8 +114,8 @@ class Unfolding:
         ends = leaves(self.roles, condition)
         if ends.fields and not ends.unknown:
             try:
-                return bool(value_of(self.roles, condition, Rollouts(3), {}, {}) != 0)
-            except (KltestError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError):
+                return bool(value_of(filled(self.roles, condition, {}), Rollouts(3)) != 0)
+            except FAILURES:
                 return None
         return None
 

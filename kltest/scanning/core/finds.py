@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kltest.scanning.entries import Entry, Tree
-from kltest.scanning.measured import leaves
-from kltest.scanning.parts import Part, Parts
+from kltest.scanning.core.entries import Entry, Tree
+from kltest.scanning.core.measured import leaves
+from kltest.scanning.core.parts import Part, Parts
 from kltest.symbolic.calls import BACKWARD_OF
-from kltest.symbolic.values import Node, nodes_in, reached
+from kltest.symbolic.values import Node, reached
 from kltest.symbolic.words import is_logged, is_preference, says, says_kl
 
 LOSS = ("loss", "objective")
@@ -71,6 +71,11 @@ def finds(tree: Tree) -> list[Find]:
                 if place != "loss" and _is_preferred(entry, part, margins):
                     continue
                 _add(known, entry, part, place if part.place == "helper" else part.place, places)
+    for one in known.values():
+        own = [each for each in one.found if each.place != "helper" or each.entry.title == one.function.title]
+        reached = any(each.place != "helper" and each.entry.title == one.function.title for each in own)
+        # What others return of it is told only if nothing else is known, and what a loss returns beside itself never.
+        one.found = [each for each in own if each.place != "helper" or not reached] or one.found
     found = [one for one in known.values() if any(each.place != "helper" for each in one.found) or _is_kl(one)]
     order = {name: number for number, name in enumerate(tree.sources)}
     return sorted(found, key=lambda one: (order.get(one.file, 0), min(one.lines, default=0)))

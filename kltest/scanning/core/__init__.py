@@ -1,0 +1,1 @@
+"""The core of the scan on the symbolic evaluator: from files to the terms of a tree and their programs."""

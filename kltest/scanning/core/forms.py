@@ -1,0 +1,50 @@
+"""Forms of terms by their values: k1, k2, k3, or a sum over the vocabulary."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from kltest.scanning.core.measured import FAILURES, Rollouts, computed_of
+from kltest.symbolic.values import Node
+
+NEAR = 1e-9
+OF_TOKENS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": lambda ratio: ratio,
+    "k2": lambda ratio: ratio**2 / 2,
+    "k3": lambda ratio: torch.exp(-ratio) - 1 + ratio,
+    "k3 of the other direction": lambda ratio: torch.exp(ratio) - 1 - ratio,
+    "|log-ratio|": torch.abs,
+}
+OF_VOCABULARY: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "the exact KL(π‖ref) of a token": lambda one, other: (one.exp() * (one - other)).sum(-1),
+    "the exact KL(ref‖π) of a token": lambda one, other: (other.exp() * (other - one)).sum(-1),
+    "the cross-entropy with the reference": lambda one, other: -(other.exp() * one).sum(-1),
+}
+
+
+def form_of(core: Node) -> str:
+    """Return the form of a function of a rollout's fields, up to a positive factor; the empty string for any other."""
+    rollouts = Rollouts(2, full=True)
+    try:
+        value = computed_of(core, rollouts)
+    except FAILURES:
+        return ""
+    for other in ("ref_", "old_"):
+        if f"{other}logp" in rollouts.values:
+            ratio = rollouts.field("logp") - rollouts.field(f"{other}logp")
+            known = {name: make(ratio) for name, make in OF_TOKENS.items()}
+        elif f"{other}logits" in rollouts.values:
+            sides = rollouts.field("logits"), rollouts.field(f"{other}logits")
+            known = {name: make(*sides) for name, make in OF_VOCABULARY.items()}
+        else:
+            continue
+        return next((name for name, wanted in known.items() if _is_multiple(value, wanted)), "")
+    return ""
+
+
+def _is_multiple(value: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if value.numel() != wanted.numel():
+        return False
+    value, wanted = value.detach().flatten(), wanted.detach().flatten()
+    factor = (value * wanted).sum() / (wanted * wanted).sum()
+    return bool(factor > 0) and bool(torch.allclose(value, factor * wanted, rtol=1e-6, atol=NEAR))

@@ -1,0 +1,252 @@
+"""Parts of a graph by their values on random rollouts: zero where their sides agree, or linear in a number."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kltest.errors import KltestError
+from kltest.symbolic.computed import evaluate
+from kltest.symbolic.operations import words_of
+from kltest.symbolic.roles import (
+    GATHERS,
+    LOSS,
+    MASK,
+    PADDING,
+    PROB,
+    PROBS,
+    RATIO,
+    REWARD,
+    TOKEN,
+    VOCABULARY,
+    Roles,
+)
+from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached
+
+ROLLOUTS, TOKENS, WORDS = 3, 4, 5
+NEAR = 1e-9
+LOOPING = ("loop", "mapped")
+RESHAPES = words_of(
+    "view view_as reshape flatten unflatten permute transpose squeeze unsqueeze movedim expand expand_as"
+)
+# What a log-prob is computed by from logits, and a probability from a log-prob.
+UNDONE = words_of("log_softmax softmax log exp detach same clone masked_fill")
+FAILURES = (
+    *(KltestError, RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, ZeroDivisionError),
+    *(AssertionError, OverflowError),
+)
+
+
+@dataclass
+class Leaves:
+    """Fields and unknown numbers that stand at the ends of a part of a graph.
+
+    Attributes:
+        fields: the name of a field of a rollout by node, as `ref_logp`.
+        unknown: what nothing computes, and no field stands for.
+    """
+
+    fields: dict[Node, str] = field(default_factory=dict)
+    unknown: list[Node] = field(default_factory=list)
+
+
+def leaves(roles: Roles, value: Any, *, shaped: bool = True) -> Leaves:
+    """Return the fields and the unknown at the ends of a value: the highest nodes for which a field stands.
+
+    Args:
+        roles: facts of the nodes.
+        value: a node, or a container of nodes.
+        shaped: keep what reshapes fields; else fields stand for what is reshaped as well.
+    """
+    found = Leaves()
+    seen: set[Node] = set()
+    stack = list(nodes_in(value))
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = field_of(roles, node)
+        if name and not (shaped and _keeps_shape(node)):
+            found.fields[node] = name
+        elif is_counter(node):
+            continue
+        elif roles.is_unknown(node):
+            found.unknown.append(node)
+        else:
+            stack.extend(node.parts)
+    return found
+
+
+def is_counter(node: Node) -> bool:
+    """Return True for an input that a loop fills: its index, or what a pass carries to the next."""
+    return node.operation == INPUT and node.arguments[0] in ("item", "carried")
+
+
+def _keeps_shape(node: Node) -> bool:
+    """Return True for what gives a field another shape, or takes an item of it in a loop."""
+    if not isinstance(node.arguments[0], Node):
+        return False
+    counted = node.operation == "item" and any(map(is_counter, reached(node.arguments[1])))
+    return node.operation in RESHAPES or counted
+
+
+def field_of(roles: Roles, node: Node) -> str:
+    """Return the field of a rollout that stands for a node, the empty string if none does."""
+    fact = roles.of(node)
+    if node.operation in ("detach", CHOICE, *LOOPING) or is_counter(node):
+        return ""
+    if fact.is_field:
+        return f"{fact.who}{'logits' if fact.quantity in VOCABULARY else 'logp'}"
+    return {MASK: "mask", PADDING: "mask", TOKEN: "tokens", REWARD: "advantage", RATIO: "logp"}.get(fact.quantity, "")
+
+
+def source_of(roles: Roles, node: Node) -> Node:
+    """Return what a field is computed from: the logits of its log-probs, before they are reshaped."""
+    while node.operation in UNDONE | RESHAPES and isinstance(node.arguments[0], Node):
+        node = node.arguments[0]
+    return node
+
+
+def standing(graph: Graph, roles: Roles, node: Node, stands: Any, *, shaped: bool = True, padded: bool = True) -> Any:
+    """Return what a node is of the field that stands for it: an exponential, a negative, with another dimension.
+
+    Args:
+        graph: of the nodes.
+        roles: their facts.
+        node: for which a field stands.
+        stands: the input that is the field.
+        shaped: as for `leaves`.
+        padded: masks of padding are one where there is no token.
+    """
+    match roles.of(node).quantity:
+        case quantity if quantity in (PROBS, PROB):
+            stands = graph.node("exp", stands)
+        case quantity if quantity == RATIO:
+            stands = graph.node("exp", graph.node("-", stands, graph.node(INPUT, "old_logp")))
+        case quantity if quantity == LOSS:
+            stands = graph.node("negated", stands)
+        case quantity if quantity == PADDING and padded:
+            stands = graph.node("-", 1, stands)
+    return graph.node("unsqueeze", stands, -1) if shaped and node.operation in GATHERS else stands
+
+
+class Rollouts:
+    """Random rollouts: a value for each field, the same for all sides where they agree."""
+
+    def __init__(self, seed: int, *, agree: bool = False, full: bool = False) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.agree, self.full = agree, full
+        self.generator = generator
+        self.values: dict[str, torch.Tensor] = {}
+        self.tokens = torch.randint(WORDS, (ROLLOUTS, TOKENS), generator=generator)
+
+    def field(self, name: str) -> torch.Tensor:
+        """Return the value of a field."""
+        key = name.removeprefix("ref_").removeprefix("old_") if self.agree else name
+        if key not in self.values:
+            self.values[key] = self._drawn(key)
+        value = self.values[key]
+        return value if name in ("logp", "logits") else value.detach()
+
+    def _drawn(self, name: str) -> torch.Tensor:
+        draw = lambda *shape: torch.randn(*shape, generator=self.generator, dtype=torch.float64)  # noqa: E731
+        if name.endswith("logits"):
+            return torch.log_softmax(draw(ROLLOUTS, TOKENS, WORDS), -1).requires_grad_()
+        if name.endswith("logp"):
+            return (-draw(ROLLOUTS, TOKENS).abs() - 0.1).requires_grad_()
+        if name == "mask":
+            lengths = torch.arange(TOKENS, TOKENS - ROLLOUTS, -1)
+            live = torch.arange(TOKENS) < lengths[:, None]
+            return (torch.ones_like(live) if self.full else live).to(torch.float64)
+        if name == "tokens":
+            return self.tokens
+        return draw(ROLLOUTS, 1) + 3.0
+
+
+def filled(
+    roles: Roles,
+    value: Any,
+    numbers: Mapping[Node, Any],
+    *,
+    shaped: bool = True,
+    padded: bool = True,
+) -> Any:
+    """Return a value as a function of inputs that are named as fields, with numbers for what is not known."""
+    ends = leaves(roles, value, shaped=shaped)
+
+    def replace(node: Node) -> Any:
+        if not shaped and node.operation == "range" and any(one in ends.unknown for one in reached(node)):
+            return roles.graph.node("range", 1)  # of how many passes a loop has, one is followed
+        if node not in ends.fields:
+            return numbers.get(node, 0.5) if node in ends.unknown else node
+        name = ends.fields[node]
+        stands = roles.graph.node(INPUT, name)
+        stands = standing(roles.graph, roles, node, stands, shaped=shaped, padded=padded)
+        return roles.graph.node("detach", stands) if name in ("logp", "logits") and not carries(node) else stands
+
+    return roles.graph.rewritten(value, replace)
+
+
+def carries(node: Node) -> bool:
+    """Return True unless everything that a value is computed from is detached."""
+    stack, seen = [node], set()
+    while stack:
+        one = stack.pop()
+        if one in seen or one.operation == "detach":
+            continue
+        seen.add(one)
+        inner = list(one.parts)
+        if not inner or one.operation in ("call", "method", INPUT, "attribute"):
+            return True
+        stack.extend(inner)
+    return False
+
+
+def value_of(node: Any, rollouts: Rollouts) -> torch.Tensor:
+    """Return a function of fields on rollouts, its entries added up, those of different tokens with random weights."""
+    generator = torch.Generator().manual_seed(0)
+    value = computed_of(node, rollouts).to(torch.float64)
+    value = value.sum(-1) if value.shape[-1:] == (WORDS,) else value
+    return (value * torch.rand(value.shape, generator=generator, dtype=torch.float64)).sum()
+
+
+def computed_of(node: Any, rollouts: Rollouts) -> torch.Tensor:
+    """Return what a function of inputs that are named as fields is on rollouts."""
+    if not isinstance(node, Node):
+        return torch.as_tensor(node)
+    inputs = {one: one.arguments[0] for one in reached(node) if one.operation == INPUT}
+    given = {one: 1.0 if name == "beta" else rollouts.field(name) for one, name in inputs.items()}
+    return torch.as_tensor(evaluate([node], given)[node])
+
+
+def vanishes(roles: Roles, node: Node) -> bool:
+    """Return True if a part is zero where its sides agree, or if its gradient is, and it is not zero elsewhere."""
+    return any(_vanishes(roles, node, shaped) for shaped in (True, False))
+
+
+def _vanishes(roles: Roles, node: Node, shaped: bool) -> bool:
+    try:
+        of_fields = filled(roles, node, {}, shaped=shaped)
+        same, other = Rollouts(1, agree=True), Rollouts(2)
+        at_same, elsewhere = value_of(of_fields, same), value_of(of_fields, other)
+    except FAILURES:
+        return False
+    if not torch.isfinite(at_same) or not torch.isfinite(elsewhere):
+        return False
+    if abs(at_same.item()) < NEAR < abs(elsewhere.item()):
+        return True
+    return _gradient(at_same, same) < NEAR < _gradient(elsewhere, other)
+
+
+def _gradient(value: torch.Tensor, rollouts: Rollouts) -> float:
+    """Return the size of the gradient with respect to what the vocabulary's log-probs are a softmax of."""
+    logits = rollouts.values.get("logits")
+    if logits is None or not value.requires_grad:
+        return 1.0
+    (gradient,) = torch.autograd.grad(value, logits, allow_unused=True)
+    if gradient is None:
+        return 1.0
+    gradient = gradient - logits.detach().exp() * gradient.sum(-1, keepdim=True)
+    return float(gradient.abs().max())

@@ -1,0 +1,125 @@
+"""Searching a source tree: its KL terms as rows that are not graded yet, kept by the content of the files."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from kltest.scanning.core.entries import Tree
+from kltest.scanning.core.finds import Find, finds
+from kltest.scanning.core.variants import variants
+from kltest.scanning.declarations import comments
+from kltest.scanning.rows import Row
+from kltest.scanning.search import Store, relative, uncollected
+from kltest.scanning.sources import parsed
+
+
+class Search:
+    """The terms of some files. Iterating lifts them one by one; `left` terms of them are not lifted yet.
+
+    `loose` are comments that stand on no term, with their places. With `run` what is more than arithmetic is lifted,
+    and with `logged` what is only logged.
+    """
+
+    def __init__(
+        self, files: Sequence[tuple[Path, bytes]], store: Store, *, run: bool = False, logged: bool = False
+    ) -> None:
+        root = Path.cwd()
+        digests = [(str(path), hashlib.sha256(content).hexdigest()) for path, content in files]
+        self._store, self._key = store, store.key("search", str(root), digests, run, logged)
+        self.known = store.read(self._key)
+        self.left, self.lines, self.left_out, self.loose = 0, 0, [], []  # type: ignore[var-annotated]
+        if self.known:
+            self.lines, self.left_out, self.loose = (self.known[name] for name in ("lines", "left_out", "loose"))
+            return
+        self._files, self._root, self._run, self._logged = files, root, run, logged
+
+    def __iter__(self) -> Iterator[Row]:
+        if self.known:
+            for number, row in enumerate(self.known["rows"], 1):
+                self.left = len(self.known["rows"]) - number
+                yield Row(**row)
+            return
+        with uncollected():
+            yield from self._searched()
+
+    def _searched(self) -> Iterator[Row]:
+        sources = {str(source.path): source for source in parsed(self._files, self.left_out)}
+        tree = Tree(sources)
+        found = finds(tree)
+        self.lines = sum(source.text.count("\n") for source in sources.values())
+        said = {name: list(comments(source)) for name, source in sources.items()}
+        rows, used = [], set()
+        for number, find in enumerate(found, 1):
+            self.left = len(found) - number
+            own = list(_on(find, said[find.file]))
+            used |= {(find.file, line) for line, _ in own}
+            for row in self._rows(tree, find, own):
+                rows.append(asdict(row))  # before it is graded
+                yield row
+        self.loose = [
+            (source.place(line), words)
+            for name, source in sources.items()
+            for line, _, words in said[name]
+            if (name, line) not in used
+        ]
+        kept = {"lines": self.lines, "left_out": self.left_out, "loose": self.loose}
+        self._store.write(self._key, {**kept, "rows": rows})
+
+    def _rows(self, tree: Tree, find: Find, said: Sequence[tuple[int, str]]) -> Iterator[Row]:
+        source = tree.sources[find.file]
+        first, last = min(find.lines), max(find.lines)
+        for variant in variants(tree, find):
+            yield Row(
+                file=relative(source.path, self._root),
+                line=source.line(first),
+                last=source.line(last),
+                spot=source.place(first),
+                function=find.function.title,
+                place=variant.place,
+                variant=variant.name,
+                formula=variant.formula,
+                source=variant.program,
+                why=variant.why,
+                notes=variant.notes,
+                form=variant.form,
+                used=variant.used,
+                called=variant.called,
+                comments=[(source.place(line), words) for line, words in said],
+                parts=list(_spans(tree, find)),
+                depends=list(_functions(tree, find)),
+            )
+
+
+def _on(find: Find, said: Sequence[tuple[int, bool, str]]) -> Iterator[tuple[int, str]]:
+    """Yield the comments on the lines of a term or on the first of its function, and those alone above them."""
+    alone = {line for line, whole, _ in said if whole}
+    wanted = {*find.lines, find.function.first}
+    for line in sorted(wanted):
+        while line - 1 in alone:
+            line -= 1
+            wanted.add(line)
+    yield from ((line, words) for line, _, words in said if line in wanted)
+
+
+def _spans(tree: Tree, find: Find) -> Iterator[tuple[str, int, int]]:
+    """Yield the lines of a term by file, those that follow each other together."""
+    lines = sorted({(find.file, line) for line in find.lines}) + sorted(find.others)
+    span: tuple[str, int, int] | None = None
+    for file, line in [*lines, ("", 0)]:
+        if span and (file, line) == (span[0], span[2] + 1):
+            span = file, span[1], line
+        else:
+            if span:
+                source = tree.sources[span[0]]
+                yield str(source.path.resolve()), source.line(span[1]), source.line(span[2])
+            span = (file, line, line) if file else None
+
+
+def _functions(tree: Tree, find: Find) -> Iterator[tuple[str, int, int]]:
+    """Yield the lines of the function of a term, and of those parts of it that stand in other files."""
+    source = tree.sources[find.file]
+    place = find.function
+    first, last = (place.first, place.last) if place.last else (min(find.lines), max(find.lines))
+    yield str(source.path.resolve()), source.line(first), source.line(last)
+    yield from _spans(tree, find)

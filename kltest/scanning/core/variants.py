@@ -1,0 +1,101 @@
+"""The variants of a term: each once, from wherever it was found, with the program that is graded."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kltest.errors import KltestError
+from kltest.scanning.core.entries import Tree
+from kltest.scanning.core.finds import Find, Found
+from kltest.scanning.core.forms import form_of
+from kltest.scanning.core.lifting import NAME, Lifted, Lifting, variant_names
+from kltest.symbolic.values import INPUT, Node, reached
+from kltest.symbolic.written import formula, program
+
+MOST = 24
+"""Variants of one term that are told."""
+
+
+@dataclass
+class Variant:
+    """One variant of a term as it is told and graded.
+
+    Attributes:
+        place: loss, reward, advantage or helper.
+        name: its configuration.
+        key: what tells terms apart that compute something else.
+        program: a function of rollout fields; the empty string if there is none, and `why` says so.
+        used: functions of the tree that put it there.
+        called: false if others of the term reach a loss, and this one does not.
+    """
+
+    place: str
+    name: str
+    key: str
+    program: str = ""
+    formula: str = ""
+    form: str = ""
+    why: str = ""
+    notes: list[str] = field(default_factory=list)
+    used: list[str] = field(default_factory=list)
+    called: bool = True
+    assumed: tuple[tuple[Node, bool], ...] = ()
+    whole: bool = True
+
+
+def variants(tree: Tree, find: Find) -> list[Variant]:
+    """Return the variants of a term, each once for each place that it comes to."""
+    made = [one for found in find.found for one in _of_found(tree, found)]
+    best: dict[tuple[str, str], list[Variant]] = {}
+    for one in made:
+        best.setdefault((one.place, one.key), []).append(one)
+    told = [_told(group) for group in best.values()]
+    reached_by = {one.key for one in told if one.place != "helper" and one.program}
+    told = [one for one in told if one.place != "helper" or one.key not in reached_by]
+    if reached_by:
+        for one in told:
+            one.called = one.place != "helper"
+    if any(one.program for one in told):
+        told = [one for one in told if one.program or one.place != "helper"]
+    for one, name in zip(told, variant_names([one.assumed for one in told]), strict=True):
+        one.name = name
+    return told[:MOST]
+
+
+def _told(group: list[Variant]) -> Variant:
+    """Return the best of several that are one: graded, with what becomes of it, and named by its own function."""
+    best = min(group, key=lambda one: (not one.program, not one.whole, len(one.program)))
+    best.assumed = min((one.assumed for one in group), key=len)
+    best.used = sorted({use for one in group for use in one.used})
+    return best
+
+
+def _of_found(tree: Tree, found: Found) -> Iterator[Variant]:
+    use = f"{found.entry.title}, {found.entry.source.place(found.entry.function.definition.lineno)}"
+    for one in Lifting(found.entry.roles, tree.settings).of(found.part, found.place):
+        variant = Variant(found.place, "", "", why=one.refused, notes=one.notes, assumed=one.assumed)
+        variant.used = [use] if found.place != "helper" else []
+        variant.whole = one.whole
+        _write(variant, one)
+        variant.key = variant.key or one.refused
+        yield variant
+
+
+def _write(variant: Variant, lifted: Lifted) -> None:
+    """Write the program, the formula and the form of a variant."""
+    if lifted.core is None or lifted.node is None:
+        return
+    try:
+        variant.key = program(lifted.core, fields(lifted.core), NAME)
+        variant.program = program(lifted.node, fields(lifted.node), NAME)
+        variant.formula = formula(lifted.node, fields(lifted.node))
+        variant.form = form_of(lifted.core)
+    except KltestError as error:
+        variant.why = str(error)
+    sides = {name.removesuffix("logits").removesuffix("logp") for name in fields(lifted.node).values() if "log" in name}
+    if len(sides) < 2:
+        variant.program, variant.why = "", "both sides look like one: nothing says whose probabilities are which"
+
+
+def fields(node: Node) -> dict[Node, str]:
+    """Return the inputs of a function by their names."""
+    return {one: str(one.arguments[0]) for one in reached(node) if one.operation == INPUT}
