@@ -148,7 +148,7 @@ OWN: Mapping[str, Callable[..., Any]] = {
     "tuple": lambda items: tuple(items),
     "len": len,
     "range": range,
-    "zip": lambda *items: list(zip(*items, strict=False)),
+    "zip": lambda *items, **_: list(zip(*items, strict=False)),
     "enumerate": lambda items, start=0: list(enumerate(items, start)),
     "reversed": lambda items: list(items)[::-1],
     "added up": lambda items, start=0: sum(items, start),

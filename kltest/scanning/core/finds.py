@@ -66,11 +66,13 @@ def finds(tree: Tree) -> list[Find]:
         parts = Parts(entry.roles)
         starts = list(roots(entry))
         margins = _margins(entry, [root for root, _ in starts])
+        last: dict[tuple[Node, str], Part] = {}
         for root, place in starts:
             for part in parts.of(root, place):
-                if place != "loss" and _is_preferred(entry, part, margins):
-                    continue
-                _add(known, entry, part, place if part.place == "helper" else part.place, places)
+                if place == "loss" or not _is_preferred(entry, part, margins):
+                    last[part.core, "helper" if place == "helper" else part.place] = part
+        for (_, place), part in last.items():
+            _add(known, entry, part, place, places)
     for one in known.values():
         own = [each for each in one.found if each.place != "helper" or each.entry.title == one.function.title]
         reached = any(each.place != "helper" and each.entry.title == one.function.title for each in own)
@@ -104,25 +106,22 @@ def _is_preferred(entry: Entry, part: Part, margins: set[Node]) -> bool:
 
 
 def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
-    """Yield what a function differentiates, returns as a loss, or stores as a reward, with its place."""
-    title = entry.title
+    """Yield what a function returns, stores as a loss or reward, and differentiates, with its place."""
     named = list(_returned(entry.returned, entry.graph.names))
-    losses = [value for name, value in named if says(name, *LOSS) and not is_logged(name)]
-    if losses:
-        yield from ((value, "loss") for value in losses)
-    elif says(title, *LOSS):
-        yield from ((value, "loss") for name, value in named[:1])
+    yield from ((value, "helper") for _, value in named)
     for stored in entry.stores:
         name = stored.name
-        if name == BACKWARD_OF:
-            yield stored.value, "loss"
-        elif is_logged(name) or is_preference(name):
+        if is_logged(name) or is_preference(name) or says_kl(name):
             continue
-        elif says(name, *LOSS) and not says_kl(name):
+        if says(name, *LOSS):
             yield stored.value, "loss"
-        elif says(name, *REWARD) and not says_kl(name):
+        elif says(name, *REWARD):
             yield stored.value, "reward"
-    yield from ((value, "helper") for name, value in named if not losses or says_kl(name))
+    losses = [value for name, value in named if says(name, *LOSS) and not is_logged(name)]
+    if not losses and says(entry.title, *LOSS):
+        losses = [value for _, value in named[:1]]
+    yield from ((value, "loss") for value in losses)
+    yield from ((stored.value, "loss") for stored in entry.stores if stored.name == BACKWARD_OF)
 
 
 def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = "") -> Iterator[tuple[str, Any]]:

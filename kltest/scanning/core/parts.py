@@ -1,7 +1,8 @@
 """The KL terms in what a function returns or stores: additive parts that are zero where two sides agree."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -21,6 +22,7 @@ LINEAR = (
     )
 ) - {"detach"}
 SUMS = frozenset({"+", "-", "add", "sub", "added up"})
+NEGATIONS = frozenset({"neg", "negated"})
 PRODUCTS = frozenset({"*", "mul", "@", "matmul", "bmm"})
 LIMITS = frozenset({"max", "min", "maximum", "minimum", "clamp", "largest", "smallest", "fmin", "fmax"})
 
@@ -34,12 +36,58 @@ class Part:
         at: the node that holds it.
         core: the term itself, which stands for `at` when the others of a sum are left out.
         place: loss, reward or advantage.
+        ways: the parts of each node that a term may be an additive part of, from the root down.
     """
 
     root: Any
     at: Node
     core: Node
     place: str
+    ways: Mapping[Node, Mapping[Node, None]] = field(compare=False)
+
+    @cached_property
+    def above(self) -> set[Node]:
+        """What the term is an additive part of, and its own node."""
+        owners: dict[Node, list[Node]] = {}
+        for node, parts in self.ways.items():
+            for one in parts:
+                owners.setdefault(one, []).append(node)
+        found, stack = {self.at}, [self.at]
+        while stack:
+            for one in owners.get(stack.pop(), ()):
+                if one not in found:
+                    found.add(one)
+                    stack.append(one)
+        return found
+
+    def holds(self, value: Any) -> bool:
+        """Return True for what the term is an additive part of."""
+        return any(node in self.above for node in nodes_in(value))
+
+
+@dataclass
+class _Walk:
+    """The way through one root: what is still to be looked at, and the parts that were come by."""
+
+    root: Any
+    place: str
+    stack: list[Node]
+    ways: dict[Node, dict[Node, None]] = field(default_factory=dict)
+
+    def link(self, node: Node, part: Any) -> None:
+        """Remember that a term may be an additive part of a node through one of its parts."""
+        for one in nodes_in(part):
+            self.ways.setdefault(node, {})[one] = None
+
+    def on(self, node: Node, parts: Iterable[Any]) -> None:
+        """Go on to parts of a node."""
+        for part in list(parts):
+            self.link(node, part)
+            self.stack.extend(nodes_in(part))
+
+    def part(self, at: Node, core: Node) -> Part:
+        """Return a term that was found."""
+        return Part(self.root, at, core, self.place, self.ways)
 
 
 TRIED = 6
@@ -56,10 +104,10 @@ class Parts:
 
     def of(self, root: Any, place: str) -> Iterator[Part]:
         """Yield the terms of a loss, reward or advantage."""
+        walk = _Walk(root, place, list(nodes_in(root)))
         seen: set[Node] = set()
-        stack = list(nodes_in(root))
-        while stack:
-            node = stack.pop()
+        while walk.stack:
+            node = walk.stack.pop()
             if node in seen:
                 continue
             seen.add(node)
@@ -67,22 +115,17 @@ class Parts:
             if len(fact.sides) < 2 or fact.is_field or (node.operation == "detach" and place == "loss"):
                 continue
             if node.operation in SUMS:
-                yield from self._of_sum(node, root, place, stack)
+                yield from self._of_sum(node, walk)
             elif node.operation in PRODUCTS:
-                yield from self._of_product(node, root, place, stack)
+                yield from self._of_product(node, walk)
             elif node.operation in ("/", "div") and not self.roles.of(node.arguments[1]).sides:
-                stack.append(node.arguments[0])
+                walk.on(node, node.arguments[:1])
             elif node.operation in LINEAR or node.operation == "detach":
-                stack.extend(self._inner(node))
+                walk.on(node, node.parts if node.operation in ("call", "method") else parts_of(node))
             elif not fact.rewarded and self.is_zero(node):
-                yield Part(root, node, node, place)
+                yield walk.part(node, node)
             elif node.operation in LIMITS:
-                stack.extend(self._inner(node))
-
-    def _inner(self, node: Node) -> list[Node]:
-        if node.operation in ("call", "method"):
-            return list(node.parts)
-        return list(parts_of(node))
+                walk.on(node, parts_of(node))
 
     def is_zero(self, node: Node) -> bool:
         """Return True if in some configuration a part is zero where its sides agree."""
@@ -95,44 +138,45 @@ class Parts:
             )
         return self._zero[node]
 
-    def _of_product(self, node: Node, root: Any, place: str, stack: list[Node]) -> Iterator[Part]:
-        factors = list(self._factors(node))
+    def _of_product(self, node: Node, walk: "_Walk") -> Iterator[Part]:
+        factors = list(self._factors(node, walk))
         sided = [one for one in factors if self.roles.of(one).sides]
         rewarded = [one for one in factors if self.roles.of(one).rewarded]
         if len({*sided, *rewarded}) == 1:
-            stack.append(sided[0])
+            walk.stack.append(sided[0])
         elif not rewarded and self.is_zero(node):
-            yield Part(root, node, node, place)
+            yield walk.part(node, node)
         elif len(factors) > 1:
             for one in rewarded:
                 yield from self.of(one, "advantage")
 
-    def _factors(self, node: Node) -> Iterator[Node]:
+    def _factors(self, node: Node, walk: "_Walk") -> Iterator[Node]:
         for one in nodes_in(node.arguments):
-            if one.operation in PRODUCTS or one.operation in ("neg", "negated"):
-                yield from self._factors(one)
+            walk.link(node, one)
+            if one.operation in PRODUCTS or one.operation in NEGATIONS:
+                yield from self._factors(one, walk)
             else:
                 yield one
 
-    def _of_sum(self, node: Node, root: Any, place: str, stack: list[Node]) -> Iterator[Part]:
-        addends = list(self._addends(node))
+    def _of_sum(self, node: Node, walk: "_Walk") -> Iterator[Part]:
+        addends = list(self._addends(node, walk))
         two = [one for one in addends if len(self.roles.of(one[1]).sides) > 1]
         if not two:
             if not self.roles.of(node).rewarded and self.is_zero(node):
-                yield Part(root, node, node, place)
+                yield walk.part(node, node)
             return
         rewarded = [one for one in two if self.roles.of(one[1]).rewarded]
-        stack.extend(one for _, one in rewarded)
+        walk.stack.extend(one for _, one in rewarded)
         two = [one for one in two if one not in rewarded]
         others = [one for one in addends if one not in two and not self.roles.of(one[1]).rewarded]
         for group in self._groups(two):
             (_, first), *rest = group
             if not rest and self._descends(first) and not (others and self._needs(group, others)):
-                stack.append(first)
+                walk.stack.append(first)
             elif core := self._core(node, group, others, len(addends)):
-                yield Part(root, node, core, place)
+                yield walk.part(node, core)
             else:
-                stack.extend(one for _, one in group if self._descends(one))
+                walk.stack.extend(one for _, one in group if self._descends(one))
 
     def _needs(self, group: Sequence[tuple[int, Any]], others: Sequence[tuple[int, Any]]) -> bool:
         """Return True for a part that is zero where its sides agree only with what is added to it of one of them."""
@@ -172,19 +216,26 @@ class Parts:
                 total = self.graph.node("+" if sign > 0 else "-", total, one)
         return total
 
-    def _addends(self, node: Node, sign: int = 1) -> Iterator[tuple[int, Any]]:
+    def _addends(self, node: Node, walk: "_Walk", sign: int = 1) -> Iterator[tuple[int, Any]]:
         """Yield the addends of a sum with their signs; a sum of two sides alone, as a log-ratio, stays whole."""
         if node.operation == "added up":
-            yield from ((sign, one) for one in nodes_in(node.arguments[0]))
+            for one in nodes_in(node.arguments[0]):
+                walk.link(node, one)
+                yield sign, one
             return
         first, second = node.arguments[:2]
         scale = node.arguments[2:] or [one for name, one in node.named if name == "alpha"]
         minus = node.operation in ("-", "sub")
         for part, its in ((first, sign), (second, -sign if minus else sign)):
-            if isinstance(part, Node) and part.operation in ("neg", "negated"):
+            if not isinstance(part, Node):
+                yield its, part
+                continue
+            walk.link(node, part)
+            if part.operation in NEGATIONS and isinstance(part.arguments[0], Node):
+                walk.link(part, part.arguments[0])
                 part, its = part.arguments[0], -its
-            if isinstance(part, Node) and part.operation in SUMS and not scale and self._is_open(part):
-                yield from self._addends(part, its)
+            if part.operation in SUMS and not scale and self._is_open(part):
+                yield from self._addends(part, walk, its)
             else:
                 yield its, part
 
@@ -209,31 +260,31 @@ class Parts:
 
 def projected(graph: Graph, part: Part) -> tuple[Any, list[tuple[Node, bool]]]:
     """Return the root of a part without what is added to it elsewhere, and the conditions of the branches it is in."""
-    holds: dict[Node, bool] = {}
     assumed: dict[tuple[Node, bool], None] = {}
-
-    def has(value: Any) -> bool:
-        return any(_holds(node, part.at, holds) for node in nodes_in(value))
 
     def replace(node: Node) -> Any:
         if node is part.at:
             return part.core
-        if not _holds(node, part.at, holds):
+        if not part.holds(node):
             return node
         if node.operation in ("+", "-", "add", "sub"):
             first, second = node.arguments[:2]
-            if has(first) != has(second):
-                kept = graph.rewritten(first if has(first) else second, replace)
-                minus = node.operation in ("-", "sub") and has(second)
+            if part.holds(first) != part.holds(second):
+                kept = graph.rewritten(first if part.holds(first) else second, replace)
+                minus = node.operation in ("-", "sub") and part.holds(second)
                 return graph.node("negated", kept) if minus else kept
-        if node.operation == "item" and not isinstance(node.arguments[1], str | int) and not has(node.arguments[1]):
+        if (
+            node.operation == "item"
+            and not isinstance(node.arguments[1], str | int)
+            and not part.holds(node.arguments[1])
+        ):
             entries = _entries(node.arguments[0])
-            holding = [at for at, one in enumerate(entries) if has(one)]
+            holding = [at for at, one in enumerate(entries) if part.holds(one)]
             if len(entries) > 1 and len(holding) == 1:  # a list of estimators, of which an option is the index
                 assumed[graph.node("==", node.arguments[1], holding[0]), True] = None
                 return graph.rewritten(entries[holding[0]], replace)
-        if node.operation == CHOICE and has(node.arguments[1]) != has(node.arguments[2]):
-            taken = has(node.arguments[1])
+        if node.operation == CHOICE and part.holds(node.arguments[1]) != part.holds(node.arguments[2]):
+            taken = part.holds(node.arguments[1])
             if isinstance(node.arguments[0], Node):
                 assumed[node.arguments[0], taken] = None
             return graph.rewritten(node.arguments[1 if taken else 2], replace)
@@ -251,30 +302,12 @@ def _entries(value: Any) -> list[Any]:
 
 def sign(part: Part) -> int:
     """Return -1 if a term is subtracted from its root, else 1."""
-    holds: dict[Node, bool] = {}
-    found, node = 1, next(one for one in nodes_in(part.root) if _holds(one, part.at, holds))
+    found, node = 1, next(one for one in nodes_in(part.root) if part.holds(one))
     while node is not part.at:
-        inner = next(one for one in node.parts if _holds(one, part.at, holds))
+        inner = next(one for one in part.ways[node] if part.holds(one))
         subtracted = node.operation in ("-", "sub") and inner is not node.arguments[0]
         negative = any(isinstance(one, int | float) and one < 0 for one in node.arguments)
-        if node.operation in ("neg", "negated") or subtracted or (node.operation in PRODUCTS and negative):
+        if node.operation in NEGATIONS or subtracted or (node.operation in PRODUCTS and negative):
             found = -found
         node = inner
     return found
-
-
-def _holds(node: Node, wanted: Node, known: dict[Node, bool]) -> bool:
-    stack = [node]
-    while stack:
-        one = stack[-1]
-        if one is wanted:
-            known[one] = True
-        if one in known:
-            stack.pop()
-            continue
-        missing = [part for part in one.parts if part not in known]
-        if missing:
-            stack.extend(missing)
-            continue
-        known[one] = any(known[part] for part in one.parts)
-    return known[node]
