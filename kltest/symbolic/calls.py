@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kltest.symbolic.operations import NAMED, canonical, operation_of
+from kltest.symbolic.composed import composed, module_of
+from kltest.symbolic.operations import LEADING, NAMED, canonical, operation_of
 from kltest.symbolic.values import (
     ABSENT,
     CHOICE,
@@ -177,8 +178,9 @@ class Calls:
             # What a constructor is given, or gets from elsewhere, is told by the name that it keeps it under.
             if any(one.operation in ELSEWHERE for one in _branches_of(value)):
                 del thing.attributes[name]
-                if value in self.graph.defaults:
-                    self.graph.defaults[self.attribute(thing, name)] = self.graph.defaults[value]
+                default = _default_of(value, self.graph)
+                if default is not None:
+                    self.graph.defaults[self.attribute(thing, name)] = default
         return thing
 
     def _default(self, function: Function, default: ast.expr) -> Any:
@@ -308,7 +310,9 @@ class Calls:
         """Return the node of an operation, under torch's names of its arguments."""
         if name == "same":
             return arguments[0]
-        return self.made(name, *arguments, **{NAMED.get(key, key): value for key, value in named.items()})
+        named = {NAMED.get(key, key): value for key, value in named.items()}
+        leading = [named.pop(key) for key in LEADING if key in named]
+        return self.made(name, *arguments, *leading, **named)
 
     def _of_dictionary(self, owner: dict, name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         match name:
@@ -346,8 +350,11 @@ class Calls:
         if path in ("functools.partial", "partial") and arguments:
             return Partial(arguments[0], tuple(arguments[1:]), dict(named))
         operation = operation_of(path)
-        if operation is not None and arguments:
+        if operation is not None and (arguments or any(NAMED.get(key, key) in LEADING for key in named)):
             return self.operation(operation, arguments, named)
+        for found in (module_of(path, arguments, named), composed(path, arguments, self.made)):
+            if found is not None:
+                return found
         return self.opaque("call", path, *arguments, **named)
 
     def imported(self, file: str, path: str) -> Any:
@@ -425,6 +432,13 @@ def _branches_of(value: Any) -> list[Node]:
         elif isinstance(one, Node):
             found.append(one)
     return found
+
+
+def _default_of(value: Any, graph: Graph) -> Any:
+    """Return the constant that a value is if nobody says another one: a parameter's, or that of `getattr`."""
+    if isinstance(value, Node) and value.operation == CHOICE:
+        return next((one for one in value.arguments[1:] if is_constant(one)), None)
+    return graph.defaults.get(value)
 
 
 def _is_number(value: Any) -> bool:

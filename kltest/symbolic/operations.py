@@ -55,6 +55,8 @@ SAME = words_of(
     """
 )
 NAMED = {"axis": "dim", "keepdims": "keepdim", "a_min": "min", "a_max": "max", "x": "input"}
+# Names under which the first arguments of an operation may be given, in the order of their places.
+LEADING = ("condition", "input", "tensors", "target", "other")
 MODULES = ("torch", "torch.nn.functional", "torch.special", "math", "numpy", "jax.numpy", "jax.nn", "jax.lax", "jax")
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     "+": operator.add,

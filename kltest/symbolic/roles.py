@@ -11,7 +11,20 @@ from typing import Any
 
 from kltest.symbolic.operations import ATTRIBUTES, words_of
 from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Graph, Node, nodes_in, reached
-from kltest.symbolic.words import ADVANTAGE, POLICY, SAMPLER, TOKENS, Side, is_mask, is_ratio, says, side, whose, words
+from kltest.symbolic.words import (
+    ADVANTAGE,
+    POLICY,
+    REFERENCE,
+    SAMPLER,
+    TOKENS,
+    Side,
+    is_mask,
+    is_ratio,
+    says,
+    side,
+    whose,
+    words,
+)
 
 # Quantities of one side.
 LOGITS, LOGITS_AT, NORMALISER = "logits", "logit of the token", "log-normaliser"
@@ -32,6 +45,8 @@ MOVES = words_of(
     reversed broadcast_tensors tensor
     """
 ) | {"while loop"}
+# Words of names that tell two parameters apart of which nothing else says whose they are; the second is the reference.
+TWINS = (("s", "t"), ("a", "b"), ("", "target"))
 GATHERS = frozenset({"gather", "take_along_dim"})
 
 
@@ -69,6 +84,7 @@ class Roles:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._known: dict[Node, Fact] = {}
+        self._inputs: set[tuple[str, ...]] = set()
 
     def of(self, value: Any) -> Fact:
         """Return the facts of a value: those of a node, or what the nodes in a container have together."""
@@ -92,6 +108,8 @@ class Roles:
         whole = together(facts)
         first = self.of(node.arguments[0]) if node.arguments else NOTHING
         quantity = self._quantity(node, first, whole)
+        if quantity in (LOG_PROBS, PROBS) and not whole.sides and (forward := _forward(node)) is not None:
+            return self._of_side(forward, Side("logits", None), quantity)
         if quantity in FIELD | {LOGITS_AT, NORMALISER} and len(whole.sides) != 1:
             quantity = ""
         if quantity in (MASK, PADDING, TOKEN):
@@ -219,21 +237,33 @@ class Roles:
             return together([self.of(one) for one in (*node.arguments, *(value for _, value in node.named))])
         return NOTHING
 
-    def _of_side(self, node: Node, stated: Side) -> Fact:
+    def _of_side(self, node: Node, stated: Side, quantity: str = "") -> Fact:
         who = stated.who
         told = [*self.names(node), *_origin(node), *self._chains(node)]
         if who is None:
-            who = next((found for name in told if (found := whose(name)) is not None), "")
-        quantity = {"logp": LOG_PROB, "logits": LOGITS, "prob": PROB}[stated.quantity]
+            who = next((found for name in told if (found := whose(name)) is not None), None)
+        if who is None:
+            who = REFERENCE if self._is_second(own_name(node)) else POLICY
+        quantity = quantity or {"logp": LOG_PROB, "logits": LOGITS, "prob": PROB}[stated.quantity]
         if quantity in (LOG_PROB, PROB) and any(says(name, "vocab", "dist", "all") for name in told[:1]):
             quantity = {LOG_PROB: LOG_PROBS, PROB: PROBS}[quantity]
         return Fact(quantity, frozenset({who}))
+
+    def _is_second(self, name: str) -> bool:
+        """Return True for the second of two parameters whose names differ in what twins are told apart by."""
+        if not self._inputs:
+            nodes = [node for node in self.graph.nodes if node.operation == INPUT]
+            self._inputs = {words(own_name(node)) for node in nodes} | {()}
+        found = words(name)
+        firsts = {tuple(mine if one == other else one for one in found) for mine, other in TWINS if other in found}
+        return any(tuple(word for word in first if word) in self._inputs - {()} for first in firsts)
 
     def _chains(self, node: Node) -> Iterator[str]:
         """Yield the names of what a call is given: whose model it is."""
         for part in nodes_in((*node.arguments, *(value for _, value in node.named))):
             if part.operation in OPAQUE:
                 yield ".".join(_origin(part))
+        yield from (value for _, value in node.named if isinstance(value, str))
 
 
 def own_name(node: Node) -> str:
@@ -251,6 +281,14 @@ def own_name(node: Node) -> str:
             return name
         case _:
             return ""
+
+
+def _forward(node: Node) -> Node | None:
+    """Return the unknown call, as that of a model, of which a node is the softmax; None if it is of something else."""
+    inner: Any = node
+    while isinstance(inner, Node) and inner.operation in MOVES | {"log_softmax", "softmax", "/", "div"}:
+        inner = inner.arguments[0]
+    return inner if isinstance(inner, Node) and inner.operation in ("call", "method") else None
 
 
 def _origin(node: Any) -> list[str]:

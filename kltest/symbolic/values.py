@@ -119,6 +119,11 @@ class Graph:
             self._known[key] = Node(operation, arguments, sorted_names, len(self._known))
         return self._known[key]
 
+    @property
+    def nodes(self) -> list[Node]:
+        """Return all nodes, in the order in which they were made."""
+        return list(self._known.values())
+
     def named(self, value: Any, name: str) -> None:
         """Remember that a value was given to a variable, parameter, attribute or key."""
         if isinstance(value, Node):

@@ -101,7 +101,7 @@ class Lifting:
 
         Raises what torch does if it cannot be computed, and NotLiftedError where a number is not known.
         """
-        for end in leaves(self.roles, node).unknown:
+        for end in leaves(self.roles, node, shaped=False).unknown:
             if self.roles.of(end).sides:
                 raise KltestError(f"nothing says what {name_of(end)} does")
         try:
@@ -116,7 +116,9 @@ class Lifting:
         made = filled(self.roles, node, numbers, shaped=shaped)
         if not isinstance(made, Node):
             raise KltestError("it is a constant")
-        if abs(value_of(made, Rollouts(5, full=True)).item()) < TOLERANCE:  # masks of padding that are none
+        if (
+            not abs(value_of(made, Rollouts(5, full=True)).item()) > TOLERANCE
+        ):  # zero or 0 / 0: masks of padding that are none
             made = filled(self.roles, node, numbers, shaped=shaped, padded=False)
         notes += found
         shape = computed_of(made, Rollouts(2)).shape

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -30,6 +31,8 @@ LOOPING = ("loop", "mapped")
 RESHAPES = words_of(
     "view view_as reshape flatten unflatten permute transpose squeeze unsqueeze movedim expand expand_as"
 )
+# Operations of which one argument has to be of truths, and its place.
+CONDITIONS = {"item": 1, "masked_fill": 1, "masked_select": 1, "where": 0}
 # What a log-prob is computed by from logits, and a probability from a log-prob.
 UNDONE = words_of("log_softmax softmax log exp detach same clone masked_fill")
 FAILURES = (
@@ -129,18 +132,16 @@ def standing(graph: Graph, roles: Roles, node: Node, stands: Any, *, shaped: boo
             stands = graph.node("negated", stands)
         case quantity if quantity == PADDING and padded:
             stands = graph.node("-", 1, stands)
-    return graph.node("unsqueeze", stands, -1) if shaped and node.operation in GATHERS else stands
+    kept = shaped and node.operation in GATHERS and roles.of(node).quantity not in VOCABULARY
+    return graph.node("unsqueeze", stands, -1) if kept else stands
 
 
 class Rollouts:
     """Random rollouts: a value for each field, the same for all sides where they agree."""
 
     def __init__(self, seed: int, *, agree: bool = False, full: bool = False) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.agree, self.full = agree, full
-        self.generator = generator
+        self.seed, self.agree, self.full = seed, agree, full
         self.values: dict[str, torch.Tensor] = {}
-        self.tokens = torch.randint(WORDS, (ROLLOUTS, TOKENS), generator=generator)
 
     def field(self, name: str) -> torch.Tensor:
         """Return the value of a field."""
@@ -151,7 +152,9 @@ class Rollouts:
         return value if name in ("logp", "logits") else value.detach()
 
     def _drawn(self, name: str) -> torch.Tensor:
-        draw = lambda *shape: torch.randn(*shape, generator=self.generator, dtype=torch.float64)  # noqa: E731
+        # A generator for each field, so that a value does not depend on which fields were drawn before it.
+        generator = torch.Generator().manual_seed(self.seed + crc32(name.encode()))
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
         if name.endswith("logits"):
             return torch.log_softmax(draw(ROLLOUTS, TOKENS, WORDS), -1).requires_grad_()
         if name.endswith("logp"):
@@ -161,7 +164,7 @@ class Rollouts:
             live = torch.arange(TOKENS) < lengths[:, None]
             return (torch.ones_like(live) if self.full else live).to(torch.float64)
         if name == "tokens":
-            return self.tokens
+            return torch.randint(WORDS, (ROLLOUTS, TOKENS), generator=generator)
         return draw(ROLLOUTS, 1) + 3.0
 
 
@@ -175,10 +178,21 @@ def filled(
 ) -> Any:
     """Return a value as a function of inputs that are named as fields, with numbers for what is not known."""
     ends = leaves(roles, value, shaped=shaped)
+    graph = roles.graph
+
+    def conditioned(node: Node, at: int) -> Node:
+        arguments = [graph.rewritten(one, replace) for one in node.arguments]
+        if node.operation == "masked_fill" and roles.is_unknown(node.arguments[at]):
+            arguments[at] = graph.node("-", 1, arguments[at])  # whatever it is called, what it marks is left out
+        arguments[at] = graph.node("!=", arguments[at], 0)
+        return graph.node(node.operation, *arguments, **graph.rewritten(dict(node.named), replace))
 
     def replace(node: Node) -> Any:
         if not shaped and node.operation == "range" and any(one in ends.unknown for one in reached(node)):
             return roles.graph.node("range", 1)  # of how many passes a loop has, one is followed
+        at = CONDITIONS.get(node.operation)
+        if at is not None and node not in ends.fields and roles.of(node.arguments[at]).quantity in (MASK, PADDING):
+            return conditioned(node, at)
         if node not in ends.fields:
             return numbers.get(node, 0.5) if node in ends.unknown else node
         name = ends.fields[node]

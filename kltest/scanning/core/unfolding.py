@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kltest.scanning.core.measured import FAILURES, Rollouts, filled, leaves, value_of
-from kltest.symbolic.roles import MASK, PADDING, Roles
+from kltest.symbolic.roles import MASK, PADDING, TOKEN, Roles
 from kltest.symbolic.values import CHOICE, Node, implied, is_constant, nodes_in
 
 MOST = 48
@@ -110,7 +110,7 @@ class Unfolding:
             return True
         if condition.operation == "is" and condition.arguments[1] is None:
             inner = self.roles.of(condition.arguments[0])
-            return False if inner.is_field or inner.quantity in (MASK, PADDING) else None
+            return False if inner.is_field or inner.quantity in (MASK, PADDING, TOKEN) else None
         ends = leaves(self.roles, condition)
         if ends.fields and not ends.unknown:
             try:

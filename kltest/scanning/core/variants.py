@@ -8,6 +8,7 @@ from kltest.scanning.core.entries import Tree
 from kltest.scanning.core.finds import Find, Found
 from kltest.scanning.core.forms import form_of
 from kltest.scanning.core.lifting import NAME, Lifted, Lifting, variant_names
+from kltest.scanning.core.measured import is_counter
 from kltest.symbolic.values import INPUT, Node, reached
 from kltest.symbolic.written import formula, program
 
@@ -94,8 +95,10 @@ def _write(variant: Variant, lifted: Lifted) -> None:
     sides = {name.removesuffix("logits").removesuffix("logp") for name in fields(lifted.node).values() if "log" in name}
     if len(sides) < 2:
         variant.program, variant.why = "", "both sides look like one: nothing says whose probabilities are which"
+    elif variant.place == "loss" and "" not in sides:
+        variant.program, variant.why = "", "nothing of the policy is in it"
 
 
 def fields(node: Node) -> dict[Node, str]:
     """Return the inputs of a function by their names."""
-    return {one: str(one.arguments[0]) for one in reached(node) if one.operation == INPUT}
+    return {one: str(one.arguments[0]) for one in reached(node) if one.operation == INPUT and not is_counter(one)}
