@@ -303,7 +303,7 @@ FORMULAS = {
     "logp.masked_fill(mask == 0, float('-inf'))": "masked_fill(log π, mask = 0, −∞)",
     "F.softmax(logits, dim=-1).sum(-1, keepdim=True)": "sum(softmax(log π(·), dim=−1), −1)",
     "logp if beta > 0.5 else ref_logp": "log π if β > 0.5 else log ref",
-    "sum([row.sum() for row in logp])": "sum([sum(item) for item in log π])",
+    "sum([row.sum() for row in logp])": "sum([sum((log π)[item]) for item in range(len(log π))])",
     "scores.of(logp, config.scale)": "tools.scores.of(log π, config.scale)",
     "(logp - ref_logp)[:, 1:]": "(log π − log ref)[:, 1:]",
     "torch.add(logp, -ref_logp)": "log π + −log ref",
