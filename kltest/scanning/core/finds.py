@@ -8,6 +8,7 @@ from typing import Any
 from kltest.scanning.core.entries import Entry, Tree
 from kltest.scanning.core.measured import leaves
 from kltest.scanning.core.parts import Part, Parts
+from kltest.scanning.core.variants import Variant, made
 from kltest.symbolic.calls import BACKWARD_OF
 from kltest.symbolic.values import Node, reached
 from kltest.symbolic.words import is_logged, is_preference, says, says_kl
@@ -15,19 +16,6 @@ from kltest.symbolic.words import is_logged, is_preference, says, says_kl
 LOSS = ("loss", "objective")
 SIGMOIDS = frozenset({"sigmoid", "logsigmoid", "softplus", "log_sigmoid", "binary_cross_entropy_with_logits"})
 REWARD = ("reward", "advantage", "adv", "return")
-
-
-@dataclass(eq=False)
-class Found:
-    """A term as it was found from one entry.
-
-    Attributes:
-        place: loss, reward, advantage, or helper for what a function returns of which nothing else is known.
-    """
-
-    entry: Entry
-    part: Part
-    place: str
 
 
 @dataclass(eq=False)
@@ -39,14 +27,14 @@ class Find:
         function: the function that it stands in.
         lines: its lines there.
         others: its lines in other files.
-        found: as it was found.
+        made: its variants, from each entry.
     """
 
     file: str
     function: "Place"
     lines: set[int] = field(default_factory=set)
     others: set[tuple[str, int]] = field(default_factory=set)
-    found: list[Found] = field(default_factory=list)
+    made: list[Variant] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -72,21 +60,20 @@ def finds(tree: Tree) -> list[Find]:
                 if place == "loss" or not _is_preferred(entry, part, margins):
                     last[part.core, "helper" if place == "helper" else part.place] = part
         for (_, place), part in last.items():
-            _add(known, entry, part, place, places)
+            _add(known, entry, part, places, list(made(entry, part, place, tree.settings)))
     for one in known.values():
-        own = [each for each in one.found if each.place != "helper" or each.entry.title == one.function.title]
-        reached = any(each.place != "helper" and each.entry.title == one.function.title for each in own)
+        own = [each for each in one.made if each.place != "helper" or each.entry == one.function.title]
+        reached = any(each.place != "helper" and each.entry == one.function.title for each in own)
         # What others return of it is told only if nothing else is known, and what a loss returns beside itself never.
-        one.found = [each for each in own if each.place != "helper" or not reached] or one.found
-    found = [one for one in known.values() if any(each.place != "helper" for each in one.found) or _is_kl(one)]
+        one.made = [each for each in own if each.place != "helper" or not reached] or one.made
+    found = [one for one in known.values() if any(each.place != "helper" for each in one.made) or _is_kl(one)]
     order = {name: number for number, name in enumerate(tree.sources)}
     return sorted(found, key=lambda one: (order.get(one.file, 0), min(one.lines, default=0)))
 
 
 def _is_kl(find: Find) -> bool:
     """Return True for what a function returns if a reference is in it, or its name says KL."""
-    sides = {side for each in find.found for side in each.entry.roles.of(each.part.core).sides}
-    return "ref_" in sides or says_kl(find.function.title)
+    return any("ref_" in each.sides for each in find.made) or says_kl(find.function.title)
 
 
 def _margins(entry: Entry, values: list[Any]) -> set[Node]:
@@ -136,7 +123,9 @@ def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = 
         yield " ".join([name, *names.get(value, ())]), value
 
 
-def _add(known: dict[Any, Find], entry: Entry, part: Part, place: str, places: Mapping[str, list[Place]]) -> None:
+def _add(
+    known: dict[Any, Find], entry: Entry, part: Part, places: Mapping[str, list[Place]], variants: list[Variant]
+) -> None:
     lines = lines_of(entry, part.core)
     at = entry.graph.lines.get(part.core) or lines
     if not at:
@@ -144,12 +133,12 @@ def _add(known: dict[Any, Find], entry: Entry, part: Part, place: str, places: M
     file, line = min(at)
     function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), Place("<module>", 0, 0))
     fields = leaves(entry.roles, part.core).fields
-    key = (file, function, frozenset(name for name in fields.values() if "log" in name), place == "reward")
-    find = known.setdefault(key[:3], Find(file, function))
+    sides = frozenset(name for name in fields.values() if "log" in name)
+    find = known.setdefault((file, function, sides), Find(file, function))
     find.lines |= {number for name, number in lines if name == file and function.first <= number <= function.last}
     find.lines |= {line}
     find.others |= {(name, number) for name, number in lines if name != file}
-    find.found.append(Found(entry, part, place))
+    find.made += variants
 
 
 def lines_of(entry: Entry, core: Node) -> set[tuple[str, int]]:

@@ -171,14 +171,14 @@ def name_of(node: Node) -> str:
     return text(node) if node.operation in ("attribute", "input") else own_name(node) or text(node)[:80]
 
 
-def variant_names(cases: list[tuple[tuple[Node, bool], ...]]) -> list[str]:
+def names(configurations: Sequence[Mapping[str, str]]) -> list[str]:
     """Return each configuration in words, by what tells it from the others."""
-    choices = [_choices(case) for case in cases]
-    telling = {name for case in choices for name in case if len({str(other.get(name)) for other in choices}) > 1}
-    return [", ".join(words for name, words in case.items() if name in telling and words) for case in choices]
+    telling = {name for one in configurations for name in one if len({other.get(name) for other in configurations}) > 1}
+    return [", ".join(words for name, words in one.items() if name in telling and words) for one in configurations]
 
 
-def _choices(case: tuple[tuple[Node, bool], ...]) -> dict[str, str]:
+def choices(case: Sequence[tuple[Node, bool]]) -> dict[str, str]:
+    """Return what was chosen in a configuration in words, by the option."""
     found: dict[str, str] = {}
     for condition, holds in case:
         if condition.operation == "==" and is_constant(condition.arguments[1]):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kltest.scanning.core.entries import Tree
 from kltest.scanning.core.finds import Find, finds
-from kltest.scanning.core.variants import variants
+from kltest.scanning.core.variants import told
 from kltest.scanning.declarations import comments
 from kltest.scanning.rows import Row
 from kltest.scanning.search import Store, relative, uncollected
@@ -69,7 +69,7 @@ class Search:
     def _rows(self, tree: Tree, find: Find, said: Sequence[tuple[int, str]]) -> Iterator[Row]:
         source = tree.sources[find.file]
         first, last = min(find.lines), max(find.lines)
-        for variant in variants(tree, find):
+        for variant in told(find.made):
             yield Row(
                 file=relative(source.path, self._root),
                 line=source.line(first),

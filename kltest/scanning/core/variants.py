@@ -1,14 +1,15 @@
 """The variants of a term: each once, from wherever it was found, with the program that is graded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kltest.errors import KltestError
-from kltest.scanning.core.entries import Tree
-from kltest.scanning.core.finds import Find, Found
+from kltest.scanning.core.entries import Entry
 from kltest.scanning.core.forms import form_of
-from kltest.scanning.core.lifting import NAME, Lifted, Lifting, variant_names
+from kltest.scanning.core.lifting import NAME, Lifted, Lifting, choices, names
 from kltest.scanning.core.measured import is_counter
+from kltest.scanning.core.parts import Part
 from kltest.symbolic.values import INPUT, Node, reached
 from kltest.symbolic.written import formula, program
 
@@ -39,43 +40,45 @@ class Variant:
     notes: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
     called: bool = True
-    assumed: tuple[tuple[Node, bool], ...] = ()
+    choices: dict[str, str] = field(default_factory=dict)
+    sides: frozenset[str] = frozenset()
+    entry: str = ""
     whole: bool = True
 
 
-def variants(tree: Tree, find: Find) -> list[Variant]:
-    """Return the variants of a term, each once for each place that it comes to."""
-    made = [one for found in find.found for one in _of_found(tree, found)]
+def told(made: Sequence[Variant]) -> list[Variant]:
+    """Return the variants of a term, each once for each place that it comes to, of those from all entries."""
     best: dict[tuple[str, str], list[Variant]] = {}
     for one in made:
         best.setdefault((one.place, one.key), []).append(one)
-    told = [_told(group) for group in best.values()]
-    reached_by = {one.key for one in told if one.place != "helper" and one.program}
-    told = [one for one in told if one.place != "helper" or one.key not in reached_by]
+    found = [_best(group) for group in best.values()]
+    reached_by = {one.key for one in found if one.place != "helper" and one.program}
+    found = [one for one in found if one.place != "helper" or one.key not in reached_by]
     if reached_by:
-        for one in told:
+        for one in found:
             one.called = one.place != "helper"
-    if any(one.program for one in told):
-        told = [one for one in told if one.program or one.place != "helper"]
-    for one, name in zip(told, variant_names([one.assumed for one in told]), strict=True):
+    if any(one.program for one in found):
+        found = [one for one in found if one.program or one.place != "helper"]
+    for one, name in zip(found, names([one.choices for one in found]), strict=True):
         one.name = name
-    return told[:MOST]
+    return found[:MOST]
 
 
-def _told(group: list[Variant]) -> Variant:
+def _best(group: list[Variant]) -> Variant:
     """Return the best of several that are one: graded, with what becomes of it, and named by its own function."""
     best = min(group, key=lambda one: (not one.program, not one.whole, len(one.program)))
-    best.assumed = min((one.assumed for one in group), key=len)
+    best.choices = min((one.choices for one in group), key=len)
     best.used = sorted({use for one in group for use in one.used})
     return best
 
 
-def _of_found(tree: Tree, found: Found) -> Iterator[Variant]:
-    use = f"{found.entry.title}, {found.entry.source.place(found.entry.function.definition.lineno)}"
-    for one in Lifting(found.entry.roles, tree.settings).of(found.part, found.place):
-        variant = Variant(found.place, "", "", why=one.refused, notes=one.notes, assumed=one.assumed)
-        variant.used = [use] if found.place != "helper" else []
-        variant.whole = one.whole
+def made(entry: Entry, part: Part, place: str, settings: Mapping[str, Any]) -> Iterator[Variant]:
+    """Yield the variants of a term as it was found from one entry."""
+    use = f"{entry.title}, {entry.source.place(entry.function.definition.lineno)}"
+    for one in Lifting(entry.roles, settings).of(part, place):
+        variant = Variant(place, "", "", why=one.refused, notes=one.notes, choices=choices(one.assumed))
+        variant.used = [use] if place != "helper" else []
+        variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
         _write(variant, one)
         variant.key = variant.key or one.refused
         yield variant
