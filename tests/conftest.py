@@ -5,6 +5,7 @@ a hundred processes: kltest is compiled once for all of them. The example projec
 test_example_project.py.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -23,6 +24,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 FIRST = "test_main_job.py"
 # Each test grades a loss of its own and shares nothing: they fill the gaps at the end, one by one.
 APART = "test_losses.py"
+
+# Modules hold half a million objects and none is garbage: without this, every tenth second goes into looking.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -113,15 +114,20 @@ def _definitions(function: Any, seen: set[str]) -> Iterator[str]:
     yield from lines
 
 
-def _parsed(function: Any) -> tuple[list[str], list[str]]:
+def _parsed(function: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Names that a function reads, and the lines of its definition without docstring and decorator of kltest."""
-    kind = ast.Lambda if function.__name__ == "<lambda>" else ast.FunctionDef
     try:
-        text = inspect.findsource(function)[0]
-        nodes = [node for node in ast.walk(_tree("".join(text))) if isinstance(node, kind)]
-    except (OSError, TypeError, SyntaxError):
-        nodes = []
-    first = function.__code__.co_firstlineno
+        text = tuple(inspect.findsource(function)[0])
+    except (OSError, TypeError):
+        raise NoSourceError(UNREADABLE) from None
+    return _read(text, function.__code__.co_firstlineno, is_lambda=function.__name__ == "<lambda>")
+
+
+@lru_cache(maxsize=1024)
+def _read(text: tuple[str, ...], first: int, *, is_lambda: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the same for the function, or lambda, that begins in line `first` of a file's text."""
+    kind = ast.Lambda if is_lambda else ast.FunctionDef
+    nodes = [node for node in _functions("".join(text)) if isinstance(node, kind)]
     found = [copy.deepcopy(each) for each in nodes if first in _beginnings(each)]
     if len(found) != 1:
         raise NoSourceError("it is one of several lambdas on a line" if found else UNREADABLE)
@@ -135,7 +141,7 @@ def _parsed(function: Any) -> tuple[list[str], list[str]]:
             raise NoSourceError(f"it is decorated with {other}")
         node.decorator_list = []
         start, doc = node.lineno - 1, node.body[0]
-        lines = text[start : node.end_lineno]
+        lines = list(text[start : node.end_lineno])
         if ast.get_docstring(node) is not None and len(node.body) > 1:
             del lines[doc.lineno - 1 - start : (doc.end_lineno or 0) - start]
         lines = textwrap.dedent("".join(lines)).splitlines()
@@ -143,15 +149,18 @@ def _parsed(function: Any) -> tuple[list[str], list[str]]:
         # With this, the names in annotations need no definition.
         lines.insert(0, FUTURE)
     try:
-        return names_read(compiled(node, Path("<loss>"))), lines
+        return names_read(compiled(node, Path("<loss>"))), tuple(lines)
     except SyntaxError:
         # It changes a variable of the function around it.
         raise NoSourceError(UNREADABLE) from None
 
 
 @lru_cache(maxsize=32)
-def _tree(text: str) -> ast.Module:
-    return ast.parse(text)
+def _functions(text: str) -> list[ast.Lambda | ast.FunctionDef]:
+    """Return the functions and lambdas in a file's text, an empty list if it cannot be parsed."""
+    with suppress(SyntaxError):
+        return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Lambda | ast.FunctionDef)]
+    return []
 
 
 def _beginnings(node: ast.Lambda | ast.FunctionDef) -> set[int]:

@@ -2,6 +2,7 @@
 
 import dis
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from itertools import chain
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -77,7 +78,8 @@ def _global(function: FunctionType, name: str) -> Any:
         return MISSING
 
 
-def names_read(code: CodeType, more: tuple[str, ...] = ()) -> list[str]:
+@lru_cache(maxsize=4096)
+def names_read(code: CodeType, more: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the module-level names that code reads when it runs or, of functions in it, when they are called.
 
     Args:
@@ -86,7 +88,7 @@ def names_read(code: CodeType, more: tuple[str, ...] = ()) -> list[str]:
     """
     found = [each.argval for each in dis.get_instructions(code) if each.opname in (*_READS, *more)]
     inner = [names_read(constant, more) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return list(dict.fromkeys(chain([name.partition(".")[0] for name in found], *inner)))
+    return tuple(dict.fromkeys(chain([name.partition(".")[0] for name in found], *inner)))
 
 
 def packages_named(function: Any) -> set[str]:

@@ -101,9 +101,10 @@ def difference(found: Tensor, before: Tensor) -> str | None:
     """Return in words where two tensors differ in any bit (a NaN equals the same NaN, −0 is not 0); None if nowhere."""
     if found.shape != before.shape or found.dtype != before.dtype:
         return f"its shape {tuple(before.shape)} became {tuple(found.shape)}"
-    other = _bits(found) != _bits(before)
-    if not other.any():
+    bits = _bits(found), _bits(before)
+    if torch.equal(*bits):
         return None
+    other = bits[0] != bits[1]
     place = tuple(other.nonzero()[0].tolist())
     was, now = (part[place].item() for part in (before, found))
     digits = 6 if f"{was:.6g}" != f"{now:.6g}" else 17

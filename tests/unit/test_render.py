@@ -13,7 +13,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import xmlschema
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from pages import Strict
@@ -490,6 +490,7 @@ def test_markdown_shows_code_as_code_within_its_item(code):
     assert [token.type for token in found].count("bullet_list_open") == 2, "the first lines, and the checks"
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40), st.sampled_from(FORMATS))
 def test_any_text_anywhere_keeps_every_format_readable(text, name):
     check = CheckResult("KL102", text, "fail", text, text)
