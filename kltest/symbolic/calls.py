@@ -3,10 +3,12 @@
 import ast
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from kltest.symbolic.composed import composed, module_of
-from kltest.symbolic.operations import LEADING, NAMED, canonical, operation_of
+from kltest.symbolic.composed import module_of
+from kltest.symbolic.operations import CONSTANTS, GRADIENTS, LEADING, MODULES, NAMED, STORED, canonical, operation_of
 from kltest.symbolic.values import (
     ABSENT,
     CHOICE,
@@ -25,8 +27,16 @@ from kltest.symbolic.values import (
     TooLargeError,
     fixed,
     is_constant,
+    mapped,
+    nodes_in,
 )
 
+LIBRARY_SOURCE = ast.parse(Path(__file__).with_name("library.py").read_text(encoding="utf-8"))
+LIBRARY = frozenset(one.name for one in LIBRARY_SOURCE.body if isinstance(one, ast.FunctionDef | ast.ClassDef)) | {
+    "tree_util_tree_map"
+}
+# Packages that have what another has.
+PACKAGES = {"numpyro": "torch", "tensorflow_probability": "distrax", "tfp": "distrax"}
 # Calls inside of calls that are followed.
 DEPTH = 24
 # Built-in functions of Python on values of which some are nodes.
@@ -57,6 +67,7 @@ class Calls:
 
     # Of evaluate.Evaluator
     body: Callable[..., Any]
+    module: Callable[..., Scope]
     made: Callable[..., Any]
     store: Callable[..., None]
     left: int
@@ -131,7 +142,8 @@ class Calls:
                 default = defaults.get(name)
                 found[name] = self.graph.node(INPUT, name) if default is None else self._default(function, default)
         for name, value in found.items():
-            self.graph.named(value, name)
+            if function.scope.file:
+                self.graph.named(value, name)
         return found
 
     def entered(self, function: Function, owner: Kind | None = None) -> Any:
@@ -227,8 +239,8 @@ class Calls:
                 return self.opaque("attribute", owner, name) if member is None else self._bound(member, owner)
             case Scope():
                 return owner.variables.get(name, External(f"{owner.file}:{name}"))
-            case External():
-                return External(f"{owner.path}.{name}")
+            case External(path=path):
+                return CONSTANTS[name] if path in MODULES and name in CONSTANTS else External(f"{path}.{name}")
             case dict() if name in owner:  # a dictionary that is read as an object, as some configurations are
                 return owner[name]
             case Node(operation=operation) if operation == CHOICE:
@@ -265,7 +277,9 @@ class Calls:
             if name in ("append", "extend"):
                 owner.extend(found)
                 return None
-            return getattr(owner, name)(*arguments) if all(map(is_constant, arguments)) else None
+            with suppress(IndexError, TypeError, ValueError):
+                return getattr(owner, name)(*arguments) if all(map(is_constant, arguments)) else None
+            return self.opaque("method", owner, name, *arguments)
         if isinstance(owner, dict):
             return self._of_dictionary(owner, name, arguments, named)
         if isinstance(owner, str) and name in TEXT and all(map(is_constant, arguments)):
@@ -293,6 +307,10 @@ class Calls:
             return None
         if name == "get" and arguments:
             return self._entry_or(owner, *arguments)
+        if owner.operation == "item" and name in ("set", "add") and _is_at(owner.arguments[0]):
+            (holder, _), key = owner.arguments[0].arguments, owner.arguments[1]
+            value = arguments[0] if name == "set" else self.operator("+", self.item(holder, key), arguments[0])
+            return self.made("written", holder, key, value)
         if operation is None:
             return self.opaque("method", owner, name, *arguments, **named)
         first = (arguments[0], owner, *arguments[1:]) if operation == "where" and arguments else (owner, *arguments)
@@ -310,7 +328,12 @@ class Calls:
         """Return the node of an operation, under torch's names of its arguments."""
         if name == "same":
             return arguments[0]
-        named = {NAMED.get(key, key): value for key, value in named.items()}
+        if name in ("max", "min") and "axis" in named:  # NumPy's, without the places
+            name = f"a{name}"
+        if name in ("maximum", "minimum") and len(arguments) == 2 and any(map(_is_number, arguments)):
+            first, limit = sorted(arguments, key=_is_number)
+            return self.made("clamp", first, **{"min" if name == "maximum" else "max": limit})
+        named = {NAMED.get(key, key): value for key, value in named.items() if key not in STORED}
         leading = [named.pop(key) for key in LEADING if key in named]
         return self.made(name, *arguments, *leading, **named)
 
@@ -349,17 +372,58 @@ class Calls:
     def _external(self, path: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         if path in ("functools.partial", "partial") and arguments:
             return Partial(arguments[0], tuple(arguments[1:]), dict(named))
+        if (known := self._of_library(path)) is not None:
+            return self.call(known, arguments, named)
+        package, _, name = path.rpartition(".")
+        if name in GRADIENTS and package and arguments and isinstance(arguments[0], Function | Partial):
+            self._differentiated(arguments[0])
+            return Builtin(name, lambda *given, **others: self.opaque("call", path, *given, **others))
         operation = operation_of(path)
         if operation is not None and (arguments or any(NAMED.get(key, key) in LEADING for key in named)):
             return self.operation(operation, arguments, named)
-        for found in (module_of(path, arguments, named), composed(path, arguments, self.made)):
-            if found is not None:
-                return found
-        return self.opaque("call", path, *arguments, **named)
+        made = module_of(path, arguments, named)
+        return self.opaque("call", path, *arguments, **named) if made is None else made
+
+    def _differentiated(self, function: Any) -> None:
+        """Remember what a function returns that is differentiated, with nothing known of its call."""
+        given: Mapping[str, Any] = {}
+        inner = function
+        while isinstance(inner, Partial):
+            given, inner = {**inner.named, **given}, inner.function
+        if not isinstance(inner, Function) or isinstance(inner.definition, ast.Lambda):
+            return
+        variables = {name: one for name, one in self._symbols(inner).items() if name not in given}
+        if inner.receiver is not None:
+            variables.pop(next(iter(variables), ""), None)
+        found = self.call(inner, (), {**variables, **given})
+        self.store(BACKWARD_OF, found[0] if isinstance(found, tuple) and found else found, inner.definition.lineno)
+
+    def _of_library(self, path: str) -> Any:
+        """Return what the library says of a function or class of another package; None if it says nothing."""
+        first, *_, last = names = path.split(".")
+        found = (f"{names[-2]}_{last}" if len(names) > 1 else "", f"{PACKAGES.get(first, first)}_{last}")
+        known = [name for name in found if name in LIBRARY]
+        return self.library.variables[known[0]] if known else None
+
+    @cached_property
+    def library(self) -> Scope:
+        """The variables of the library."""
+        before, self.frames = self.frames, []
+        scope = self.module("", LIBRARY_SOURCE)
+        self.frames = before
+        scope.variables["leaf_by_leaf"] = Builtin(
+            "leaf_by_leaf", lambda function, values: mapped(values, lambda node: self.call(function, (node,), {}))
+        )
+        scope.variables["passes"] = Builtin("passes", self._passes)
+        return scope
+
+    def _passes(self, values: Any, length: Any) -> Any:
+        first = next(nodes_in(values), None)
+        return length if first is None else self.graph.node("len", first)
 
     def imported(self, file: str, path: str) -> Any:
         """Return a module by its dotted name, as a file imports it."""
-        scope = self.find(file, path)
+        scope = self.find(file, path) if file else None
         return External(path) if scope is None else scope
 
     def imported_name(self, file: str, module: str, name: str) -> Any:
@@ -439,6 +503,11 @@ def _default_of(value: Any, graph: Graph) -> Any:
     if isinstance(value, Node) and value.operation == CHOICE:
         return next((one for one in value.arguments[1:] if is_constant(one)), None)
     return graph.defaults.get(value)
+
+
+def _is_at(node: Any) -> bool:
+    """Return True for the places of an array of JAX: `x.at`."""
+    return isinstance(node, Node) and node.operation == "attribute" and node.arguments[1] == "at"
 
 
 def _is_number(value: Any) -> bool:

@@ -154,6 +154,7 @@ OWN: Mapping[str, Callable[..., Any]] = {
     "added up": lambda items, start=0: sum(items, start),
     "where": lambda condition, *two, **named: torch.where(condition, *map(_tensor, two), **named),
     "stack": lambda items, dim=0: torch.stack([_tensor(one) for one in items], dim),
+    "clamp": lambda value, *two, **named: torch.clamp(_tensor(value), *two, **named),
     "largest": max,
     "smallest": min,
     "int": int,

@@ -362,22 +362,30 @@ class Evaluator(Calls):
         """Follow the body once; variables that it changes become nodes of what they are after the last pass."""
         variables, mark = self.frame.scope.variables, len(self.graph.lines)
         names = [name for name in _changed_in(statement.body) if name in variables]
-        before = tuple(fixed(variables[name]) for name in names)
+        kept = {name: fixed(variables[name]) for name in names}
+        # The entries of a tuple are carried one by one.
+        places = [(name, at) for name in names for at in _places_in(kept[name])]
+        before = tuple(kept[name] if at is None else kept[name][at] for name, at in places)
         place = (statement.lineno, statement.col_offset, len(self.frames), mark)
         index = self.graph.node(INPUT, "item", *place)
         counted, element = self._counted(items, index)
-        carried = tuple(self.graph.node(INPUT, "carried", name, *place, before) for name in names)
-        variables |= dict(zip(names, carried, strict=True))
+        carried = tuple(
+            self.graph.node(INPUT, "carried", name, *(() if at is None else (at,)), *place, before)
+            for name, at in places
+        )
+        variables |= _gathered(places, carried)
         self.assign(statement.target, element)
         self.block(statement.body)
         if self.frame.ended in ("continue", "break"):
             self.frame.ended = ""
-        after = tuple(fixed(variables[name]) for name in names)
-        for number, name in enumerate(names):
-            if after[number] is not carried[number]:
-                variables[name] = self.graph.node("loop", counted, index, before, carried, after, number)
-            else:
-                variables[name] = before[number]
+        after = tuple(fixed(variables[name] if at is None else self.item(variables[name], at)) for name, at in places)
+        left = [
+            self.graph.node("loop", counted, index, before, carried, after, number)
+            if one is not carried[number]
+            else before[number]
+            for number, one in enumerate(after)
+        ]
+        variables |= _gathered(places, left)
 
     def _counted(self, items: Any, index: Node) -> tuple[Any, Any]:
         """Return what an index counts through in a loop over unknown items, and the item at an index."""
@@ -430,13 +438,14 @@ class Evaluator(Calls):
                 self._write(owner, self.value(owner), place, value)
 
     def _note(self, target: ast.expr, name: str, value: Any) -> None:
-        self.graph.named(value, name)
+        if self.frame.scope.file:
+            self.graph.named(value, name)
         self.store(name, value, getattr(target, "lineno", 0))
 
     def store(self, name: str, value: Any, line: int) -> None:
         """Remember under which name a function stores a value, and where."""
         scope = self.frame.scope
-        if scope.outer is not None and any(True for _ in nodes_in(value)):
+        if scope.file and scope.outer is not None and any(True for _ in nodes_in(value)):
             self.stores.append(Stored(name, value, scope.file, line, self.frame.function))
 
     def _unpack(self, targets: Sequence[ast.expr], value: Any) -> None:
@@ -468,7 +477,7 @@ class Evaluator(Calls):
         return found
 
     def _locate(self, value: Any) -> None:
-        if isinstance(value, Node):
+        if isinstance(value, Node) and self.frame.scope.file:
             self.graph.lines.setdefault(value, set()).add((self.frame.scope.file, self.line))
 
     def _opaque(self, expression: ast.expr) -> Any:
@@ -722,6 +731,19 @@ def _reach(container: Any, found: State) -> None:
             stack.extend(one.values() if isinstance(one, dict) else one)
         elif isinstance(one, tuple):
             stack.extend(one)
+
+
+def _places_in(value: Any) -> Sequence[int | None]:
+    """Return the places of a tuple's entries; None, once, for any other value."""
+    return range(len(value)) if isinstance(value, tuple) and value else (None,)
+
+
+def _gathered(places: Sequence[tuple[str, int | None]], values: Sequence[Any]) -> dict[str, Any]:
+    """Return values by their names, those at places of one name as a tuple."""
+    found: dict[str, Any] = {}
+    for (name, at), value in zip(places, values, strict=True):
+        found[name] = value if at is None else (*found.get(name, ()), value)
+    return found
 
 
 def _replace(container: Any, content: Any) -> None:

@@ -5,6 +5,7 @@ their namesakes in NumPy and JAX are one operation. Whatever is not in the table
 was called, and it has a value only if one is given.
 """
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,7 +27,8 @@ FUNCTIONS = words_of(
     gather ge gt huber_loss index_add index_select isclose isfinite isinf isnan kl_div l1_loss le lerp linspace log
     log10 log1p log2 log_softmax logaddexp logical_and logical_not logical_or logical_xor logit logsigmoid logsumexp
     lt masked_fill masked_scatter masked_select matmul max maximum mean median min minimum movedim mse_loss mul
-    nan_to_num nansum narrow ne neg new_ones new_zeros nll_loss nonzero norm numel one_hot ones ones_like outer pad
+    nan_to_num nanmean nansum
+    narrow ne neg new_ones new_zeros nll_loss nonzero norm numel one_hot ones ones_like outer pad
     permute pow prod reciprocal relu repeat repeat_interleave reshape roll round rsqrt scatter scatter_add select
     sigmoid sign sin size smooth_l1_loss softmax softplus sort split sqrt square squeeze stack std sub sum
     take_along_dim tanh tensor tensor_split tile topk transpose tril triu trunc unbind unflatten unique unsqueeze var
@@ -41,23 +43,44 @@ ALIASES = {
     **dict.fromkeys(("subtract",), "sub"),
     **dict.fromkeys(("divide", "true_divide"), "div"),
     **dict.fromkeys(("concatenate",), "cat"),
+    **dict.fromkeys(("expand_dims",), "unsqueeze"),
+    **dict.fromkeys(("power",), "pow"),
+    **dict.fromkeys(("log_sigmoid",), "logsigmoid"),
+    **dict.fromkeys(("top_k",), "topk"),
+    **dict.fromkeys(("swapaxes",), "transpose"),
+    **{"equal": "eq", "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"},
     **dict.fromkeys(("clip",), "clamp"),
     **dict.fromkeys(("take_along_axis",), "take_along_dim"),
     **dict.fromkeys(("array", "asarray", "as_tensor"), "tensor"),
     **dict.fromkeys(("reduce_sum",), "sum"),
     **dict.fromkeys(("reduce_mean",), "mean"),
 }
-# Calls that return what they are given: where a tensor lies and how it is stored is no arithmetic.
+# Functions of NumPy and JAX that torch has under another name, and another under theirs.
+ARRAYS = {
+    **{"max": "amax", "min": "amin", "split": "tensor_split", "repeat": "repeat_interleave"},
+    **{"transpose": "permute", "select": "where"},
+}
+# Calls that return what they are given: where a tensor lies and how it is stored is no arithmetic, nor is how a
+# function is compiled.
 SAME = words_of(
     """
-    bfloat16 contiguous cpu cuda double float float32 float64 full_tensor half item numpy requires_grad_ to to_local
-    tolist type type_as
+    astype bfloat16 block_until_ready checkpoint compile contiguous cpu cuda device_get device_put double float float32
+    float64 full_tensor half item jit numpy remat requires_grad_ to to_local tolist type type_as
+    with_sharding_constraint
     """
 )
+# Functions that differentiate the function that they are given.
+GRADIENTS = words_of("grad value_and_grad grad_and_value vjp")
+CONSTANTS = {"inf": math.inf, "pi": math.pi}
+STORED = words_of("dtype device precision out_sharding")
+"""Arguments that say where and how a result is stored."""
 NAMED = {"axis": "dim", "keepdims": "keepdim", "a_min": "min", "a_max": "max", "x": "input"}
 # Names under which the first arguments of an operation may be given, in the order of their places.
 LEADING = ("condition", "input", "tensors", "target", "other")
-MODULES = ("torch", "torch.nn.functional", "torch.special", "math", "numpy", "jax.numpy", "jax.nn", "jax.lax", "jax")
+ARRAY_MODULES = words_of(
+    "numpy jax jax.numpy jax.nn jax.lax jax.scipy.special scipy.special flax.nnx nnx jax.ad_checkpoint"
+)
+MODULES = words_of("torch torch.nn.functional torch.special torch.func math") | ARRAY_MODULES
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -88,6 +111,8 @@ ATTRIBUTES = frozenset({"shape", "ndim", "T", "mT", "dtype", "device"})
 def operation_of(path: str) -> str | None:
     """Return the operation that a function outside of the tree is, by its dotted name; None if it is none."""
     module, _, name = path.rpartition(".")
+    if module in ARRAY_MODULES and name in ARRAYS:
+        return ARRAYS[name]
     return canonical(name) if module in MODULES else None
 
 

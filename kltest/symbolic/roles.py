@@ -114,6 +114,8 @@ class Roles:
             quantity = ""
         if quantity in (MASK, PADDING, TOKEN):
             return Fact(quantity)
+        if len(whole.sides) == 1 and self._is_named_reference(node):
+            return Fact(quantity, frozenset({REFERENCE}), whole.rewarded)
         # A position or a condition in it says nothing of whose it is.
         return Fact(quantity, whole.sides, whole.rewarded)
 
@@ -161,6 +163,11 @@ class Roles:
                 return before
             return {LOG_PROBS: LOG_PROB, LOGITS: LOGITS_AT, PROBS: PROB}.get(before, before)
         return before if name in MOVES else ""
+
+    def _is_named_reference(self, node: Node) -> bool:
+        """Return True for what has no gradient and is named as the reference's: a policy may be its own teacher."""
+        stated = [side(name) for name in self.graph.names.get(node, ())] if node.operation == "detach" else []
+        return any(one is not None and one.who == REFERENCE for one in stated)
 
     def _is_entry(self, node: Node) -> bool:
         """Return True for an entry of what nothing is known of, whose own names may say more."""

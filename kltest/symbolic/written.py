@@ -365,6 +365,8 @@ class _Program(_Writer):
             arguments[0] = [one if self.is_optional(one) else self.tensor(self.text(one)) for one in arguments[0]]
         elif name in NUMBERS and kinds == {"number"}:
             arguments = [self.tensor(self.text(one)) for one in arguments]
+        elif name == "clamp":
+            arguments[0] = self.tensor(self.text(arguments[0]))
         elif name == "where" and len(arguments) == 3 and _joined(map(self.text, arguments[1:])) == "number":
             arguments[1:] = [self.tensor(self.text(one)) for one in arguments[1:]]
         modules = ("F", "torch") if name in FUNCTIONAL else ("torch", "F")

@@ -98,7 +98,8 @@ def _keeps_shape(node: Node) -> bool:
 def field_of(roles: Roles, node: Node) -> str:
     """Return the field of a rollout that stands for a node, the empty string if none does."""
     fact = roles.of(node)
-    if node.operation in ("detach", CHOICE, *LOOPING) or is_counter(node):
+    detached = node.operation == "detach" and roles.of(node.arguments[0]).sides == fact.sides
+    if detached or node.operation in (CHOICE, *LOOPING) or is_counter(node):
         return ""
     if fact.is_field:
         return f"{fact.who}{'logits' if fact.quantity in VOCABULARY else 'logp'}"

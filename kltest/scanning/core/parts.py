@@ -24,6 +24,7 @@ LINEAR = (
 SUMS = frozenset({"+", "-", "add", "sub", "added up"})
 NEGATIONS = frozenset({"neg", "negated"})
 PRODUCTS = frozenset({"*", "mul", "@", "matmul", "bmm"})
+COMPARED = words_of("== != < <= > >= eq ne lt le gt ge isclose")
 LIMITS = frozenset({"max", "min", "maximum", "minimum", "clamp", "largest", "smallest", "fmin", "fmax"})
 
 
@@ -113,6 +114,8 @@ class Parts:
             seen.add(node)
             fact = self.roles.of(node)
             if len(fact.sides) < 2 or fact.is_field or (node.operation == "detach" and place == "loss"):
+                continue
+            if node.operation in COMPARED:
                 continue
             if node.operation in SUMS:
                 yield from self._of_sum(node, walk)
