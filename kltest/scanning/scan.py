@@ -32,7 +32,7 @@ def scan(
     run: bool = False,
     logged: bool = False,
     progress: Callable[[Row, int, int], None] = lambda row, done, total: None,
-    core: Callable[..., Any] = Search,
+    core: Callable[..., Any] | None = None,
 ) -> Scan:
     """Find every KL term in source files, lift each into a function of rollout fields, and grade it.
 
@@ -50,7 +50,7 @@ def scan(
         changed: changed lines by the real path of their file; only terms that depend on one of them are graded.
         run: grade what is more than arithmetic, too: it runs in its child process as it is, and imports the tree.
         logged: list what is only logged as well, and ask whether it is a KL.
-        core: what finds the terms; `kltest.scanning.core.search.Search` is the one on the symbolic evaluator.
+        core: what finds the terms, if not `kltest.scanning.search.Search`.
         progress: called with a row as soon as it is graded, how many are, and of how many that are known so far.
 
     Returns:
@@ -64,7 +64,7 @@ def scan(
     left_out: list[str] = []
     files = list(contents([Path(path) for path in paths], left_out, rules.excludes))
     store = Store(cache)
-    search = core(files, store, run=run, logged=logged)
+    search = (core or Search)(files, store, run=run, logged=logged)
     found = Scan([], files=len(files))
     known = frozenset(baseline)
 

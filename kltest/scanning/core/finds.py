@@ -49,7 +49,7 @@ class Place:
 def finds(tree: Tree) -> list[Find]:
     """Return the KL terms of a tree, in the order of files and lines."""
     known: dict[Any, Find] = {}
-    places = {name: _places(source.tree) for name, source in tree.sources.items()}
+    known_places = {name: places(source.tree) for name, source in tree.sources.items()}
     for entry in tree.entries():
         parts = Parts(entry.roles)
         starts = list(roots(entry))
@@ -60,7 +60,7 @@ def finds(tree: Tree) -> list[Find]:
                 if place == "loss" or not _is_preferred(entry, part, margins):
                     last[part.core, "helper" if place == "helper" else part.place] = part
         for (_, place), part in last.items():
-            _add(known, entry, part, places, list(made(entry, part, place, tree.settings)))
+            _add(known, entry, part, known_places, list(made(entry, part, place, tree.settings)))
     for one in known.values():
         own = [each for each in one.made if each.place != "helper" or each.entry == one.function.title]
         reached = any(each.place != "helper" and each.entry == one.function.title for each in own)
@@ -156,7 +156,7 @@ def lines_of(entry: Entry, core: Node) -> set[tuple[str, int]]:
     return found
 
 
-def _places(tree: ast.Module) -> list[Place]:
+def places(tree: ast.Module) -> list[Place]:
     """Return the functions of a file, inner ones first."""
     found: list[Place] = []
 

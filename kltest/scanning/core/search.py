@@ -1,17 +1,20 @@
 """Searching a source tree: its KL terms as rows that are not graded yet, kept by the content of the files."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from kltest.scanning.core.entries import Tree
-from kltest.scanning.core.finds import Find, finds
+from kltest.scanning.core.finds import Find, finds, places
 from kltest.scanning.core.variants import told
 from kltest.scanning.declarations import comments
 from kltest.scanning.rows import Row
 from kltest.scanning.search import Store, relative, uncollected
-from kltest.scanning.sources import parsed
+from kltest.scanning.sources import Source, parsed
+from kltest.symbolic.words import says_kl
+
+KEPT = ("lines", "left_out", "loose", "unread")
 
 
 class Search:
@@ -26,11 +29,13 @@ class Search:
     ) -> None:
         root = Path.cwd()
         digests = [(str(path), hashlib.sha256(content).hexdigest()) for path, content in files]
-        self._store, self._key = store, store.key("search", str(root), digests, run, logged)
+        self._store, self._key = store, store.key("terms", str(root), digests, run, logged)
         self.known = store.read(self._key)
         self.left, self.lines, self.left_out, self.loose = 0, 0, [], []  # type: ignore[var-annotated]
+        self.unread: list[str] = []
         if self.known:
-            self.lines, self.left_out, self.loose = (self.known[name] for name in ("lines", "left_out", "loose"))
+            for name in KEPT:
+                setattr(self, name, self.known[name])
             return
         self._files, self._root, self._run, self._logged = files, root, run, logged
 
@@ -63,7 +68,8 @@ class Search:
             for line, _, words in said[name]
             if (name, line) not in used
         ]
-        kept = {"lines": self.lines, "left_out": self.left_out, "loose": self.loose}
+        self.unread = list(_unread(sources, found))
+        kept = {name: getattr(self, name) for name in KEPT}
         self._store.write(self._key, {**kept, "rows": rows})
 
     def _rows(self, tree: Tree, find: Find, said: Sequence[tuple[int, str]]) -> Iterator[Row]:
@@ -89,6 +95,18 @@ class Search:
                 parts=list(_spans(tree, find)),
                 depends=list(_functions(tree, find)),
             )
+
+
+def _unread(sources: Mapping[str, Source], found: Sequence[Find]) -> Iterator[str]:
+    """Yield the functions whose names say KL in which nothing was recognised."""
+    lines = {(find.file, line) for find in found for line in find.lines} | {
+        one for find in found for one in find.others
+    }
+    for name, source in sources.items():
+        for place in places(source.tree):
+            own = any((name, line) in lines for line in range(place.first, place.last + 1))
+            if not own and says_kl(place.title.rpartition(".")[2]):
+                yield f"{source.place(place.first)} {place.title}"
 
 
 def _on(find: Find, said: Sequence[tuple[int, bool, str]]) -> Iterator[tuple[int, str]]:
