@@ -53,6 +53,8 @@ DECORATORS = frozenset({"property", "cached_property", "staticmethod", "classmet
 NO_GRADIENT = frozenset({"no_grad", "inference_mode", "stop_gradient"})
 # Statements and expressions that one evaluation may follow; beyond, code branches too often to be followed.
 BUDGET = 200_000
+# Passes of a loop over known items that are followed one by one.
+MOST_PASSES = 256
 
 
 class Evaluator(Calls):
@@ -341,13 +343,24 @@ class Evaluator(Calls):
     # Loops
 
     def _for(self, statement: ast.For | ast.AsyncFor) -> None:
-        items = self.value(statement.iter)
-        if isinstance(items, list | tuple | range | str):
-            self._unrolled(statement, list(items))
+        items = self._items(statement.iter)
+        if not isinstance(items, Node):
+            self._unrolled(statement, items)
         else:
             self._carried(statement, items)
 
     _asyncfor = _for
+
+    def _items(self, expression: ast.expr) -> Sequence[Any] | Node:
+        """Return what a loop runs over if that is known and short, else a node."""
+        items = self.value(expression)
+        if isinstance(items, list | tuple | range | str) and len(items) <= MOST_PASSES:
+            return list(items)
+        if isinstance(items, dict):
+            return list(items)
+        if isinstance(items, range):
+            return self.graph.node("range", items.start, items.stop, items.step)
+        return items if isinstance(items, Node) else self.graph.node("list", self._described(items))
 
     def _unrolled(self, statement: ast.For | ast.AsyncFor, items: Sequence[Any]) -> None:
         for item in items:
@@ -665,8 +678,8 @@ class Evaluator(Calls):
         if not generators:
             return [made()]
         first, *rest = generators
-        items = self.value(first.iter)
-        if not isinstance(items, list | tuple | range | str):
+        items = self._items(first.iter)
+        if isinstance(items, Node):
             index = self.graph.node(INPUT, "item", first.target.lineno, first.target.col_offset, len(self.frames))
             counted, element = self._counted(items, index)
             self.assign(first.target, element)

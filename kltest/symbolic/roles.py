@@ -47,6 +47,9 @@ MOVES = words_of(
 ) | {"while loop"}
 # Words of names that tell two parameters apart of which nothing else says whose they are; the second is the reference.
 TWINS = (("s", "t"), ("a", "b"), ("", "target"))
+# Of which only the shape of a value is read.
+SHAPES = ATTRIBUTES - {"T", "mT"}
+LIKE = words_of("len size dim numel zeros_like ones_like full_like new_zeros new_ones")
 GATHERS = frozenset({"gather", "take_along_dim"})
 
 
@@ -156,8 +159,11 @@ class Roles:
                 return MASK if {self.of(one).quantity for one in node.parts} == {MASK} else ""
             case "sum":
                 return self._selected(node)
-            case "written" | "appended" | "scatter":
+            case "scatter":
                 return before
+            case "written" | "appended":  # a list or a tensor that is filled piece by piece is what it is filled with
+                added = self.of(node.arguments[-1])
+                return added.quantity if added.is_field and not first.sides else before
         if name in GATHERS:
             if before in VOCABULARY and self._is_partial(index_of(node)):
                 return before
@@ -174,6 +180,8 @@ class Roles:
         if node.operation != "item" or not isinstance(node.arguments[0], Node):
             return False
         owner = node.arguments[0]
+        while owner.operation == "detach" and isinstance(owner.arguments[0], Node):
+            owner = owner.arguments[0]
         return (is_opaque(owner) or self._is_entry(owner)) and not self._known[owner].quantity
 
     def is_unknown(self, node: Node) -> bool:
@@ -191,7 +199,10 @@ class Roles:
         return LOGITS if before == LOGITS and other == "" and not self.of(node.arguments[1]).sides else ""
 
     def _of_joined(self, node: Node) -> str:
-        found = {self.of(one).quantity for one in parts_of(node) if one.arguments != (ABSENT,)}
+        parts = [one for one in parts_of(node) if one.arguments != (ABSENT,)]
+        if is_filled(node):
+            parts = [one for one in parts if self.of(one).sides]
+        found = {self.of(one).quantity for one in parts}
         return found.pop() if len(found) == 1 else ""
 
     def _selected(self, node: Node) -> str:
@@ -223,6 +234,8 @@ class Roles:
 
     def _stated(self, node: Node) -> Fact:
         """Return what the names of a node say that nothing computes."""
+        if node.operation == INPUT and node.arguments[0] in ("item", "carried"):
+            return NOTHING
         rewarded = False
         for name in self.names(node):
             if is_mask(name):
@@ -330,8 +343,16 @@ def parts_of(node: Node) -> Iterator[Node]:
         yield from nodes_in(node.arguments[1:])
     elif node.operation in ("item", *GATHERS, "index_select"):
         yield from nodes_in(node.arguments[:1])
-    elif node.operation != INPUT:
+    elif node.operation == "attribute" and node.arguments[1] in SHAPES:
+        return
+    elif node.operation not in (INPUT, *LIKE):
         yield from node.parts
+
+
+def is_filled(node: Node) -> bool:
+    """Return True for a tensor that a loop fills: what is written at some places in each pass."""
+    after = node.arguments[4][node.arguments[5]] if node.operation == "loop" else None
+    return isinstance(after, Node) and after.operation == "written"
 
 
 def index_of(node: Node) -> Any:

@@ -129,12 +129,15 @@ class Graph:
         if isinstance(value, Node):
             self.names.setdefault(value, {})[name] = None
 
-    def rewritten(self, value: Any, replace: Callable[[Node], Any]) -> Any:
+    def rewritten(
+        self, value: Any, replace: Callable[[Node], Any], kept: Callable[[Node], bool] = lambda node: False
+    ) -> Any:
         """Return a value in which other values stand for nodes; what uses them is made anew.
 
         Args:
             value: a node, or a container of nodes.
             replace: what stands for a node; the node itself where nothing else does.
+            kept: whether a node stays as it is, with all that it is made of.
         """
         known: dict[Node, Any] = {}
 
@@ -149,6 +152,9 @@ class Graph:
                 continue
             if (other := replace(node)) is not node:
                 known[node] = other
+                continue
+            if kept(node):
+                known[node] = node
                 continue
             if waiting := [one for one in node.parts if one not in known]:
                 stack.extend(waiting)

@@ -13,6 +13,10 @@ from kltest.symbolic.roles import Roles
 from kltest.symbolic.values import Builtin, Function, Graph, Kind, Scope, Stored, TooLargeError
 from kltest.symbolic.words import says_kl, side
 
+MODULE = "<module>"
+"""The title of a module's own statements."""
+DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+
 
 @dataclass(eq=False)
 class Entry:
@@ -96,10 +100,14 @@ class Tree:
                 node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             ]
             wanted = [node for node in wanted if speaks_of_probabilities(node)]
-            if wanted and (scope := self.scope(file)) is not None:
+            script = [one for one in source.tree.body if not isinstance(one, DEFINITIONS)]
+            runs = any(map(speaks_of_probabilities, script))
+            if (wanted or runs) and (scope := self.scope(file)) is not None:
                 for function, kind in _functions(scope.variables, file):
                     if function.definition in wanted:
                         yield self.entered(source, function, kind)
+                if runs:
+                    yield self.entered(source, _script(source.tree, scope), None)
 
     def entered(self, source: Source, function: Function, kind: Kind | None) -> Entry:
         """Return a function as it is followed with nothing known of its call."""
@@ -117,6 +125,14 @@ class Tree:
             entry.failure = "it is nested too deeply"
         entry.stores = evaluator.stores
         return entry
+
+
+def _script(tree: ast.Module, scope: Scope) -> Function:
+    """Return the statements of a module as a function of nothing, as they are followed where it is run."""
+    definition = ast.parse("def _(): pass").body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.name, definition.body = MODULE, tree.body
+    return Function(definition, Scope(scope.file, {"__name__": "__main__"}, scope))
 
 
 def speaks_of_probabilities(node: ast.AST) -> bool:

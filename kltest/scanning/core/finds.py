@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kltest.scanning.core.entries import Entry, Tree
+from kltest.scanning.core.entries import MODULE, Entry, Tree
 from kltest.scanning.core.measured import leaves
 from kltest.scanning.core.parts import Part, Parts
 from kltest.scanning.core.variants import Variant, made
@@ -131,7 +131,7 @@ def _add(
     if not at:
         return
     file, line = min(at)
-    function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), Place("<module>", 0, 0))
+    function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), Place(MODULE, 0, 0))
     fields = leaves(entry.roles, part.core).fields
     sides = frozenset(name for name in fields.values() if "log" in name)
     find = known.setdefault((file, function, sides), Find(file, function))

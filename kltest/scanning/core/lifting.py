@@ -80,7 +80,8 @@ class Lifting:
         try:
             found.core = self.filled(core, [])
             try:
-                found.node = self.filled(whole, found.notes) if isinstance(whole, Node) else found.core
+                loops = place not in ("reward", "advantage")
+                found.node = self.filled(whole, found.notes, loops=loops) if isinstance(whole, Node) else found.core
             except FAILURES as error:
                 found.notes = [f"only the term itself, without what becomes of it: {error}"]
                 found.node, found.whole = self.filled(core, found.notes), False
@@ -96,8 +97,11 @@ class Lifting:
             found.refused = f"it cannot be computed: {' '.join(str(error).split())[:200]}"
         yield found
 
-    def filled(self, node: Node, notes: list[str]) -> Node:
+    def filled(self, node: Node, notes: list[str], *, loops: bool = True) -> Node:
         """Return a term as a function of inputs that are named as fields; it is computed once.
+
+        `loops` that run over nothing of a rollout may be followed for one pass: over batches, which add up, but not
+        over tokens, of which each gets what comes after it.
 
         Raises what torch does if it cannot be computed, and NotLiftedError where a number is not known.
         """
@@ -107,6 +111,8 @@ class Lifting:
         try:
             return self._filled(node, notes, shaped=True)
         except FAILURES:
+            if not loops and any(one.operation == "loop" for one in reached(node)):
+                raise
             return self._filled(node, notes, shaped=False)
 
     def _filled(self, node: Node, notes: list[str], *, shaped: bool) -> Node:

@@ -22,6 +22,7 @@ from kltest.symbolic.roles import (
     TOKEN,
     VOCABULARY,
     Roles,
+    is_filled,
 )
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached
 
@@ -99,7 +100,8 @@ def field_of(roles: Roles, node: Node) -> str:
     """Return the field of a rollout that stands for a node, the empty string if none does."""
     fact = roles.of(node)
     detached = node.operation == "detach" and roles.of(node.arguments[0]).sides == fact.sides
-    if detached or node.operation in (CHOICE, *LOOPING) or is_counter(node):
+    joined = node.operation in (CHOICE, *LOOPING) and not is_filled(node)
+    if detached or joined or is_counter(node):
         return ""
     if fact.is_field:
         return f"{fact.who}{'logits' if fact.quantity in VOCABULARY else 'logp'}"

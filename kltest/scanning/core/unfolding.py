@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kltest.scanning.core.measured import FAILURES, Rollouts, filled, leaves, value_of
+from kltest.scanning.core.measured import FAILURES, Rollouts, field_of, filled, leaves, value_of
 from kltest.symbolic.roles import MASK, PADDING, TOKEN, Roles
-from kltest.symbolic.values import CHOICE, Node, implied, is_constant, nodes_in
+from kltest.symbolic.values import CHOICE, Node, implied, is_constant, nodes_in, reached
+from kltest.symbolic.words import POLICY
 
 MOST = 48
 """Configurations that are unfolded of one part."""
@@ -32,6 +33,7 @@ class Unfolding:
     def __init__(self, roles: Roles) -> None:
         self.roles, self.graph = roles, roles.graph
         self._decided: dict[Node, bool | None] = {}
+        self._settled: dict[Node, bool] = {}
 
     def cases(self, value: Any) -> Iterator[Case]:
         """Yield the configurations of a part, each once; those after `MOST` tries are not unfolded."""
@@ -64,14 +66,14 @@ class Unfolding:
                     break
                 node = node.arguments[1 if known else 2]
                 if isinstance(node, Node) and node.operation != CHOICE:
-                    return self.graph.rewritten(node, chosen)
+                    return self.graph.rewritten(node, chosen, self.is_settled)
                 if not isinstance(node, Node):
-                    return self.graph.rewritten(node, chosen)
+                    return self.graph.rewritten(node, chosen, self.is_settled)
             if node is condition:
                 return holds
             return node
 
-        return self.graph.rewritten(value, chosen)
+        return self.graph.rewritten(value, chosen, self.is_settled)
 
     def _conditions(self, value: Any) -> Iterator[Node]:
         """Yield the conditions of choices in a value, those of outer choices first."""
@@ -82,9 +84,20 @@ class Unfolding:
             if node in seen:
                 continue
             seen.add(node)
+            if self.is_settled(node):
+                continue
             if node.operation == CHOICE:
                 yield from self._atoms(node.arguments[0])
             stack.extend(node.parts)
+
+    def is_settled(self, node: Node) -> bool:
+        """Return True for a field that is one whatever its choices: it is never detached, or nothing asks that."""
+        if node not in self._settled:
+            fact = self.roles.of(node)
+            field = fact.is_field and field_of(self.roles, node) != ""
+            free = field and (fact.who != POLICY or not any(one.operation == "detach" for one in reached(node)))
+            self._settled[node] = free
+        return self._settled[node]
 
     def _atoms(self, condition: Any) -> Iterator[Node]:
         """Yield the parts of a condition that are decided one by one: of `a and b`, a and b."""
