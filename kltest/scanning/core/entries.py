@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from kltest.scanning.core.measured import FAILURES
 from kltest.scanning.sources import Source
 from kltest.symbolic.evaluate import Evaluator
 from kltest.symbolic.modules import Modules
@@ -123,6 +124,8 @@ class Tree:
             entry.failure = str(error)
         except RecursionError:
             entry.failure = "it is nested too deeply"
+        except FAILURES as error:  # one function that the evaluator stumbles over ends no scan
+            entry.failure = f"it cannot be followed: {error}"
         entry.stores = evaluator.stores
         return entry
 
