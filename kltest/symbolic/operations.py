@@ -111,7 +111,7 @@ ATTRIBUTES = frozenset({"shape", "ndim", "T", "mT", "dtype", "device"})
 def operation_of(path: str) -> str | None:
     """Return the operation that a function outside of the tree is, by its dotted name; None if it is none."""
     module, _, name = path.rpartition(".")
-    if module in ARRAY_MODULES and name in ARRAYS:
+    if module in ARRAY_MODULES and not module.endswith("nnx") and name in ARRAYS:
         return ARRAYS[name]
     return canonical(name) if module in MODULES else None
 

@@ -10,7 +10,7 @@ from kltest.scanning.core.measured import leaves
 from kltest.scanning.core.parts import Part, Parts
 from kltest.scanning.core.variants import Variant, made
 from kltest.symbolic.calls import BACKWARD_OF
-from kltest.symbolic.values import Node, reached
+from kltest.symbolic.values import Node, Thing, reached
 from kltest.symbolic.words import is_logged, is_preference, says, says_kl
 
 LOSS = ("loss", "objective")
@@ -119,6 +119,9 @@ def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = 
     elif isinstance(value, tuple | list):
         for one in value:
             yield from _returned(one, names, name)
+    elif isinstance(value, Thing):
+        for key, one in value.attributes.items():
+            yield from _returned(one, names, f"{name} {key}")
     elif isinstance(value, Node):
         yield " ".join([name, *names.get(value, ())]), value
 
