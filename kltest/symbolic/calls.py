@@ -400,7 +400,8 @@ class Calls:
 
     def _of_library(self, path: str) -> Any:
         """Return what the library says of a function or class of another package; None if it says nothing."""
-        first, *_, last = names = path.split(".")
+        names = path.split(".")
+        first, last = names[0], names[-1]
         found = (f"{names[-2]}_{last}" if len(names) > 1 else "", f"{PACKAGES.get(first, first)}_{last}")
         known = [name for name in found if name in LIBRARY]
         return self.library.variables[known[0]] if known else None

@@ -233,6 +233,7 @@ TERMS_NOT_YET = {
 # A helper that a loss calls is told with what it becomes there.
 TERMS_OTHERWISE = {"a helper": "loss"}
 NONE_NOT_YET = {
+    "a distance of logits": "logits that are not normalised are taken to be log-probs",
     "a reward that is only logged": "a variable called reward counts, whatever becomes of it",
     "a reward that all callers put into a preference": "a helper is not told by its callers",
     "a log-ratio to the sampler that nobody here calls": "a helper whose name says KL",
@@ -353,9 +354,10 @@ REFUSED = {
     "a loop that ends before all of it is known": test_lift.k3,
     "a weight without a gradient, of something that is not known": None,
     "one position of a rollout": "look like one",
-    "log-probs of the likeliest tokens": None,
+    "log-probs of the likeliest tokens": "part of a distribution",
 }
 REFUSED_NOT_YET = {
+    "log-probs of the likeliest tokens": "the likeliest tokens stand for the vocabulary",
     "a part of a divergence": "the tail of a sum over the likeliest tokens is told without its head",
     "a mixture of which a part is not known": "a number computed from a mask is taken to be one of tokens",
     "parts that a function may change": "an unknown function may change what it is given",
