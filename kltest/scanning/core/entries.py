@@ -11,7 +11,7 @@ from kltest.scanning.sources import Source
 from kltest.symbolic.evaluate import Evaluator
 from kltest.symbolic.modules import Modules
 from kltest.symbolic.roles import Roles
-from kltest.symbolic.values import Builtin, Function, Graph, Kind, Scope, Stored, TooLargeError
+from kltest.symbolic.values import Builtin, External, Function, Graph, Kind, Scope, Stored, TooLargeError
 from kltest.symbolic.words import says_kl, side
 
 MODULE = "<module>"
@@ -126,6 +126,9 @@ class Tree:
             entry.failure = "it is nested too deeply"
         except FAILURES as error:  # one function that the evaluator stumbles over ends no scan
             entry.failure = f"it cannot be followed: {error}"
+        bases = function.owner.bases if function.owner else ()
+        if any(isinstance(base, External) and base.path.endswith("autograd.Function") for base in bases):
+            entry.failure = "its gradient is written by hand"
         entry.stores = evaluator.stores
         return entry
 

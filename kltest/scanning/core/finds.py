@@ -10,8 +10,8 @@ from kltest.scanning.core.measured import leaves
 from kltest.scanning.core.parts import Part, Parts
 from kltest.scanning.core.variants import Variant, made
 from kltest.symbolic.calls import BACKWARD_OF
-from kltest.symbolic.values import Node, Thing, reached
-from kltest.symbolic.words import is_logged, is_preference, says, says_kl
+from kltest.symbolic.values import CHOICE, Node, Thing, nodes_in, reached
+from kltest.symbolic.words import REFERENCE, is_logged, is_preference, says, says_kl
 
 LOSS = ("loss", "objective")
 SIGMOIDS = frozenset({"sigmoid", "logsigmoid", "softplus", "log_sigmoid", "binary_cross_entropy_with_logits"})
@@ -95,7 +95,8 @@ def _is_preferred(entry: Entry, part: Part, margins: set[Node]) -> bool:
 def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
     """Yield what a function returns, stores as a loss or reward, and differentiates, with its place."""
     named = list(_returned(entry.returned, entry.graph.names))
-    yield from ((value, "helper") for _, value in named)
+    losses = [value for name, value in named if says(name, *LOSS) and not is_logged(name)]
+    yield from ((value, "helper") for name, value in named if not losses or says_kl(name))
     for stored in entry.stores:
         name = stored.name
         if is_logged(name) or is_preference(name) or says_kl(name):
@@ -104,11 +105,12 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
             yield stored.value, "loss"
         elif says(name, *REWARD):
             yield stored.value, "reward"
-    losses = [value for name, value in named if says(name, *LOSS) and not is_logged(name)]
     if not losses and says(entry.title, *LOSS):
         losses = [value for _, value in named[:1]]
     yield from ((value, "loss") for value in losses)
-    yield from ((stored.value, "loss") for stored in entry.stores if stored.name == BACKWARD_OF)
+    for stored in entry.stores:
+        if stored.name == BACKWARD_OF:
+            yield from ((value, "loss") for value in nodes_in(stored.value))
 
 
 def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = "") -> Iterator[tuple[str, Any]]:
@@ -122,8 +124,15 @@ def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = 
     elif isinstance(value, Thing):
         for key, one in value.attributes.items():
             yield from _returned(one, names, f"{name} {key}")
+    elif isinstance(value, Node) and value.operation == CHOICE and any(map(_is_container, value.arguments[1:])):
+        for one in value.arguments[1:]:
+            yield from _returned(one, names, name)
     elif isinstance(value, Node):
         yield " ".join([name, *names.get(value, ())]), value
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, dict | tuple | list)
 
 
 def _add(
@@ -136,8 +145,10 @@ def _add(
     file, line = min(at)
     function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), Place(MODULE, 0, 0))
     fields = leaves(entry.roles, part.core).fields
-    sides = frozenset(name for name in fields.values() if "log" in name)
-    find = known.setdefault((file, function, sides), Find(file, function))
+    read = {name for name in fields.values() if "log" in name}
+    # Branches of one term may be weighted by a ratio to the sampler, or not.
+    read = {name for name in read if name.startswith(REFERENCE)} or read
+    find = known.setdefault((file, function, frozenset(read)), Find(file, function))
     find.lines |= {number for name, number in lines if name == file and function.first <= number <= function.last}
     find.lines |= {line}
     find.others |= {(name, number) for name, number in lines if name != file}

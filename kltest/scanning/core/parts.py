@@ -10,7 +10,7 @@ from kltest.scanning.core.measured import leaves, source_of, vanishes
 from kltest.scanning.core.unfolding import Unfolding
 from kltest.symbolic.operations import words_of
 from kltest.symbolic.roles import MOVES, Roles, parts_of
-from kltest.symbolic.values import CHOICE, Graph, Node, nodes_in
+from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in
 
 LINEAR = (
     MOVES
@@ -272,7 +272,7 @@ def projected(graph: Graph, part: Part) -> tuple[Any, list[tuple[Node, bool]]]:
             return node
         if node.operation in ("+", "-", "add", "sub"):
             first, second = node.arguments[:2]
-            if part.holds(first) != part.holds(second):
+            if part.holds(first) != part.holds(second) and not (_is_carried(first) or _is_carried(second)):
                 kept = graph.rewritten(first if part.holds(first) else second, replace)
                 minus = node.operation in ("-", "sub") and part.holds(second)
                 return graph.node("negated", kept) if minus else kept
@@ -286,6 +286,13 @@ def projected(graph: Graph, part: Part) -> tuple[Any, list[tuple[Node, bool]]]:
             if len(entries) > 1 and len(holding) == 1:  # a list of estimators, of which an option is the index
                 assumed[graph.node("==", node.arguments[1], holding[0]), True] = None
                 return graph.rewritten(entries[holding[0]], replace)
+        if node.operation == "loop" and part.holds(node.arguments[4][node.arguments[5]]):
+            *rest, before, carried, after, place = node.arguments
+            if isinstance(before[place], Node) and not part.holds(before[place]):  # what the loop adds it to
+                before = tuple(0.0 if at == place else one for at, one in enumerate(before))
+                return graph.node(
+                    "loop", *(graph.rewritten(one, replace) for one in (*rest, before, carried, after)), place
+                )
         if node.operation == CHOICE and part.holds(node.arguments[1]) != part.holds(node.arguments[2]):
             taken = part.holds(node.arguments[1])
             if isinstance(node.arguments[0], Node):
@@ -294,6 +301,11 @@ def projected(graph: Graph, part: Part) -> tuple[Any, list[tuple[Node, bool]]]:
         return node
 
     return graph.rewritten(part.root, replace), list(assumed)
+
+
+def _is_carried(value: Any) -> bool:
+    """Return True for what a loop has added up before the present pass."""
+    return isinstance(value, Node) and value.operation == INPUT and value.arguments[0] == "carried"
 
 
 def _entries(value: Any) -> list[Any]:

@@ -80,6 +80,8 @@ def made(entry: Entry, part: Part, place: str, settings: Mapping[str, Any]) -> I
         variant.used = [use] if place != "helper" else []
         variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
         _write(variant, one)
+        if entry.failure:
+            variant.program, variant.why = "", entry.failure
         variant.key = variant.key or one.refused
         yield variant
 

@@ -1,0 +1,386 @@
+"""The core of the scan on the symbolic evaluator: what it finds, what programs compute, and what it leaves alone."""
+
+import inspect
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scan import test_find, test_lift
+
+from kltest.scanning.core.entries import Tree
+from kltest.scanning.core.finds import Find, finds
+from kltest.scanning.core.lifting import NAME
+from kltest.scanning.core.variants import Variant, told
+from kltest.scanning.sources import sources
+
+HEAD = "import optax\nimport torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n\n"
+
+
+def found(folder: Path, text: str) -> list[tuple[Find, list[Variant]]]:
+    """Return the terms of a file with their variants."""
+    (folder / "code.py").write_text(HEAD + text)
+    left_out: list[str] = []
+    tree = Tree({str(source.path): source for source in sources([folder], left_out)})
+    assert left_out == []
+    return [(find, told(find.made)) for find in finds(tree)]
+
+
+def value_of(variant: Variant, fields: dict[str, Any]) -> torch.Tensor:
+    """Return what the program of a variant computes of rollouts."""
+    assert variant.program, variant.why
+    names: dict[str, Any] = {}
+    exec(variant.program, names)
+    return names[NAME](**{name: fields[name] for name in inspect.signature(names[NAME]).parameters})
+
+
+# A random term in random pieces of a loss
+
+RATIOS = ("logp - ref_logp", "-(ref_logp - logp)", "torch.sub(logp, ref_logp)")
+OF_TOKENS = ("({0})", "({0}) ** 2 / 2", "torch.exp(-({0})) - 1 + ({0})", "({0}).abs()", "torch.expm1({0}) - ({0})")
+TOKENS = st.builds(str.format, st.sampled_from(OF_TOKENS), st.sampled_from(RATIOS))
+P, Q = "logits.softmax(-1)", "F.softmax(ref_logits, -1)"
+LOG_P, LOG_Q = "F.log_softmax(logits, -1)", "ref_logits.log_softmax(-1)"
+OF_VOCABULARY = (
+    f"({P} * ({LOG_P} - {LOG_Q})).sum(-1)",
+    f"torch.sum({Q} * ({LOG_Q} - {LOG_P}), dim=-1)",
+    f"F.kl_div({LOG_P}, {LOG_Q}, log_target=True, reduction='none').sum(-1)",
+    f"({P} * ({LOG_P} - torch.log(0.75 * {P} + 0.25 * {Q}))).sum(-1)",
+)
+# What an option may put in place of a term, of the vocabulary and of tokens: no sum of the forms above.
+OTHERS = (f"(({P} - {Q}) ** 2).sum(-1)", "(logp - ref_logp) ** 4")
+WEIGHTS = ("0.5 * ({0})", "({0}) * mask", "({0}) / 4", "torch.exp(logp - old_logp).detach() * ({0})", "1.0 * ({0})")
+
+
+def terms_of(forms: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """Return trees of operations over forms: weighted, and added up."""
+    return st.recursive(
+        forms,
+        lambda inner: st.one_of(
+            st.builds(str.format, st.sampled_from(WEIGHTS), inner),
+            st.builds("({}) + 0.25 * ({})".format, inner, inner),
+        ),
+        max_leaves=3,
+    )
+
+
+# What computes a part `{e}` into the variable `{v}`, and what stands above the function; `{given}` hands on its fields.
+PIECES = {
+    "assignment": ("{v} = {e}", ""),
+    "helper": ("{v} = part_{v}({fields})", "def part_{v}({fields}):\n    return {e}"),
+    "helper with keywords": (
+        "{v} = part_{v}(**dict({given}), scale=2.0)",
+        "def part_{v}({fields}, *, scale=1.0):\n    whole = scale * ({e})\n    return whole / scale",
+    ),
+    "tuple": ("_, {v} = mask, {e}", ""),
+    "two results of a helper": (
+        "count, {v} = part_{v}({fields})",
+        "def part_{v}({fields}):\n    return mask.sum(), {e}",
+    ),
+    "dictionary": ("kept = {{}}\nkept['x'] = {e}\n{v} = kept['x']", ""),
+    "closure": ("def inner(scale):\n    return scale * ({e})\n{v} = inner(2.0) / 2.0", ""),
+    "lambda": ("{v} = (lambda scale: scale * ({e}))(1.0)", ""),
+    "class that is called": (
+        "{v} = Part_{v}(2.0)({fields})",
+        "class Part_{v}:\n    def __init__(self, scale):\n        self.scale = scale\n"
+        "    def __call__(self, {fields}):\n        return self.scale * ({e}) / self.scale",
+    ),
+    "module": (
+        "{v} = Part_{v}()({given})",
+        "class Part_{v}(nn.Module):\n    def forward(self, {fields}):\n        return {e}",
+    ),
+    "branch on a constant": ("kind = 'k3'\nif kind == 'k1':\n    {v} = mask\nelse:\n    {v} = {e}", ""),
+    "loop over constants": ("{v} = 0.0\nfor scale in (0.25, 0.75):\n    {v} = {v} + scale * ({e})", ""),
+    "loop over rollouts": (
+        "rows = []\nwhole = {e}\nfor i in range(len(mask)):\n    rows.append(whole[i])\n{v} = torch.stack(rows)",
+        "",
+    ),
+    "loop over chunks": (
+        "whole = {e}\n{v} = torch.cat([whole[i : i + 2] for i in range(0, len(mask), 2)], dim=0)",
+        "",
+    ),
+    "comprehension": ("{v} = torch.stack([row for row in {e}])", ""),
+    "in place": ("{v} = 2.0 * ({e})\n{v} /= 2.0", ""),
+}
+HELPERS = ("inner", "part_v0", "Part_v0.__call__", "Part_v0.forward")
+FIELDS = ("logp", "ref_logp", "old_logp", "logits", "ref_logits", "mask")
+AVERAGES = (
+    "({0} * mask).sum()",
+    "({0} * mask).sum() / mask.sum()",
+    "(({0} * mask).sum(-1) / mask.sum(-1)).mean()",
+    "torch.mean({0} * mask)",
+)
+POLICY_GRADIENT = "-(torch.exp(logp - old_logp) * advantages * mask).sum()"
+
+
+@st.composite
+def losses(draw: Callable[..., Any]) -> tuple[str, set[str], bool]:
+    """Return the source of a loss, the functions in which its term stands, and whether it depends on an option."""
+    forms, other = draw(st.sampled_from([(st.sampled_from(OF_VOCABULARY), OTHERS[0]), (TOKENS, OTHERS[1])]))
+    filling = {"fields": ", ".join(FIELDS), "given": ", ".join(f"{name}={name}" for name in FIELDS)}
+    above, body = [], []
+    expression, optional = draw(terms_of(forms)), draw(st.booleans())
+    for number in range(draw(st.integers(1, 2))):
+        # What stands above the function sees its parameters alone, and a sum of a helper's results is a second term.
+        inner = [kind for kind, (_, before) in PIECES.items() if not before and kind != "loop over constants"]
+        code, before = PIECES[draw(st.sampled_from(inner if number else sorted(PIECES)))]
+        above.append(before.format(v=f"v{number}", e=expression, **filling))
+        body.append(code.format(v=f"v{number}", e=expression, **filling))
+        expression = f"v{number}"
+        if not number:
+            whole = above[0] + body[0]
+            place = next((one for one in HELPERS if all(word in whole for word in one.split("."))), "loss")
+    if optional:
+        body.append(f"if config.kind == 'other':\n    {expression} = {other}")
+    average = draw(st.sampled_from(AVERAGES)).format(expression)
+    body += [f"policy_loss = {POLICY_GRADIENT}", f"return policy_loss + beta * {average}"]
+    lines = textwrap.indent("\n".join(body), "    ")
+    parameters = f"{filling['fields']}, advantages, beta, config"
+    return (
+        "\n".join([*above, f"def loss({parameters}):", lines, ""]),
+        {place, "loss"} if optional else {place},
+        optional,
+    )
+
+
+def rollouts(seed: int = 0) -> dict[str, Any]:
+    """Return fields of random rollouts; log-probs of the vocabulary are those of `raw`."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    raw = draw(4, 3, 5).requires_grad_()
+    return {
+        "raw": raw,
+        "logp": draw(4, 3).requires_grad_(),
+        "ref_logp": draw(4, 3),
+        "old_logp": draw(4, 3),
+        "logits": raw.log_softmax(-1),
+        "ref_logits": draw(4, 3, 5).log_softmax(-1),
+        "mask": torch.tensor([[1.0, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 0]], dtype=torch.float64),
+        "advantages": torch.zeros(4, 1, dtype=torch.float64),
+        "beta": 0.3,
+    }
+
+
+def gradients(value: torch.Tensor, fields: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the gradients of a value with respect to the policy's log-probs."""
+    inputs = [fields["logp"], fields["raw"]]
+    return list(torch.autograd.grad(value, inputs, retain_graph=True, materialize_grads=True))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(losses())
+def test_a_random_term_is_found_once_and_its_program_computes_it(loss: tuple[str, set[str], bool]) -> None:
+    text, functions, optional = loss
+    with tempfile.TemporaryDirectory() as folder:
+        terms = found(Path(folder), text)
+    assert sorted(find.function.title for find, _ in terms) == sorted(functions), text
+    variants = [one for _, its in terms for one in its if one.called]
+    assert {one.place for one in variants} == {"loss"}, text
+    if optional and len(functions) == 1:
+        assert sorted(one.name for one in variants) == ["kind otherwise", "kind='other'"], text
+    fields = rollouts()
+    names: dict[str, Any] = {}
+    exec(HEAD.replace("import optax\n", "") + text, names)
+    wanted = [direct(names["loss"], fields, kind) for kind in (("", "other") if optional else ("",))]
+    values = [value_of(one, fields) for one in variants]
+    assert len(values) == len(wanted), text
+    for value, mine in ((one, gradients(one, fields)) for one in values):
+        other = min(wanted, key=lambda one: float((one - value).abs().detach()))
+        wanted.remove(other)
+        torch.testing.assert_close(value, other, rtol=1e-12, atol=1e-12, msg=text)
+        for one, its in zip(mine, gradients(other, fields), strict=True):
+            torch.testing.assert_close(one, its, rtol=1e-12, atol=1e-12, msg=text)
+
+
+def direct(loss: Callable[..., torch.Tensor], fields: dict[str, Any], kind: str) -> torch.Tensor:
+    """Return what a loss is when it is run, where an option is of a kind."""
+    config = SimpleNamespace(kind=kind)
+    return loss(**{name: fields.get(name, config) for name in inspect.signature(loss).parameters})
+
+
+# The sections and tables of the other tests of the scan
+
+LIFTED_NOT_YET = {
+    "a cross-entropy less an entropy": "a mask of the vocabulary is taken to be one of tokens",
+    "one key in two places": "one key of two batches looks like one side",
+    "options kept by a constructor, and a temperature without a default": "a scale is the coefficient, not its default",
+    "a mask computed from tokens, its inverse, and lists of chunks": "a mask that is computed from tokens",
+    "a mixture, called a target": "a part that is nowhere zero where its sides agree",
+    "a stack of sums": "a loop over rollouts whose models are called inside is followed once, with all of them",
+    "listed in a loop, with a second result": "a loop over rollouts whose models are called inside",
+    "called where they meet": "the loss of one rollout is filled with all of them",
+    "means": "the loss that a model returns is not the mean of its log-probs",
+    "a sum over tokens in its own statement": "a sum over tokens without a mask counts padding",
+    "a mask of rows beside that of tokens": "a mask of rows is taken to be one of tokens",
+    "called that of a sequence": "log-probs of whole rollouts are told by their name alone",
+}
+# What stands for the expression of a section where the new core computes more of it than the old one.
+LIFTED_OTHERWISE = {
+    "changed under its own name, and divided by something unknown": "lambda given: 2 * gap(given).sum()",
+    "a helper's callers hand in sums": "of_rollouts(lambda new, ref, _: ((ref - new).exp() - 1 - ref + new).mean())",
+}
+TERMS_NOT_YET = {
+    "k1 in the reward, whose advantage comes to the loss as a number": "names of what is computed without a gradient",
+    "stored, and subtracted from the reward elsewhere": "a field that another function stores",
+    "under no_grad, in the loss all the same": "a term of a loss that is detached as a whole is told as a helper's",
+}
+# A helper that a loss calls is told with what it becomes there.
+TERMS_OTHERWISE = {"a helper": "loss"}
+NONE_NOT_YET = {
+    "a distance of logits": "logits that are not normalised are taken to be log-probs",
+    "a reward that is only logged": "a variable called reward counts, whatever becomes of it",
+    "a reward that all callers put into a preference": "a helper is not told by its callers",
+    "a log-ratio to the sampler that nobody here calls": "a helper whose name says KL",
+}
+
+
+def cases(names: Any, not_yet: dict[str, str]) -> list[Any]:
+    """Return the names of cases as parameters, those that are not done yet with their class of failure."""
+    names = list(names)
+    assert not_yet.keys() <= set(names)
+    return [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=not_yet[name])) if name in not_yet else name
+        for name in names
+    ]
+
+
+SECTIONS = {name: (formula, text) for name, formula, text in test_lift.sections("lifted.md")}
+
+
+@pytest.mark.parametrize("name", cases(SECTIONS, LIFTED_NOT_YET))
+def test_what_is_lifted_computes_what_the_function_does(name: str, tmp_path: Path) -> None:
+    formula, text = SECTIONS[name]
+    _, its = found(tmp_path, text)[-1]
+    (only,) = [one for one in its if one.called]
+    fields = test_lift.rollouts()
+    wanted = eval(LIFTED_OTHERWISE.get(name, formula), vars(test_lift))(fields)
+    torch.testing.assert_close(value_of(only, fields), wanted)
+
+
+@pytest.mark.parametrize("name", cases(test_find.TERMS, TERMS_NOT_YET))
+def test_a_term_is_found_once_with_its_place(name: str, tmp_path: Path) -> None:
+    text, place = test_find.TERMS[name]
+    terms = found(tmp_path, text)
+    assert [{one.place for one in its if one.called} for _, its in terms] == [{TERMS_OTHERWISE.get(name, place)}]
+
+
+NONE = test_find.NONE | {
+    "the ratio of a sequence": """
+def gspo_loss(logp, old_logp, advantages, mask):
+    log_ratio = ((logp - old_logp) * mask).sum(-1) / mask.sum(-1)
+    ratio = torch.exp(log_ratio)
+    clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
+    return -torch.min(ratio * advantages, clipped * advantages).mean()
+""",
+    "a ratio that is clipped and detached": """
+def cispo_loss(per_token_logps, old_per_token_logps, advantages, mask, epsilon_high):
+    ratio = torch.exp(per_token_logps - old_per_token_logps)
+    weight = torch.clamp(ratio, max=epsilon_high).detach()
+    per_token_loss = -weight * advantages.unsqueeze(1) * per_token_logps
+    return (per_token_loss * mask).sum() / mask.sum()
+""",
+    "a squared margin": """
+def ipo_loss(policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps, beta):
+    logits = (policy_chosen_logps - policy_rejected_logps) - (reference_chosen_logps - reference_rejected_logps)
+    return ((logits - 1 / (2 * beta)) ** 2).mean()
+""",
+    "a margin without a reference": """
+def simpo_loss(chosen_logps, rejected_logps, beta, gamma):
+    return -F.logsigmoid(beta * (chosen_logps - rejected_logps) - gamma).mean()
+""",
+    "implicit rewards beside a loss of preferences": """
+def dpo_loss(policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps, beta):
+    logits = policy_chosen_logps - policy_rejected_logps - reference_chosen_logps + reference_rejected_logps
+    losses = -F.logsigmoid(beta * logits)
+    chosen_rewards = beta * (policy_chosen_logps - reference_chosen_logps).detach()
+    rejected_rewards = beta * (policy_rejected_logps - reference_rejected_logps).detach()
+    return losses, chosen_rewards, rejected_rewards
+""",
+    "an entropy bonus": """
+def policy_loss(logits, logp, old_logp, advantages, mask, entropy_coef):
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    pg_loss = -(torch.exp(logp - old_logp) * advantages * mask).sum()
+    return pg_loss - entropy_coef * (entropy * mask).sum()
+""",
+    "an approximate KL that stops an epoch early": """
+def update(policy, batch, optimizer, target_kl, mask):
+    for _ in range(4):
+        logp = policy.log_prob(batch["tokens"])
+        log_ratio = logp - batch["old_logp"]
+        loss = -(log_ratio.exp() * batch["advantages"] * mask).mean()
+        with torch.no_grad():
+            approx_kl = ((log_ratio.exp() - 1) - log_ratio).mean()
+        if approx_kl > 1.5 * target_kl:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+    "a clipped loss of values": """
+def value_loss(values, old_values, returns, mask, clip):
+    clipped = torch.clamp(values, old_values - clip, old_values + clip)
+    return 0.5 * (torch.max((values - returns) ** 2, (clipped - returns) ** 2) * mask).sum() / mask.sum()
+""",
+}
+
+
+@pytest.mark.parametrize("name", cases(NONE, NONE_NOT_YET))
+def test_what_looks_like_a_term_is_not_found(name: str, tmp_path: Path) -> None:
+    assert [(find.lines, [one.formula for one in its]) for find, its in found(tmp_path, NONE[name])] == []
+
+
+# What becomes of what the old core refuses: words of the reason, nothing at all, or what the term alone computes.
+REFUSED = {
+    "a loss without the policy": "nothing of the policy",
+    "two sides that look like one": None,
+    "what is left of a distribution": None,
+    "one of two summands": lambda given: (
+        (given["logits"].exp() - given["ref_logits"].exp()) * (given["logits"] - given["ref_logits"])
+    ).sum(-1),
+    "log-probs of tokens or of rollouts, as the configuration says": "two variants",
+    "a part of a divergence": "part of a distribution",
+    "parts that a function may change": "no arithmetic",
+    "a gradient written by hand": "by hand",
+    "a gradient written by hand, to a target": None,
+    "a mixture of which a part is not known": "tail_mask",
+    "a function that is handed in": test_lift.gap,
+    "a while loop": lambda given: test_lift.gap(given) ** 2,
+    "a loop that ends before all of it is known": test_lift.k3,
+    "a weight without a gradient, of something that is not known": None,
+    "one position of a rollout": "look like one",
+    "log-probs of the likeliest tokens": "part of a distribution",
+}
+REFUSED_NOT_YET = {
+    "log-probs of the likeliest tokens": "the likeliest tokens stand for the vocabulary",
+    "a part of a divergence": "the tail of a sum over the likeliest tokens is told without its head",
+    "a mixture of which a part is not known": "a number computed from a mask is taken to be one of tokens",
+    "parts that a function may change": "an unknown function may change what it is given",
+    "log-probs of tokens or of rollouts, as the configuration says": "variants of both are told, without an average",
+}
+
+
+@pytest.mark.parametrize("name", cases(REFUSED, REFUSED_NOT_YET))
+def test_what_cannot_be_lifted_says_why_or_is_told_alone(name: str, tmp_path: Path) -> None:
+    wanted = REFUSED[name]
+    text = {title: code for title, _, code in test_lift.sections("refused.md")}[name]
+    terms = found(tmp_path, text)
+    if wanted is None:
+        assert [[one.formula for one in its] for _, its in terms] == []
+    elif isinstance(wanted, str):
+        assert all(wanted in one.why and not one.program for one in terms[-1][1])
+    else:
+        (only,) = terms[-1][1]
+        assert not only.whole
+        assert "without what becomes of it" in only.notes[0]
+        fields = test_lift.rollouts()
+        torch.testing.assert_close(value_of(only, fields), wanted(fields))
+
+
+def test_each_section_of_what_is_refused_is_accounted_for() -> None:
+    assert {name for name, _, _ in test_lift.sections("refused.md")} == REFUSED.keys()
