@@ -55,7 +55,9 @@ SHAPES = ATTRIBUTES - {"T", "mT"}
 LIKE = words_of("len size dim numel zeros_like ones_like full_like new_zeros new_ones")
 GATHERS = frozenset({"gather", "take_along_dim"})
 # Operations on each entry of values of one shape, and those that leave a value one side's.
-ENTRYWISE = words_of("- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num")
+ENTRYWISE = words_of(
+    "- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num"
+)
 # Operations whose values say nothing of whose something is: shapes and conditions.
 CONDITIONS = words_of("== != < <= > >= eq ne lt le gt ge isinf isnan isfinite any all len size numel dim")
 STEPS = words_of("log_softmax softmax log exp / div * mul clamp") | MOVES

@@ -138,7 +138,7 @@ def _add(
     inside = {
         (name, number)
         for name, number in entry.graph.written.get(part.core, ())
-        if name == entry.function.scope.file and own.lineno <= number <= (own.end_lineno or 0)
+        if name == entry.function.scope.file and own.lineno <= number <= (getattr(own, "end_lineno", 0) or 0)
     }
     file, line = min(inside or at)
     function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), Place(MODULE, 0, 0))
