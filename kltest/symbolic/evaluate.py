@@ -235,11 +235,13 @@ class Evaluator(Calls):
         detached, before = False, len(self.within)
         for item in statement.items:
             call = item.context_expr
-            detached |= _last_name(call) in NO_GRADIENT
+            silent = _last_name(call) in NO_GRADIENT
+            detached |= silent
             opened = self.value(call)
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, opened)
-            self.within.append(_last_name(call))
+            if not silent:
+                self.within.append(_last_name(call))
         self.detached += detached
         self.block(statement.body)
         self.detached -= detached
@@ -626,6 +628,7 @@ class Evaluator(Calls):
         """Return the node of an operation, detached where gradients are switched off."""
         node = self.graph.node(operation, *map(fixed, arguments), **{name: fixed(one) for name, one in named.items()})
         self._locate(node)
+        self.graph.written.setdefault(node, set()).add((self.frame.scope.file, self.line))
         return self.graph.node("detach", node) if self.detached and operation != "detach" else node
 
     def _of_slice(self, expression: ast.Slice) -> Any:

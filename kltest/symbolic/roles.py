@@ -7,6 +7,7 @@ a log-prob of the token, a softmax is a distribution over the vocabulary, their 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from kltest.symbolic.operations import ATTRIBUTES, words_of
@@ -35,6 +36,8 @@ MASK, PADDING, TOKEN, REWARD, RATIO = "mask", "padding", "token", "reward", "rat
 FIELD = frozenset({LOG_PROB, PROB, LOSS, LOG_PROBS, PROBS, LOGITS})
 VOCABULARY = frozenset({LOGITS, LOG_PROBS, PROBS})
 
+GUARD = 1e-4
+"""The largest number that keeps a probability from zero."""
 OPAQUE = frozenset({INPUT, "attribute", "call", "method", "unread", "generator"})
 # Operations that choose, order or copy entries: what they return is what they are given.
 MOVES = words_of(
@@ -51,6 +54,13 @@ TWINS = (("s", "t"), ("a", "b"), ("", "target"))
 SHAPES = ATTRIBUTES - {"T", "mT"}
 LIKE = words_of("len size dim numel zeros_like ones_like full_like new_zeros new_ones")
 GATHERS = frozenset({"gather", "take_along_dim"})
+# Operations on each entry of values of one shape, and those that leave a value one side's.
+ENTRYWISE = words_of(
+    "- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num"
+)
+# Operations whose values say nothing of whose something is: shapes and conditions.
+CONDITIONS = words_of("== != < <= > >= eq ne lt le gt ge isinf isnan isfinite any all len size numel dim")
+STEPS = words_of("log_softmax softmax log exp / div * mul clamp") | MOVES
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,10 @@ class Roles:
         self._known: dict[Node, Fact] = {}
         self._inputs: set[tuple[str, ...]] = set()
 
+    @cached_property
+    def _users(self) -> dict[Node, list[Node]]:
+        return self.graph.users()
+
     def of(self, value: Any) -> Fact:
         """Return the facts of a value: those of a node, or what the nodes in a container have together."""
         if not isinstance(value, Node):
@@ -109,13 +123,14 @@ class Roles:
             return self._stated(node)
         facts = [self._known[part] for part in parts_of(node)]
         whole = together(facts)
-        first = self.of(node.arguments[0]) if node.arguments else NOTHING
+        taken = node.operation == "item" and len(facts) == 1
+        first = facts[0] if taken else self.of(node.arguments[0]) if node.arguments else NOTHING
         quantity = self._quantity(node, first, whole)
         if quantity in (LOG_PROBS, PROBS) and not whole.sides and (forward := _forward(node)) is not None:
             return self._of_side(forward, Side("logits", None), quantity)
         if quantity in FIELD | {LOGITS_AT, NORMALISER} and len(whole.sides) != 1:
             quantity = ""
-        if quantity in (MASK, PADDING, TOKEN):
+        if quantity in (MASK, PADDING, TOKEN) or node.operation in CONDITIONS or _is_shape(node):
             return Fact(quantity)
         if len(whole.sides) == 1 and self._is_named_reference(node):
             return Fact(quantity, frozenset({REFERENCE}), whole.rewarded)
@@ -141,6 +156,8 @@ class Roles:
                 targets = self.of(node.arguments[1]) if len(node.arguments) > 1 else NOTHING
                 single = dict(node.named).get("reduction") == "none" and not targets.sides
                 return LOSS if single else ""
+            case "clamp" | "+" if before in (PROBS, PROB) and _is_guard(node):
+                return before
             case "/" | "div" | "*" | "mul":
                 other = self.of(node.arguments[1]) if len(node.arguments) > 1 else NOTHING
                 return LOGITS if before == LOGITS and not (other.sides or other.quantity == MASK) else ""
@@ -159,6 +176,8 @@ class Roles:
                 return MASK if {self.of(one).quantity for one in node.parts} == {MASK} else ""
             case "sum":
                 return self._selected(node)
+            case "appended" if not before:
+                return self.of(node.arguments[1]).quantity
             case "scatter":
                 return before
             case "written" | "appended":  # a list or a tensor that is filled piece by piece is what it is filled with
@@ -176,7 +195,11 @@ class Roles:
         return any(one is not None and one.who == REFERENCE for one in stated)
 
     def _is_entry(self, node: Node) -> bool:
-        """Return True for an entry of what nothing is known of, whose own names may say more."""
+        """Return True for an entry of what nothing is known of, whose own names may say more, and for gathered data."""
+        if node.operation == "tensor":
+            data = node.arguments[0]
+            made = isinstance(data, Node) and data.operation in ("mapped", "loop")
+            return made and any(side(name) for name in self.graph.names.get(node, ()))
         if node.operation != "item" or not isinstance(node.arguments[0], Node):
             return False
         owner = node.arguments[0]
@@ -261,11 +284,13 @@ class Roles:
         who = stated.who
         told = [*self.names(node), *_origin(node), *self._chains(node)]
         if who is None:
-            who = next((found for name in told if (found := whose(name)) is not None), None)
+            named = map(whose, (*told, *self._becomes(node)))
+            who = next((found for found in named if found is not None), None)
         if who is None:
             who = REFERENCE if self._is_second(own_name(node)) else POLICY
         quantity = quantity or {"logp": LOG_PROB, "logits": LOGITS, "prob": PROB}[stated.quantity]
-        if quantity in (LOG_PROB, PROB) and any(says(name, "vocab", "dist", "all") for name in told[:1]):
+        said = any(says(name, "vocab", "dist", "all") for name in told[:1])
+        if quantity in (LOG_PROB, PROB) and (said or self._meets_distribution(node)):
             quantity = {LOG_PROB: LOG_PROBS, PROB: PROBS}[quantity]
         return Fact(quantity, frozenset({who}))
 
@@ -277,6 +302,26 @@ class Roles:
         found = words(name)
         firsts = {tuple(mine if one == other else one for one in found) for mine, other in TWINS if other in found}
         return any(tuple(word for word in first if word) in self._inputs - {()} for first in firsts)
+
+    def _becomes(self, node: Node) -> Iterator[str]:
+        """Yield the names of what is made of a node alone: teacher_logits for a scaled input."""
+        stack = [node]
+        for one in stack:
+            made = [user for user in self._users.get(one, ()) if user.operation in STEPS and one in user.arguments[:1]]
+            stack += [user for user in made if user not in stack]
+            for user in made:
+                yield from self.graph.names.get(user, ())
+
+    def _meets_distribution(self, node: Node) -> bool:
+        """Return True for what is computed with a distribution over the vocabulary entry by entry."""
+        stack = [node]
+        for one in stack:
+            for user in self._users.get(one, ()):
+                if user.operation in ENTRYWISE and user not in stack:
+                    if any(_is_distribution(other) for other in user.parts if other not in stack):
+                        return True
+                    stack.append(user)
+        return False
 
     def _chains(self, node: Node) -> Iterator[str]:
         """Yield the names of what a call is given: whose model it is."""
@@ -341,6 +386,8 @@ def parts_of(node: Node) -> Iterator[Node]:
         yield from nodes_in((node.arguments[0], node.arguments[2]))
     elif node.operation == "where":
         yield from nodes_in(node.arguments[1:])
+    elif node.operation == "item" and (entries := _gathered(node)):
+        yield from nodes_in(entries)
     elif node.operation in ("item", *GATHERS, "index_select"):
         yield from nodes_in(node.arguments[:1])
     elif node.operation == "attribute" and node.arguments[1] in SHAPES:
@@ -353,6 +400,41 @@ def is_filled(node: Node) -> bool:
     """Return True for a tensor that a loop fills: what is written at some places in each pass."""
     after = node.arguments[4][node.arguments[5]] if node.operation == "loop" else None
     return isinstance(after, Node) and after.operation == "written"
+
+
+def _is_guard(node: Node) -> bool:
+    """Return True for a clamp, or a number added, that keeps a probability from zero and does nothing else."""
+    limits = dict(zip(("min", "max"), node.arguments[1:], strict=False)) | dict(node.named)
+    least, most = limits.get("min"), limits.get("max", 1)
+    return isinstance(least, float) and 0 <= least <= GUARD and isinstance(most, int | float) and most >= 1 - GUARD
+
+
+def _is_shape(node: Node) -> bool:
+    return node.operation == "attribute" and node.arguments[1] in ("shape", "ndim", "dtype", "device")
+
+
+def _is_distribution(node: Node) -> bool:
+    """Return True for a softmax, and for what is computed of one entry by entry."""
+    stack = [node]
+    for one in stack:
+        if one.operation in ("softmax", "log_softmax"):
+            return True
+        stack += [part for part in one.parts if one.operation in ENTRYWISE and part not in stack]
+    return False
+
+
+def _gathered(node: Node) -> list[Any]:
+    """Return what an item of an entry of a list may be that a loop fills with tuples."""
+    owner, key = node.arguments
+    if not (isinstance(key, int) and isinstance(owner, Node) and owner.operation == "item"):
+        return []
+    items = owner.arguments[0]
+    if not (isinstance(items, Node) and items.operation == "loop"):
+        return []
+    *_, after, place = items.arguments
+    filled = after[place]
+    entry = filled.arguments[1] if isinstance(filled, Node) and filled.operation == "appended" else None
+    return [entry[key]] if isinstance(entry, tuple) and key < len(entry) else []
 
 
 def index_of(node: Node) -> Any:

@@ -102,12 +102,14 @@ class Graph:
 
     Attributes:
         lines: lines of source that each node comes from.
+        written: those of them where its operation is written.
         names: variables, parameters, attributes and keys that each node was given to, in that order.
         defaults: values that inputs have unless a caller gives others.
     """
 
     _known: dict[Any, Node] = field(default_factory=dict)
     lines: dict[Node, set[tuple[str, int]]] = field(default_factory=dict)
+    written: dict[Node, set[tuple[str, int]]] = field(default_factory=dict)
     names: dict[Node, dict[str, None]] = field(default_factory=dict)
     defaults: dict[Node, Any] = field(default_factory=dict)
 
@@ -123,6 +125,14 @@ class Graph:
     def nodes(self) -> list[Node]:
         """Return all nodes, in the order in which they were made."""
         return list(self._known.values())
+
+    def users(self) -> dict[Node, list[Node]]:
+        """Return the nodes that each node is an argument of."""
+        found: dict[Node, list[Node]] = {}
+        for node in self._known.values():
+            for part in node.parts:
+                found.setdefault(part, []).append(node)
+        return found
 
     def named(self, value: Any, name: str) -> None:
         """Remember that a value was given to a variable, parameter, attribute or key."""

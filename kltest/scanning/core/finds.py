@@ -142,7 +142,14 @@ def _add(
     at = entry.graph.lines.get(part.core) or lines
     if not at:
         return
-    file, line = min(at)
+    # What several functions compute of the same is one node: the function that was entered goes before others.
+    own = entry.function.definition
+    inside = {
+        (name, number)
+        for name, number in entry.graph.written.get(part.core, ())
+        if name == entry.function.scope.file and own.lineno <= number <= (getattr(own, "end_lineno", 0) or 0)
+    }
+    file, line = min(inside or at)
     function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), Place(MODULE, 0, 0))
     fields = leaves(entry.roles, part.core).fields
     read = {name for name in fields.values() if "log" in name}

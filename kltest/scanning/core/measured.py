@@ -71,9 +71,8 @@ def leaves(roles: Roles, value: Any, *, shaped: bool = True) -> Leaves:
         if node in seen:
             continue
         seen.add(node)
-        name = field_of(roles, node)
-        if name and not (shaped and _keeps_shape(node)):
-            found.fields[node] = name
+        if stands(roles, node, shaped=shaped):
+            found.fields[node] = field_of(roles, node)
         elif is_counter(node):
             continue
         elif roles.is_unknown(node):
@@ -81,6 +80,11 @@ def leaves(roles: Roles, value: Any, *, shaped: bool = True) -> Leaves:
         else:
             stack.extend(node.parts)
     return found
+
+
+def stands(roles: Roles, node: Node, *, shaped: bool = True) -> bool:
+    """Return True if a field of a rollout stands for a node, and for what it is computed from."""
+    return bool(field_of(roles, node)) and not (shaped and _keeps_shape(node))
 
 
 def is_counter(node: Node) -> bool:

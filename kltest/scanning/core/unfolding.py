@@ -59,6 +59,15 @@ class Unfolding:
         """Return a value where a condition holds, or does not."""
 
         def chosen(node: Node) -> Any:
+            if self._is_end(node):
+                return node
+            names = self.graph.names.get(node, ())
+            found = taken(node)
+            for name in names if found is not node else ():
+                self.graph.named(found, name)  # as the choice was called, what is chosen is called
+            return found
+
+        def taken(node: Node) -> Any:
             while isinstance(node, Node) and node.operation == CHOICE:
                 other = node.arguments[0]
                 known = implied(other, condition, holds) if isinstance(other, Node) else bool(other)
@@ -76,7 +85,7 @@ class Unfolding:
         return self.graph.rewritten(value, chosen, self.is_settled)
 
     def _conditions(self, value: Any) -> Iterator[Node]:
-        """Yield the conditions of choices in a value, those of outer choices first."""
+        """Yield the conditions of choices in a value above its ends, those of outer choices first."""
         seen: set[Node] = set()
         stack = list(nodes_in(value))
         while stack:
@@ -88,7 +97,12 @@ class Unfolding:
                 continue
             if node.operation == CHOICE:
                 yield from self._atoms(node.arguments[0])
-            stack.extend(node.parts)
+            if not self._is_end(node):
+                stack.extend(node.parts)
+
+    def _is_end(self, node: Node) -> bool:
+        """Return True for a number that is not known: what is below it changes nothing of a term."""
+        return node.operation != CHOICE and self.roles.is_unknown(node) and not self.roles.of(node).is_field
 
     def is_settled(self, node: Node) -> bool:
         """Return True for a field that is one whatever its choices: it is never detached, or nothing asks that."""
