@@ -35,6 +35,9 @@ BIAS_RANGE = LogNorm(0.02, 3.0, clip=True)
 NOISE_RANGE = (0.5, 50.0)
 CELL = ["estimator", "environment", "sampler"]
 SILENT = 1e-12  # rounding: every rollout has the same gradient
+# Decimals of a rank: estimators that differ by rounding only are equals, in the order of their names. Rounding depends
+# on the processor and on Python, whose `sum` of floats is compensated from 3.12 on.
+RANKED = 9
 
 # Capitals are of whole rollouts; the same letter small, of each token with its prefix held fixed.
 SYMBOLS = {
@@ -94,7 +97,7 @@ def draw(found: DataFrame) -> Figure:
     cells = _worst(found)
     groups = _grouped(records(found), cells)
     tall = {name: max(len(_lines(row)) for key, row in cells.items() if key[0] == name) for name, *_ in cells}
-    bottom = HEAD + GROUP * len(groups) + sum(ROW + LINE * (lines - 1) for lines in tall.values())
+    bottom = HEAD + GROUP * len(groups) + ROW * len(tall) + LINE * (sum(tall.values()) - len(tall))
     height = bottom + 30 + LINE * len(KEY[0])
     figure = Figure(figsize=(PAGE_WIDTH, height / 72))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(0, WIDTH), ylim=(height, 0))
@@ -243,6 +246,7 @@ def _grouped(rows: list[Row], cells: Cells) -> dict[str, list[str]]:
     def rank(name: str) -> tuple[float, float, str]:
         biases = [row["relative_bias"] for key, row in cells.items() if key[0] == name]
         known = [bias for bias in biases if bias is not None]
-        return -sum(bias < UNBIASED for bias in known), sum(math.log10(max(bias, 1e-3)) for bias in known), name
+        size = sum(math.log10(max(bias, 1e-3)) for bias in known)
+        return -sum(bias < UNBIASED for bias in known), round(size, RANKED), name
 
     return {group: names for group in GROUPS if (names := sorted((n for n in home if home[n] == group), key=rank))}

@@ -154,6 +154,8 @@ class Adapter:
             processes that grade settings are forked; so no JAX, whose threads do not survive a fork.
         repository: address that git clones the library from, if no package index has it. Its version is a commit then.
         folder: folder of the repository that holds its package.
+        python: the version of Python whose wheels are installed; "" for the running one. For a library of Python files
+            alone whose wheels are each marked as made for one version.
         standalone: returns a program that shows a setting's gradient with the library and torch (or JAX) alone, or ""
             if there is none; with `batch=2`, in pairs of rollouts. Its last line of output is the gradient with respect
             to logits, (C, V), expected in the environment of `kltest.adapters.standalone`.
@@ -173,6 +175,7 @@ class Adapter:
     imports: tuple[str, ...] = ()
     repository: str = ""
     folder: str = "."
+    python: str = ""
     standalone: Callable[..., str] | None = None
 
     @classmethod

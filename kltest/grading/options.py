@@ -4,6 +4,7 @@ From `Options` are made the command line of `kltest grade`, the settings of `[to
 documentation of the arguments of `kltest.grade`. Importing this module loads neither torch nor numpy.
 """
 
+import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -247,9 +248,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def documented(function: Function) -> Function:
     """Write the options into the function's docstring in place of `{options}`."""
-    wrap = textwrap.TextWrapper(108, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
+    wrap = textwrap.TextWrapper(104, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
     lines = (
         wrap.fill(f"{option.name}: {option.explained(option.in_python or option.help)}") for option in OPTIONS.values()
     )
-    function.__doc__ = (function.__doc__ or "").replace("        {options}", "\n".join(lines))
+    # The margin of a docstring is part of it before Python 3.13, and no longer since.
+    function.__doc__ = inspect.cleandoc(function.__doc__ or "").replace("    {options}", "\n".join(lines))
     return function

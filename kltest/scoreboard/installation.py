@@ -147,7 +147,9 @@ def install(library: Adapter, version: str, more: Sequence[str] = (), *, within:
         InstallError: the installer failed; the message ends with its last lines.
         UnreachableError: no package index answered.
     """
-    calls = [[part.format(version=version) for part in call] for call in (*library.installs, *([more] if more else []))]
+    wheels = ["--python-version", library.python] if library.python else []
+    calls = [[*wheels, *call] for call in library.installs] + ([list(more)] if more else [])
+    calls = [[part.format(version=version) for part in call] for call in calls]
     torch = "" if borrows(library) else version_of("torch").partition("+")[0]
     recipe: list[Any] = [calls, torch or sys.prefix, NEEDED, sys.version, str(PACKAGE), LAYOUT]
     recipe += [library.repository, library.folder]

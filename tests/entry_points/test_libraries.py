@@ -6,10 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import tomllib
 import zipfile
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,14 +87,14 @@ ADAPTER = Adapter(
 """
 
 
-def wheel(folder: Path, version: str, losses: str, name: str = "kltest_made_up") -> None:
+def wheel(folder: Path, version: str, losses: str, name: str = "kltest_made_up", tag: str = "py3-none-any") -> None:
     """A wheel is a zip file with a few words about itself."""
     about = f"{name}-{version}.dist-info"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as archive:
         archive.writestr(f"{name}/__init__.py", "")
         archive.writestr(f"{name}/losses.py", losses)
         archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
         archive.writestr(f"{about}/RECORD", "")
 
 
@@ -352,6 +354,19 @@ def test_only_an_index_that_does_not_answer_is_unreachable(made_up, tmp_path, mo
     with pytest.raises(InstallError) as failed:
         install(own, "1.0")
     assert not isinstance(failed.value, UnreachableError)
+
+
+def test_a_library_whose_wheels_are_marked_for_another_python_is_installed_if_its_adapter_names_that(made_up, tmp_path):
+    """The made-up library holds Python files alone, but its wheel says that it is for Python 3.10."""
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    wheel(tmp_path, "1.0", "FACTOR = 1\n" + LOSSES, tag=f"cp310-cp310-{platform}")
+    calls = (("--no-deps", "--no-index", "--find-links", str(tmp_path), "kltest-made-up=={version}"),)
+    marked = replace(find(str(made_up)), installs=calls)
+    with pytest.raises(InstallError, match="no wheels with a matching Python"):
+        install(marked, "1.0")
+    installed = install(replace(marked, python="3.10"), "1.0")
+    version = ran(*installed.command("-c", "import sys, kltest_made_up.losses; print(*sys.version_info[:2])")).stdout
+    assert version.split() == [str(part) for part in sys.version_info[:2]]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -140,6 +140,8 @@ ADAPTER = Adapter(
     distribution="openrlhf",
     version="0.11.2",
     installs=(("--no-deps", "openrlhf=={version}"),),
+    # Each release has a wheel for this version, and none yet for 3.13.
+    python="3.11",
     module=UTILS,
     loads=partial(loaded, UTILS),
     since="0.8.5",
