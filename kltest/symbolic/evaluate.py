@@ -151,7 +151,7 @@ class Evaluator(Calls):
             if self.frame.ended:
                 return
             self._spend()
-            self.line = statement.lineno
+            self._at_line(statement.lineno)
             if isinstance(statement, ast.If | ast.Match):
                 # Where one branch leaves the pass of a loop, the rest of the block belongs to the other.
                 if self._branches(statement, statements[at + 1 :]):
@@ -485,15 +485,26 @@ class Evaluator(Calls):
     def value(self, expression: ast.expr) -> Any:
         """Return the value of an expression."""
         self._spend()
-        before, self.line = self.line, expression.lineno
+        before = self.line
+        self._at_line(expression.lineno)
         found = getattr(self, f"_of_{type(expression).__name__.lower()}", self._opaque)(expression)
         self._locate(found)
         self.line = before
         return found
 
+    def _at_line(self, line: int) -> None:
+        """Remember the line that is followed; what the library computes stands where it is called."""
+        if self.frame.scope.file:
+            self.line = line
+
+    @property
+    def _place(self) -> tuple[str, int]:
+        files = (frame.scope.file for frame in reversed(self.frames))
+        return next((file for file in files if file), ""), self.line
+
     def _locate(self, value: Any) -> None:
-        if isinstance(value, Node) and self.frame.scope.file:
-            self.graph.lines.setdefault(value, set()).add((self.frame.scope.file, self.line))
+        if isinstance(value, Node):
+            self.graph.lines.setdefault(value, set()).add(self._place)
 
     def _opaque(self, expression: ast.expr) -> Any:
         return self.graph.node("unread", type(expression).__name__.lower(), expression.lineno, expression.col_offset)
@@ -628,7 +639,7 @@ class Evaluator(Calls):
         """Return the node of an operation, detached where gradients are switched off."""
         node = self.graph.node(operation, *map(fixed, arguments), **{name: fixed(one) for name, one in named.items()})
         self._locate(node)
-        self.graph.written.setdefault(node, set()).add((self.frame.scope.file, self.line))
+        self.graph.written.setdefault(node, set()).add(self._place)
         return self.graph.node("detach", node) if self.detached and operation != "detach" else node
 
     def _of_slice(self, expression: ast.Slice) -> Any:
