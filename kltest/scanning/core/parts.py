@@ -142,6 +142,10 @@ class Parts:
         return self._zero[node]
 
     def _of_product(self, node: Node, walk: "_Walk") -> Iterator[Part]:
+        own = [one for one in nodes_in(node.arguments) if self.roles.of(one).sides or self.roles.of(one).rewarded]
+        if len(own) == 1:
+            walk.on(node, own)
+            return
         factors = list(self._factors(node, walk))
         sided = [one for one in factors if self.roles.of(one).sides]
         rewarded = [one for one in factors if self.roles.of(one).rewarded]
