@@ -39,6 +39,7 @@ VOCABULARY = frozenset({LOGITS, LOG_PROBS, PROBS})
 GUARD = 1e-4
 """The largest number that keeps a probability from zero."""
 OPAQUE = frozenset({INPUT, "attribute", "call", "method", "unread", "generator"})
+CALLS = frozenset({"call", "method"})
 # Operations that choose, order or copy entries: what they return is what they are given.
 MOVES = words_of(
     """
@@ -269,7 +270,9 @@ class Roles:
                 return self._of_side(node, stated)
             rewarded = rewarded or says(name, *ADVANTAGE)
         if rewarded:
-            return Fact(REWARD, rewarded=True)
+            # What an unknown function makes of two sides is no reward that is given, whatever it is called.
+            given = together([self.of(one) for one in node.arguments]) if node.operation in CALLS else NOTHING
+            return Fact("", given.sides, rewarded=True) if len(given.sides) > 1 else Fact(REWARD, rewarded=True)
         if any(TOKENS.intersection(words(name)) for name in self.names(node)):
             return Fact(TOKEN)
         if node.operation == "method" and node.arguments[1] == "log_prob":

@@ -384,3 +384,48 @@ def test_what_cannot_be_lifted_says_why_or_is_told_alone(name: str, tmp_path: Pa
 
 def test_each_section_of_what_is_refused_is_accounted_for() -> None:
     assert {name for name, _, _ in test_lift.sections("refused.md")} == REFUSED.keys()
+
+
+# What is told of a term where only it can be lifted, or where a field is not what it seems: one row each.
+ODD_FIELDS = {
+    "subtracted from a reward of which more is not known": (
+        """
+def shape(score, beta, logp, ref_logp):
+    rewards = whitened_by_somebody(score - beta * (logp - ref_logp))
+    return rewards
+""",
+        lambda given: given["logp"] - given["ref_logp"],
+        True,
+    ),
+    "log-probs that a model gives without a gradient": (
+        """
+def loss(model, ref_logits, ids, mask):
+    log_probs = F.log_softmax(model(ids).logits.detach(), -1)
+    return ((log_probs.exp() * (log_probs - F.log_softmax(ref_logits, -1))).sum(-1) * mask).sum()
+""",
+        lambda given: (
+            ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum().detach()
+        ),
+        False,
+    ),
+    "padding that is filled with zeros": (
+        """
+def kl_loss(logp, ref_logp, padding_mask):
+    return ((logp - ref_logp) ** 2).masked_fill(padding_mask.bool(), 0.0).sum()
+""",
+        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD_FIELDS)
+def test_a_field_has_its_sign_its_gradient_and_its_padding(name: str, tmp_path: Path) -> None:
+    text, wanted, carries = ODD_FIELDS[name]
+    (_, its) = found(tmp_path, text)[-1]
+    (only,) = [one for one in its if one.called]
+    fields = test_lift.rollouts()
+    fields |= {one: fields[one].clone().requires_grad_() for one in ("logp", "logits")}
+    computed = value_of(only, fields)
+    torch.testing.assert_close(computed, wanted(fields))
+    assert computed.requires_grad == carries
