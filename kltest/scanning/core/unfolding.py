@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kltest.scanning.core.measured import FAILURES, Rollouts, field_of, filled, leaves, value_of
-from kltest.symbolic.roles import MASK, PADDING, TOKEN, Roles
+from kltest.symbolic.roles import MASK, PADDING, TOKEN, Roles, own_name
 from kltest.symbolic.values import CHOICE, Node, implied, is_constant, nodes_in, reached
 from kltest.symbolic.words import POLICY
 
 MOST = 48
 """Configurations that are unfolded of one part."""
+DEEPEST = 3
+"""Calls inside of calls that are written of a condition."""
 COMPARED = frozenset({"==", "<", "<=", ">", ">=", "in", "is"})
 
 
@@ -45,7 +47,7 @@ class Unfolding:
             case = waiting.pop()
             condition = next(self._conditions(case.node), None)
             if condition is None:
-                key = case.node if isinstance(case.node, Node) else repr(case.node)
+                key = self.graph.node("same", case.node)
                 if key not in seen:
                     seen.add(key)
                     yield case
@@ -147,9 +149,13 @@ class Unfolding:
         return None
 
 
-def words_of(condition: Node) -> str:
-    """Return a condition in words of the code."""
-    match condition.operation, condition.arguments:
+def text(value: Any, depth: int = DEEPEST) -> str:
+    """Return a value in words of the code; what is deeper than `depth` calls is left out."""
+    if not isinstance(value, Node):
+        return "…" if any(True for _ in nodes_in(value)) else repr(value)
+    if depth == 0:
+        return own_name(value) or "…"
+    match value.operation, value.arguments:
         case "input", (name, *_):
             return str(name)
         case "attribute", (_, name):
@@ -157,17 +163,13 @@ def words_of(condition: Node) -> str:
         case "item", (_, key) if is_constant(key):
             return str(key)
         case "not", (inner,):
-            return f"not {text(inner)}"
+            return f"not {text(inner, depth)}"
         case operation, (one, other) if operation in COMPARED:
-            return f"{text(one)}{'=' if operation == '==' else f' {operation} '}{text(other)}"
+            sign = "=" if operation == "==" else f" {operation} "
+            return f"{text(one, depth - 1)}{sign}{text(other, depth - 1)}"
         case "call", (str(name), *rest):
-            return f"{name}({', '.join(map(text, rest))})"
+            return f"{name}({', '.join(text(one, depth - 1) for one in rest)})"
         case "method", (owner, name, *rest):
-            return f"{text(owner)}.{name}({', '.join(map(text, rest))})"
+            return f"{text(owner, depth - 1)}.{name}({', '.join(text(one, depth - 1) for one in rest)})"
         case operation, parts:
-            return f"{operation}({', '.join(map(text, parts))})"
-
-
-def text(value: Any) -> str:
-    """Return a value in words of the code."""
-    return words_of(value) if isinstance(value, Node) else repr(value)
+            return f"{operation}({', '.join(text(one, depth - 1) for one in parts)})"
