@@ -20,9 +20,10 @@ from kltest.scanning.flows import (
     mixed,
     multiplied,
 )
-from kltest.scanning.sides import REWARD, Side, says_kl, side, who_of
-from kltest.scanning.syntax import NUMBERS, chain, identifiers, says, words
+from kltest.scanning.sides import REWARD, Side, side, who_of
+from kltest.scanning.syntax import NUMBERS, chain, identifiers
 from kltest.scanning.vocabulary import WORDS
+from kltest.symbolic.words import says, says_kl, words
 
 _SAME = WORDS["same"]
 """Calls that leave what they are given what it is."""

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kltest.scanning.facts import Facts
-from kltest.scanning.sides import is_mask, is_ratio, side
-from kltest.scanning.syntax import chain, identifiers, names_in, says, text
+from kltest.scanning.sides import is_ratio, side
+from kltest.scanning.syntax import chain, identifiers, names_in, text
+from kltest.symbolic.words import is_mask, says
 
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty")
 """Beginnings of the words of coefficients."""

@@ -24,9 +24,10 @@ from kltest.scanning.flows import (
     multiplied,
     seeded,
 )
-from kltest.scanning.sides import WHOSE, Side, is_mask, is_number, is_preference, kind_of, says_kl, side, who_of
-from kltest.scanning.syntax import chain, each_of, identifiers, says
+from kltest.scanning.sides import WHOSE, Side, is_number, kind_of, side, who_of
+from kltest.scanning.syntax import chain, each_of, identifiers
 from kltest.scanning.tree import Arrival, Followed, Tree
+from kltest.symbolic.words import is_mask, is_preference, says, says_kl
 
 """Beginnings of the words of what is a loss, and of what is a reward."""
 _NORMALISES = frozenset({"logsumexp", "logaddexp", "max", "amax", "log", "lse", "norm", "float", "tensor", "sum"})

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 from kltest.scanning.arithmetic import MODULES
 from kltest.scanning.callees import Function
 from kltest.scanning.flows import Seed
-from kltest.scanning.sides import REFERENCE, is_mask, side
-from kltest.scanning.syntax import FUNCTIONS, FunctionNode, chain, defaults, names_in, words
+from kltest.scanning.sides import REFERENCE, side
+from kltest.scanning.syntax import FUNCTIONS, FunctionNode, chain, defaults, names_in
 from kltest.scanning.terms import Term
+from kltest.symbolic.words import is_mask, words
 
 
 class Branches(NamedTuple):

@@ -7,10 +7,11 @@ from kltest.scanning.callees import Function
 from kltest.scanning.calls import Calls
 from kltest.scanning.facts import defaults_of
 from kltest.scanning.flows import LOG_RATIO, NOTHING, Seed, Value, joined, seeded
-from kltest.scanning.sides import LOSS, REWARD, Side, is_mask, is_number, says_kl, side
+from kltest.scanning.sides import LOSS, REWARD, Side, is_number, side
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import chain, is_logged, says, says_no_gradient
+from kltest.scanning.syntax import chain, is_logged, says_no_gradient
 from kltest.scanning.tree import Followed, Given, Tree
+from kltest.symbolic.words import is_mask, says, says_kl
 
 
 def follow(tree: Tree, function: Function, given: Given = ()) -> Followed:

@@ -8,7 +8,8 @@ from kltest.scanning.arithmetic import Dict
 from kltest.scanning.callees import Function
 from kltest.scanning.conditions import number_for
 from kltest.scanning.facts import defaults_of
-from kltest.scanning.syntax import chain, copied, says_no_gradient, words
+from kltest.scanning.syntax import chain, copied, says_no_gradient
+from kltest.symbolic.words import words
 
 Called = Callable[[ast.expr, Function], str]
 

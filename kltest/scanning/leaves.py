@@ -9,11 +9,12 @@ from kltest.scanning.callees import Function
 from kltest.scanning.conditions import COEFFICIENT, COUNTED, UNSET, Conditions, Undecided, is_nothing, number_for
 from kltest.scanning.facts import Facts
 from kltest.scanning.helpers import bare, hand_over
-from kltest.scanning.sides import Side, is_mask, is_number, is_ratio, says_kl, side
+from kltest.scanning.sides import Side, is_number, is_ratio, side
 from kltest.scanning.summed import Summed
-from kltest.scanning.syntax import NUMBERS, Named, chain, copied, each_of, identifiers, names_in, says, shifts, words
+from kltest.scanning.syntax import NUMBERS, Named, chain, copied, each_of, identifiers, names_in, shifts
 from kltest.scanning.tree import Tree
 from kltest.scanning.vocabulary import WORDS
+from kltest.symbolic.words import is_mask, says, says_kl, words
 
 _TOKENS = frozenset({"ids", "tokens", "actions", "responses", "labels", "targets"})
 _KEEPS, _SUPPORT = WORDS["keeps"], WORDS["support"]

@@ -22,11 +22,12 @@ from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Statement, linear
 from kltest.scanning.slicing import UNREACHED_END, UNREACHED_TERM, UNRETURNED, Slice
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import names_in, says
+from kltest.scanning.syntax import names_in
 from kltest.scanning.tainted import PART
 from kltest.scanning.terms import Term
 from kltest.scanning.tree import Tree
 from kltest.scanning.variants import Lifted, averaged, holds
+from kltest.symbolic.words import says
 
 MOST_VARIANTS = 24
 MANY = 6

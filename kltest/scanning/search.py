@@ -28,16 +28,21 @@ class Search:
     and with `logged` what is only logged.
     """
 
+    # What tells the searches of one store apart, and what is kept of one beside its rows.
+    name = "search"
+    kept: tuple[str, ...] = ("lines", "left_out", "loose")
+
     def __init__(
         self, files: Sequence[tuple[Path, bytes]], store: "Store", *, run: bool = False, logged: bool = False
     ) -> None:
         root = Path.cwd()
         digests = [(str(path), hashlib.sha256(content).hexdigest()) for path, content in files]
-        self._store, self._key = store, store.key("search", str(root), digests, run, logged)
+        self._store, self._key = store, store.key(self.name, str(root), digests, run, logged)
         self.known = store.read(self._key)
         self.left, self.lines, self.left_out, self.loose = 0, 0, [], []  # type: ignore[var-annotated]
         if self.known:
-            self.lines, self.left_out, self.loose = (self.known[name] for name in ("lines", "left_out", "loose"))
+            for name in self.kept:
+                setattr(self, name, self.known[name])
             return
         self._files, self._root, self._run, self._logged = files, root, run, logged
 
@@ -47,7 +52,7 @@ class Search:
                 self.left = len(self.known["rows"]) - number
                 yield Row(**row)
             return
-        with uncollected():
+        with _uncollected():
             yield from self._searched()
 
     def _searched(self) -> Iterator[Row]:
@@ -71,8 +76,10 @@ class Search:
             for line, _, words in said[id(source)]
             if (id(source), line) not in used
         ]
-        kept = {"lines": self.lines, "left_out": self.left_out, "loose": self.loose}
-        self._store.write(self._key, {**kept, "rows": rows})
+        self._keep(rows)
+
+    def _keep(self, rows: Sequence[dict[str, Any]]) -> None:
+        self._store.write(self._key, {**{name: getattr(self, name) for name in self.kept}, "rows": rows})
 
     def _row(self, tree: Tree, term: Term, variant: Lifted, said: Sequence[tuple[int, str]]) -> Row:
         source = term.function.source
@@ -101,7 +108,7 @@ class Search:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def _uncollected() -> Iterator[None]:
     """Stop looking for garbage in syntax trees, of which nothing is: it takes half of the time of a search."""
     collects = gc.isenabled()
     gc.disable()

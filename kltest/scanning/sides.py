@@ -5,26 +5,21 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kltest import names
-from kltest.scanning.syntax import says, words
 from kltest.scanning.vocabulary import WORDS
+from kltest.symbolic.words import METRICS, is_preference, says, says_kl, words
 
 POLICY, REFERENCE, SAMPLER, MIXED = "", "ref_", "old_", "mixed_"
 WHOSE = {POLICY: "policy", REFERENCE: "reference", SAMPLER: "sampler", MIXED: "mixture"}
 _WHO = {word: who for who, name in WHOSE.items() for word in (*names.WHOSE.get(who, ()), *WORDS.get(name, ()))}
-_PREFERENCE = WORDS["preference"]
 _LOGP = re.compile(
     r"log ?probs?|\bl ?probs?\b|log ?ps?\b|\blps?\b|log ?probabilit\w*|log ?pi\b|log ?likelihoods?|log ?dist\w*"
 )
 _LOGITS = re.compile(r"\blogits?\b")
 _PROB = re.compile(r"\bprobs?\b|\bprobabilit\w*")
 _NOT = WORDS["not_sides"]
-METRICS = WORDS["metrics"]
-"""Words of what is only logged."""
-_KL = WORDS["kl"]
 LOSS = ("loss", "objective")
 REWARD = ("reward", "advantage", "return", "score", "adv")
 """Beginnings of the words of losses and of rewards, and of what is made of them."""
-_MASK = frozenset({"mask", "masks"})
 
 
 @dataclass(frozen=True, order=True)
@@ -41,7 +36,7 @@ class Side:
 def side(name: str) -> Side | None:
     """Return what a name states, None unless it names log-probs, logits or probabilities."""
     found = words(name)
-    if name.endswith("log1p") or not found or _NOT.intersection(found) or _PREFERENCE.intersection(found):
+    if name.endswith("log1p") or not found or _NOT.intersection(found) or is_preference(name):
         return None
     text = " ".join(found)
     # Words that run together: oldlogprobs, reflogits, pilogps.
@@ -64,16 +59,6 @@ def who_of(text: str) -> str | None:
     return next((who for who in (REFERENCE, SAMPLER, POLICY) if who in stated), None)
 
 
-def is_preference(name: str) -> bool:
-    """Return True for names of preference pairs: chosen_logps."""
-    return bool(_PREFERENCE.intersection(words(name)))
-
-
-def is_mask(name: str) -> bool:
-    """Return True for names of masks."""
-    return bool(_MASK.intersection(words(name)))
-
-
 def is_number(name: str) -> bool:
     """Return True for names of temperatures and coefficients."""
     return any(word.startswith(("temp", "tau", "lam", "alpha", "beta", "coef")) for word in words(name))
@@ -91,11 +76,6 @@ def is_ratio(name: str) -> bool:
         "token",
         "policy",
     }
-
-
-def says_kl(name: str) -> bool:
-    """Return True for names of KL terms: kl, approx_kl, kld, per_token_kl, jsd, klDiv, k3_loss."""
-    return bool(_KL.intersection(words(name))) or re.search(r"(^|[_.])k[123]([_.]|$)", name) is not None
 
 
 def kind_of(name: str, function: str = "") -> str:

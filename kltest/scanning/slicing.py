@@ -12,11 +12,12 @@ from kltest.scanning.ends import RETURN, End
 from kltest.scanning.facts import Facts
 from kltest.scanning.leaves import Leaves
 from kltest.scanning.linear import Statement
-from kltest.scanning.sides import MIXED, POLICY, REFERENCE, SAMPLER, is_mask, says_kl, side
+from kltest.scanning.sides import MIXED, POLICY, REFERENCE, SAMPLER, side
 from kltest.scanning.syntax import chain, copied, is_logged, mentioned, names_in
 from kltest.scanning.tainted import alone, is_tainted, linear_part, meeting_of_all, tainted_by
 from kltest.scanning.terms import Term
 from kltest.scanning.variants import REDUCED
+from kltest.symbolic.words import is_mask, says_kl
 
 UNRETURNED = "it is not returned in this configuration"
 UNREACHED_END = "the statement at which it arrives is not reached in this configuration"

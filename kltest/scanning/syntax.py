@@ -1,10 +1,11 @@
 """Reading syntax trees: names, chains of names, loops over several things at once."""
 
 import ast
-import re
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
+
+from kltest.symbolic.words import words
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -23,18 +24,6 @@ def copied(node: Any) -> Any:
     made = node.__class__.__new__(node.__class__)
     made.__dict__.update((name, copied(value)) for name, value in node.__dict__.items())
     return made
-
-
-@lru_cache(maxsize=100_000)
-def words(name: str) -> tuple[str, ...]:
-    """Return the words of an identifier in lower case: `refLogProbs_2` gives ref, log, probs."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name)
-    return tuple(re.findall(r"[a-z]+", spaced.lower()))
-
-
-def says(name: str, *which: str) -> bool:
-    """Return True if one of the words of a name begins with one of `which`."""
-    return any(word.startswith(which) for word in words(name))
 
 
 def names_in(*nodes: ast.AST) -> set[str]:

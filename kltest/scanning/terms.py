@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 from kltest.scanning.callees import Function
 from kltest.scanning.flows import DIVERGENCE, FULL, KL_LIKE, LOG_RATIO, OTHER, RATIO, SHIFTED, Flow, Seed
-from kltest.scanning.sides import METRICS, MIXED, REFERENCE, is_preference, says_kl
+from kltest.scanning.sides import MIXED, REFERENCE
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import chain, says, words
+from kltest.scanning.syntax import chain
 from kltest.scanning.tree import Arrival, Followed, Tree
+from kltest.symbolic.words import METRICS, is_preference, says, says_kl, words
 
 LINEAR = (LOG_RATIO, SHIFTED)
 

@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
-from kltest.scanning.sides import POLICY, REFERENCE, says_kl, side, who_of
+from kltest.scanning.sides import POLICY, REFERENCE, side, who_of
 from kltest.scanning.sources import Source
-from kltest.scanning.syntax import FUNCTIONS, FunctionNode, chain, identifiers, parameters, says, words
+from kltest.scanning.syntax import FUNCTIONS, FunctionNode, chain, identifiers, parameters
+from kltest.symbolic.words import says, says_kl, words
 
 _MARK = re.compile(r"^([st])_(?=\w)|_?([12ST])$|_([abst])$|^(target)_")
 _SECOND = {"1": "2", "a": "b", "s": "t", "S": "T", "": "target"}

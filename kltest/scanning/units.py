@@ -8,8 +8,9 @@ from typing import Any
 
 from kltest.scanning.arithmetic import MODULES
 from kltest.scanning.callees import Callees, Function
-from kltest.scanning.sides import is_mask, side
-from kltest.scanning.syntax import FUNCTIONS, chain, defaults, each_of, says, words
+from kltest.scanning.sides import side
+from kltest.scanning.syntax import FUNCTIONS, chain, defaults, each_of
+from kltest.symbolic.words import is_mask, says, words
 
 FULL, TOKENS, SUM, MEAN, SAID, GUESSED = "full", "tokens", "sum", "mean", "said", "guessed"
 """Log-probs of every token of the vocabulary, of the tokens that were sampled, and their sum or mean in a rollout; what

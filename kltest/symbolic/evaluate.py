@@ -78,8 +78,9 @@ class Evaluator(Calls):
     # Modules and functions
 
     def renew(self) -> None:
-        """Give the next function a budget of its own."""
-        self.left = BUDGET
+        """Give the next function a graph and a budget of its own."""
+        self.graph, self.stores, self.left = Graph(), [], BUDGET
+        self.frames, self.within, self.detached = [], [], 0
 
     def module(self, file: str, tree: ast.Module) -> Scope:
         """Return the scope of a module after its statements."""

@@ -59,8 +59,8 @@ GATHERS = frozenset({"gather", "take_along_dim"})
 ENTRYWISE = words_of(
     "- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num"
 )
-# Operations whose values say nothing of whose something is: shapes and conditions.
-CONDITIONS = words_of("== != < <= > >= eq ne lt le gt ge isinf isnan isfinite any all len size numel dim")
+# Conditions, whose values say nothing of whose something is.
+CONDITIONS = words_of("== != < <= > >= eq ne lt le gt ge isinf isnan isfinite any all")
 STEPS = words_of("log_softmax softmax log exp / div * mul clamp") | MOVES
 
 
@@ -131,7 +131,7 @@ class Roles:
             return self._of_side(forward, Side("logits", None), quantity)
         if quantity in FIELD | {LOGITS_AT, NORMALISER} and len(whole.sides) != 1:
             quantity = ""
-        if quantity in (MASK, PADDING, TOKEN) or node.operation in CONDITIONS or _is_shape(node):
+        if quantity in (MASK, PADDING, TOKEN) or node.operation in CONDITIONS:
             return Fact(quantity)
         if len(whole.sides) == 1 and self._is_named_reference(node):
             return Fact(quantity, frozenset({REFERENCE}), whole.rewarded)
@@ -258,7 +258,7 @@ class Roles:
 
     def _stated(self, node: Node) -> Fact:
         """Return what the names of a node say that nothing computes."""
-        if node.operation == INPUT and node.arguments[0] in ("item", "carried"):
+        if is_counter(node):
             return NOTHING
         rewarded = False
         for name in self.names(node):
@@ -279,7 +279,7 @@ class Roles:
             return self._of_side(node, Side("logp", None))
         if node.operation == "item":
             return self.of(node.arguments[0])
-        if node.operation in ("call", "method"):
+        if node.operation in CALLS:
             return together([self.of(one) for one in (*node.arguments, *(value for _, value in node.named))])
         return NOTHING
 
@@ -338,7 +338,7 @@ def own_name(node: Node) -> str:
     """Return the name that a node has of itself: of a parameter, field, key, or what was called."""
     match node.operation, node.arguments:
         case "input", (str(name), *_):
-            return name if name not in ("item", "carried") else ""
+            return "" if is_counter(node) else name
         case "attribute", (_, str(name)):
             return name
         case "item", (_, str(name)):
@@ -356,7 +356,7 @@ def _forward(node: Node) -> Node | None:
     inner: Any = node
     while isinstance(inner, Node) and inner.operation in MOVES | {"log_softmax", "softmax", "/", "div"}:
         inner = inner.arguments[0]
-    return inner if isinstance(inner, Node) and inner.operation in ("call", "method") else None
+    return inner if isinstance(inner, Node) and inner.operation in CALLS else None
 
 
 def _origin(node: Any) -> list[str]:
@@ -367,6 +367,11 @@ def _origin(node: Any) -> list[str]:
         found += [str(one) for one in dict(node.named).get("within", ())]
         node = node.arguments[0] if node.arguments and node.operation != INPUT else None
     return [name for name in found if name]
+
+
+def is_counter(node: Node) -> bool:
+    """Return True for an input that a loop fills: its index, or what a pass carries to the next."""
+    return node.operation == INPUT and node.arguments[0] in ("item", "carried")
 
 
 def is_opaque(node: Node) -> bool:
@@ -410,10 +415,6 @@ def _is_guard(node: Node) -> bool:
     limits = dict(zip(("min", "max"), node.arguments[1:], strict=False)) | dict(node.named)
     least, most = limits.get("min"), limits.get("max", 1)
     return isinstance(least, float) and 0 <= least <= GUARD and isinstance(most, int | float) and most >= 1 - GUARD
-
-
-def _is_shape(node: Node) -> bool:
-    return node.operation == "attribute" and node.arguments[1] in ("shape", "ndim", "dtype", "device")
 
 
 def _is_distribution(node: Node) -> bool:

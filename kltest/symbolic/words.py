@@ -5,13 +5,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kltest import names
+from kltest.symbolic.operations import words_of
 
 POLICY, REFERENCE, SAMPLER = "", "ref_", "old_"
 PREFIXES = (REFERENCE, SAMPLER, POLICY)
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
 
 
 _WHO = {
@@ -21,27 +18,27 @@ _WHO = {
     **dict.fromkeys(("behav", "prox", "proximal", "infer", "backend"), SAMPLER),
 }
 # Words of names that are no probabilities, though they may name some.
-_NO_SIDE = _words(
+_NO_SIDE = words_of(
     """
     average coef count diff difference dtype entropies entropy fn func interpolated invalid kl kld kls length lengths
     loss keep losses mask masks mix mixed mixture num ratio ratios scale scales scaling size sizes sum temp temperature
     total value values processor config
     """
 )
-METRICS = _words(
+METRICS = words_of(
     "info infos log logged logs metric metrics monitor report reported stat statistics stats summary wandb"
 )
 # Of preference pairs, whose log-ratios are no penalties.
-_PREFERENCE = _words("chosen rejected preferred dispreferred win lose winner loser")
-_RATIO = _words("ratio ratios importance sampling is token policy coef")
-_KL = _words("kl kls kld klds jsd divergence kullback")
+_PREFERENCE = words_of("chosen rejected preferred dispreferred win lose winner loser")
+_RATIO = words_of("ratio ratios importance sampling is token policy coef")
+_KL = words_of("kl kls kld klds jsd divergence kullback")
 _LOGP = re.compile(
     r"log ?probs?|\bl ?probs?\b|log ?ps?\b|\blps?\b|log ?probabilit\w*|log ?pi\b|log ?likelihoods?|log ?dist\w*"
 )
 _LOGITS = re.compile(r"\blogits?\b")
 _PROB = re.compile(r"\bprobs?\b|\bprobabilit\w*")
 _RUN_TOGETHER = re.compile(r"\b(ref|old|base|pi|new|teacher|student)(?=log|prob)")
-TOKENS = _words("ids tokens actions responses labels targets label token action target")
+TOKENS = words_of("ids tokens actions responses labels targets label token action target")
 ADVANTAGE = ("adv", "reward", "return", "score")
 
 

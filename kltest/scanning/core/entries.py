@@ -51,6 +51,15 @@ class Entry:
         return Roles(self.graph)
 
 
+@dataclass(frozen=True)
+class Place:
+    """A function of a file and its lines."""
+
+    title: str
+    first: int
+    last: int
+
+
 @dataclass
 class Tree:
     """The files of a tree, by the paths that their functions are known by."""
@@ -74,6 +83,11 @@ class Tree:
                 if isinstance(node.target, ast.Name) and isinstance(node.value, ast.Constant):
                     found.setdefault(node.target.id, set()).add(node.value.value)
         return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
+
+    @cached_property
+    def places(self) -> dict[str, list[Place]]:
+        """The functions of each file, inner ones first."""
+        return {name: _places(source.tree) for name, source in self.sources.items()}
 
     def _scope_of(self, importer: str, name: str) -> Scope | None:
         file = self.modules.find(importer, name)
@@ -113,8 +127,6 @@ class Tree:
     def entered(self, source: Source, function: Function, kind: Kind | None) -> Entry:
         """Return a function as it is followed with nothing known of its call."""
         evaluator = self.evaluator
-        evaluator.graph, evaluator.stores = Graph(), []
-        evaluator.frames, evaluator.within, evaluator.detached = [], [], 0
         evaluator.renew()
         owner = kind.definition.name if kind else ""
         entry = Entry(source, function, owner, evaluator.graph)
@@ -162,3 +174,20 @@ def _functions(variables: Mapping[str, Any], file: str) -> Iterator[tuple[Functi
                 inner = member.function() if isinstance(member, Builtin) else member
                 if isinstance(inner, Function) and inner.scope.file == file:
                     yield inner, None if static else value
+
+
+def _places(tree: ast.Module) -> list[Place]:
+    """Return the functions of a file, inner ones first."""
+    found: list[Place] = []
+
+    def walk(node: ast.AST, owner: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                walk(child, owner)
+                title = f"{owner}.{child.name}" if owner else child.name
+                found.append(Place(title, child.lineno, child.end_lineno or child.lineno))
+            else:
+                walk(child, child.name if isinstance(child, ast.ClassDef) else owner)
+
+    walk(tree, "")
+    return found

@@ -1,12 +1,11 @@
 """The KL terms of a tree: where each stands, what it becomes there, and in which configurations."""
 
-import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kltest.scanning.core.entries import MODULE, Entry, Tree
-from kltest.scanning.core.measured import leaves
+from kltest.scanning.core.entries import MODULE, Entry, Place, Tree
+from kltest.scanning.core.measured import Leaves, leaves
 from kltest.scanning.core.parts import Part, Parts
 from kltest.scanning.core.variants import Variant, made
 from kltest.symbolic.calls import BACKWARD_OF
@@ -31,25 +30,15 @@ class Find:
     """
 
     file: str
-    function: "Place"
+    function: Place
     lines: set[int] = field(default_factory=set)
     others: set[tuple[str, int]] = field(default_factory=set)
     made: list[Variant] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Place:
-    """A function of a file and its lines."""
-
-    title: str
-    first: int
-    last: int
-
-
 def finds(tree: Tree) -> list[Find]:
     """Return the KL terms of a tree, in the order of files and lines."""
     known: dict[Any, Find] = {}
-    known_places = {name: places(source.tree) for name, source in tree.sources.items()}
     for entry in tree.entries():
         parts = Parts(entry.roles)
         starts = list(roots(entry))
@@ -60,7 +49,7 @@ def finds(tree: Tree) -> list[Find]:
                 if place == "loss" or not _is_preferred(entry, part, margins):
                     last[part.core, "helper" if place == "helper" else part.place] = part
         for (_, place), part in last.items():
-            _add(known, entry, part, known_places, list(made(entry, part, place, tree.settings)))
+            _add(known, entry, part, tree.places, list(made(entry, part, place, tree.settings)))
     for one in known.values():
         own = [each for each in one.made if each.place != "helper" or each.entry == one.function.title]
         reached = any(each.place != "helper" and each.entry == one.function.title for each in own)
@@ -138,7 +127,8 @@ def _is_container(value: Any) -> bool:
 def _add(
     known: dict[Any, Find], entry: Entry, part: Part, places: Mapping[str, list[Place]], variants: list[Variant]
 ) -> None:
-    lines = lines_of(entry, part.core)
+    ends = leaves(entry.roles, part.core)
+    lines = lines_of(entry, part.core, ends)
     at = entry.graph.lines.get(part.core) or lines
     if not at:
         return
@@ -151,8 +141,7 @@ def _add(
     }
     file, line = min(inside or at)
     function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), Place(MODULE, 0, 0))
-    fields = leaves(entry.roles, part.core).fields
-    read = {name for name in fields.values() if "log" in name}
+    read = {name for name in ends.fields.values() if "log" in name}
     # Branches of one term may be weighted by a ratio to the sampler, or not.
     read = {name for name in read if name.startswith(REFERENCE)} or read
     find = known.setdefault((file, function, frozenset(read)), Find(file, function))
@@ -162,9 +151,8 @@ def _add(
     find.made += variants
 
 
-def lines_of(entry: Entry, core: Node) -> set[tuple[str, int]]:
-    """Return the lines of a term: of all that is computed between the fields and it."""
-    ends = leaves(entry.roles, core)
+def lines_of(entry: Entry, core: Node, ends: Leaves) -> set[tuple[str, int]]:
+    """Return the lines of a term: of all that is computed between its ends and it."""
     found: set[tuple[str, int]] = set()
     stack, seen = [core], set()
     while stack:
@@ -174,21 +162,4 @@ def lines_of(entry: Entry, core: Node) -> set[tuple[str, int]]:
         seen.add(node)
         found |= entry.graph.lines.get(node, set())
         stack.extend(one for one in node.parts if entry.roles.of(one).sides)
-    return found
-
-
-def places(tree: ast.Module) -> list[Place]:
-    """Return the functions of a file, inner ones first."""
-    found: list[Place] = []
-
-    def walk(node: ast.AST, owner: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                walk(child, owner)
-                title = f"{owner}.{child.name}" if owner else child.name
-                found.append(Place(title, child.lineno, child.end_lineno or child.lineno))
-            else:
-                walk(child, child.name if isinstance(child, ast.ClassDef) else owner)
-
-    walk(tree, "")
     return found

@@ -22,6 +22,7 @@ from kltest.symbolic.roles import (
     TOKEN,
     VOCABULARY,
     Roles,
+    is_counter,
     is_filled,
 )
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached
@@ -85,11 +86,6 @@ def leaves(roles: Roles, value: Any, *, shaped: bool = True) -> Leaves:
 def stands(roles: Roles, node: Node, *, shaped: bool = True) -> bool:
     """Return True if a field of a rollout stands for a node, and for what it is computed from."""
     return bool(field_of(roles, node)) and not (shaped and _keeps_shape(node))
-
-
-def is_counter(node: Node) -> bool:
-    """Return True for an input that a loop fills: its index, or what a pass carries to the next."""
-    return node.operation == INPUT and node.arguments[0] in ("item", "carried")
 
 
 def _keeps_shape(node: Node) -> bool:

@@ -1,52 +1,28 @@
 """Searching a source tree: its KL terms as rows that are not graded yet, kept by the content of the files."""
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
+from kltest.scanning import search
 from kltest.scanning.core.entries import Tree
-from kltest.scanning.core.finds import Find, finds, places
+from kltest.scanning.core.finds import Find, finds
 from kltest.scanning.core.variants import told
 from kltest.scanning.declarations import comments
 from kltest.scanning.rows import Row
-from kltest.scanning.search import Store, relative, uncollected
-from kltest.scanning.sources import Source, parsed
+from kltest.scanning.search import relative
+from kltest.scanning.sources import parsed
 from kltest.symbolic.words import says_kl
 
-KEPT = ("lines", "left_out", "loose", "unread")
 
+class Search(search.Search):
+    """The terms of some files by the symbolic evaluator; `unread` are names that say KL of which nothing was found.
 
-class Search:
-    """The terms of some files. Iterating lifts them one by one; `left` terms of them are not lifted yet.
-
-    `loose` are comments that stand on no term, with their places. With `run` what is more than arithmetic is lifted,
-    and with `logged` what is only logged.
+    Nothing of the tree is run, whatever `run` says, and what is only logged is no term, whatever `logged` says.
     """
 
-    def __init__(
-        self, files: Sequence[tuple[Path, bytes]], store: Store, *, run: bool = False, logged: bool = False
-    ) -> None:
-        root = Path.cwd()
-        digests = [(str(path), hashlib.sha256(content).hexdigest()) for path, content in files]
-        self._store, self._key = store, store.key("terms", str(root), digests, run, logged)
-        self.known = store.read(self._key)
-        self.left, self.lines, self.left_out, self.loose = 0, 0, [], []  # type: ignore[var-annotated]
-        self.unread: list[str] = []
-        if self.known:
-            for name in KEPT:
-                setattr(self, name, self.known[name])
-            return
-        self._files, self._root, self._run, self._logged = files, root, run, logged
-
-    def __iter__(self) -> Iterator[Row]:
-        if self.known:
-            for number, row in enumerate(self.known["rows"], 1):
-                self.left = len(self.known["rows"]) - number
-                yield Row(**row)
-            return
-        with uncollected():
-            yield from self._searched()
+    name = "terms"
+    kept = ("lines", "left_out", "loose", "unread")
+    unread: Sequence[str] = ()
 
     def _searched(self) -> Iterator[Row]:
         sources = {str(source.path): source for source in parsed(self._files, self.left_out)}
@@ -68,9 +44,8 @@ class Search:
             for line, _, words in said[name]
             if (name, line) not in used
         ]
-        self.unread = list(_unread(sources, found))
-        kept = {name: getattr(self, name) for name in KEPT}
-        self._store.write(self._key, {**kept, "rows": rows})
+        self.unread = list(_unread(tree, found))
+        self._keep(rows)
 
     def _rows(self, tree: Tree, find: Find, said: Sequence[tuple[int, str]]) -> Iterator[Row]:
         source = tree.sources[find.file]
@@ -97,16 +72,16 @@ class Search:
             )
 
 
-def _unread(sources: Mapping[str, Source], found: Sequence[Find]) -> Iterator[str]:
+def _unread(tree: Tree, found: Sequence[Find]) -> Iterator[str]:
     """Yield the functions whose names say KL in which nothing was recognised."""
     lines = {(find.file, line) for find in found for line in find.lines} | {
         one for find in found for one in find.others
     }
-    for name, source in sources.items():
-        for place in places(source.tree):
+    for name, places in tree.places.items():
+        for place in places:
             own = any((name, line) in lines for line in range(place.first, place.last + 1))
             if not own and says_kl(place.title.rpartition(".")[2]):
-                yield f"{source.place(place.first)} {place.title}"
+                yield f"{tree.sources[name].place(place.first)} {place.title}"
 
 
 def _on(find: Find, said: Sequence[tuple[int, bool, str]]) -> Iterator[tuple[int, str]]:

@@ -8,8 +8,8 @@ from kltest.errors import KltestError
 from kltest.scanning.core.entries import Entry
 from kltest.scanning.core.forms import form_of
 from kltest.scanning.core.lifting import NAME, Lifted, Lifting, choices, names
-from kltest.scanning.core.measured import is_counter
 from kltest.scanning.core.parts import Part
+from kltest.symbolic.roles import is_counter
 from kltest.symbolic.values import INPUT, Node, reached
 from kltest.symbolic.written import formula, program
 
