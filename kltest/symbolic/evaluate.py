@@ -407,7 +407,7 @@ class Evaluator(Calls):
         """Return what an index counts through in a loop over unknown items, and the item at an index."""
         if isinstance(items, Node) and items.operation == "range":
             return items, index
-        return self.graph.node("range", self.graph.node("len", fixed(items))), self._at(items, index)
+        return self.graph.node("range", self.graph.node("len", items)), self._at(items, index)
 
     def _at(self, items: Any, index: Any) -> Any:
         """Return the item at an index; through zip and enumerate, the items of what they run over."""
@@ -479,7 +479,7 @@ class Evaluator(Calls):
         if (isinstance(holder, dict) and is_constant(key)) or (isinstance(key, int) and key in places):
             holder[key] = value
         elif isinstance(holder, Node):
-            self.assign(stored(owner), self.graph.node("written", holder, fixed(key), fixed(value)))
+            self.assign(stored(owner), self.graph.node("written", holder, key, value))
 
     # Expressions
 
@@ -638,7 +638,7 @@ class Evaluator(Calls):
 
     def made(self, operation: str, *arguments: Any, **named: Any) -> Any:
         """Return the node of an operation, detached where gradients are switched off."""
-        node = self.graph.node(operation, *map(fixed, arguments), **{name: fixed(one) for name, one in named.items()})
+        node = self.graph.node(operation, *arguments, **named)
         self._locate(node)
         self.graph.written.setdefault(node, set()).add(self._place)
         return self.graph.node("detach", node) if self.detached and operation != "detach" else node
@@ -698,10 +698,10 @@ class Evaluator(Calls):
             index = self.graph.node(INPUT, "item", first.target.lineno, first.target.col_offset, len(self.frames))
             counted, element = self._counted(items, index)
             self.assign(first.target, element)
-            kept = tuple(fixed(self.value(test)) for test in first.ifs)
+            kept = tuple(self.value(test) for test in first.ifs)
             inner = self._comprehended_inside(rest, made)
             value = inner[0] if isinstance(inner, list) and len(inner) == 1 else inner
-            return self.graph.node("mapped", counted, index, fixed(value), kept)
+            return self.graph.node("mapped", counted, index, value, kept)
         found: list[Any] = []
         for item in items:
             self.assign(first.target, item)
