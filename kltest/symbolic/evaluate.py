@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import Any
 
 from kltest.symbolic.calls import Calls, stored
-from kltest.symbolic.operations import constant_of
+from kltest.symbolic.operations import constant_of, words_of
 from kltest.symbolic.values import (
     ABSENT,
     CHOICE,
@@ -51,6 +51,8 @@ COMPARED = {
 UNARY = {ast.USub: "negated", ast.Not: "not", ast.Invert: "inverted", ast.UAdd: "+"}
 DECORATORS = frozenset({"property", "cached_property", "staticmethod", "classmethod"})
 NO_GRADIENT = frozenset({"no_grad", "inference_mode", "stop_gradient"})
+# Operations whose results are no tensors, or have no gradient.
+WITHOUT_GRADIENT = words_of("detach zip enumerate reversed list tuple range len size numel dim shape in is not")
 # Statements and expressions that one evaluation may follow; beyond, code branches too often to be followed.
 BUDGET = 200_000
 # Passes of a loop over known items that are followed one by one.
@@ -641,7 +643,7 @@ class Evaluator(Calls):
         node = self.graph.node(operation, *arguments, **named)
         self._locate(node)
         self.graph.written.setdefault(node, set()).add(self._place)
-        return self.graph.node("detach", node) if self.detached and operation != "detach" else node
+        return self.graph.node("detach", node) if self.detached and operation not in WITHOUT_GRADIENT else node
 
     def _of_slice(self, expression: ast.Slice) -> Any:
         ends = (expression.lower, expression.upper, expression.step)

@@ -98,6 +98,7 @@ class Roles:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._known: dict[Node, Fact] = {}
+        self._flows: dict[Node, frozenset[bool]] = {}
         self._inputs: set[tuple[str, ...]] = set()
 
     @cached_property
@@ -212,6 +213,29 @@ class Roles:
         """Return True for what nothing computes."""
         self.of(node)
         return is_opaque(node) or self._is_entry(node)
+
+    def flows(self, node: Node) -> frozenset[bool]:
+        """Return whether a gradient flows through a node: both, where that hangs on the branch of a choice."""
+        stack = [node]
+        while stack:
+            one = stack[-1]
+            if one in self._flows:
+                stack.pop()
+            elif one.operation == "detach":
+                self._flows[one] = frozenset({False})
+            elif is_opaque(one):
+                self._flows[one] = frozenset({True})
+            elif waiting := [part for part in parts_of(one) if part not in self._flows]:
+                stack.extend(waiting)
+            else:
+                found = [self._flows[part] for part in parts_of(one)]
+                if one.operation == CHOICE:
+                    constants = [frozenset({False})] * (2 - len(found))
+                    self._flows[one] = frozenset().union(*found, *constants)
+                else:
+                    some, none = any(True in each for each in found), all(False in each for each in found)
+                    self._flows[one] = frozenset([True] * some + [False] * none)
+        return self._flows[node]
 
     def _quantity_of(self, value: Any) -> str:
         return self.of(value).quantity

@@ -31,17 +31,14 @@ class Node:
         arguments: arguments by position.
         named: pairs of a name and an argument, sorted by name.
         number: place in the order in which the nodes of the graph were made; an argument comes before its user.
+        parts: the nodes among the arguments, those inside tuples as well.
     """
 
-    __slots__ = ("arguments", "named", "number", "operation")
+    __slots__ = ("arguments", "named", "number", "operation", "parts")
 
     def __init__(self, operation: str, arguments: tuple[Any, ...], named: tuple[tuple[str, Any], ...], number: int):
         self.operation, self.arguments, self.named, self.number = operation, arguments, named, number
-
-    @property
-    def parts(self) -> Iterator["Node"]:
-        """Return the nodes among the arguments, those inside tuples as well."""
-        return nodes_in((*self.arguments, *(value for _, value in self.named)))
+        self.parts = tuple(nodes_in((*arguments, *(value for _, value in named))))
 
     def __repr__(self) -> str:
         words = [*map(repr, self.arguments), *(f"{name}={value!r}" for name, value in self.named)]
@@ -140,19 +137,24 @@ class Graph:
             self.names.setdefault(value, {})[name] = None
 
     def rewritten(
-        self, value: Any, replace: Callable[[Node], Any], kept: Callable[[Node], bool] = lambda node: False
+        self,
+        value: Any,
+        replace: Callable[[Node], Any] = lambda node: node,
+        taken: Callable[[Node], Any] = lambda node: node,
+        kept: Callable[[Node], bool] = lambda node: False,
     ) -> Any:
         """Return a value in which other values stand for nodes; what uses them is made anew.
 
         Args:
             value: a node, or a container of nodes.
-            replace: what stands for a node; the node itself where nothing else does.
+            replace: what stands for a node, as it is; the node itself where nothing else does.
+            taken: what goes on in the place of a node and is rewritten in turn, as the branch of a choice.
             kept: whether a node stays as it is, with all that it is made of.
         """
         known: dict[Node, Any] = {}
 
         def of(part: Any) -> Any:
-            return mapped(part, lambda node: known[node])
+            return mapped(part, known.__getitem__)
 
         stack = list(nodes_in(value))
         while stack:
@@ -166,19 +168,29 @@ class Graph:
             if kept(node):
                 known[node] = node
                 continue
-            if waiting := [one for one in node.parts if one not in known]:
+            other = taken(node)
+            waiting = [one for one in (node.parts if other is node else nodes_in(other)) if one not in known]
+            if waiting:
                 stack.extend(waiting)
                 continue
-            arguments, named = of(node.arguments), {name: of(one) for name, one in node.named}
-            made = (
-                self.choice(*arguments) if node.operation == CHOICE else self.node(node.operation, *arguments, **named)
-            )
-            known[node] = made
-            if isinstance(made, Node) and made is not node:
-                self.lines.setdefault(made, set()).update(self.lines.get(node, ()))
-                for name in self.names.get(node, ()):
-                    self.named(made, name)
+            known[node] = of(other) if other is not node else self._made_anew(node, of)
+            if isinstance(known[node], Node) and (other is node or node.operation == CHOICE):
+                self._inherited(known[node], node, lines=other is node)
         return of(value)
+
+    def _made_anew(self, node: Node, of: Callable[[Any], Any]) -> Any:
+        arguments, named = of(node.arguments), {name: of(one) for name, one in node.named}
+        if tuple(nodes_in((*arguments, *named.values()))) == node.parts:
+            return node
+        return self.choice(*arguments) if node.operation == CHOICE else self.node(node.operation, *arguments, **named)
+
+    def _inherited(self, made: Node, node: Node, *, lines: bool) -> None:
+        """Give what stands for a node its names, and its lines."""
+        if made is not node:
+            if lines:
+                self.lines.setdefault(made, set()).update(self.lines.get(node, ()))
+            for name in self.names.get(node, ()):
+                self.named(made, name)
 
     def choice(self, condition: Any, then: Any, otherwise: Any) -> Any:
         """Return what a value is after two branches; containers of one shape are joined entry by entry."""

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from kltest.scanning.core.measured import FAILURES
+from kltest.scanning.core.unfolding import Unfolding
 from kltest.scanning.sources import Source
 from kltest.symbolic.evaluate import Evaluator
 from kltest.symbolic.modules import Modules
@@ -49,6 +50,11 @@ class Entry:
     def roles(self) -> Roles:
         """Facts of the nodes of its graph."""
         return Roles(self.graph)
+
+    @cached_property
+    def unfolding(self) -> Unfolding:
+        """Configurations of what is in its graph."""
+        return Unfolding(self.roles)
 
 
 @dataclass(frozen=True)

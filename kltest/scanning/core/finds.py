@@ -40,7 +40,7 @@ def finds(tree: Tree) -> list[Find]:
     """Return the KL terms of a tree, in the order of files and lines."""
     known: dict[Any, Find] = {}
     for entry in tree.entries():
-        parts = Parts(entry.roles)
+        parts = Parts(entry.unfolding)
         starts = list(roots(entry))
         margins = _margins(entry, [root for root, _ in starts])
         last: dict[tuple[Node, str], Part] = {}

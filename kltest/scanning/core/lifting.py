@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from kltest.errors import KltestError
@@ -10,7 +11,7 @@ from kltest.scanning.core.measured import FAILURES, WORDS, Rollouts, computed_of
 from kltest.scanning.core.parts import LIMITS, Part, projected, sign
 from kltest.scanning.core.unfolding import Case, Unfolding, text
 from kltest.symbolic.computed import UnknownError
-from kltest.symbolic.roles import Roles, own_name
+from kltest.symbolic.roles import own_name
 from kltest.symbolic.values import INPUT, Node, is_constant, reached
 from kltest.symbolic.words import says
 
@@ -19,6 +20,8 @@ COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penal
 FAR = 1e4
 """What stands for a limit that nothing says, so that it limits nothing."""
 TOLERANCE = 1e-9
+TRIED = 6
+"""Configurations of what becomes of a term that are tried until one can be computed."""
 
 
 class NotLiftedError(Exception):
@@ -50,52 +53,51 @@ class Lifting:
     """Lifts the terms of one entry.
 
     Args:
-        roles: facts of the nodes of its graph.
+        unfolding: of its graph.
         settings: defaults of options by their name.
     """
 
-    def __init__(self, roles: Roles, settings: Mapping[str, Any]) -> None:
-        self.roles, self.graph, self.settings = roles, roles.graph, settings
-        self.unfolding = Unfolding(roles)
+    def __init__(self, unfolding: Unfolding, settings: Mapping[str, Any]) -> None:
+        self.unfolding, self.settings = unfolding, settings
+        self.roles, self.graph = unfolding.roles, unfolding.graph
 
     def of(self, part: Part, place: str) -> Iterator[Lifted]:
         """Yield the configurations of a term as it comes to the loss or reward; alone, where that is not known."""
         whole, branches = projected(self.graph, part)
         core = part.core if sign(part) > 0 else self.graph.node("negated", part.core)
-        alone: set[Node | None] = set()
-        for case in self.unfolding.cases(self.graph.node("of", whole, core)):
-            for found in self._of_case(case, place, branches):
-                if found.whole or found.core not in alone:
-                    yield found
-                if not found.whole:
-                    alone.add(found.core)
-
-    def _of_case(self, case: Case, place: str, branches: Sequence[tuple[Node, bool]]) -> Iterator[Lifted]:
-        if not isinstance(case.node, Node) or case.node.operation != "of":
-            return
-        whole, core = case.node.arguments
-        if not isinstance(core, Node) or len(self.roles.of(core).sides) < 2:
-            return
-        found = Lifted((*branches, *case.assumed))
-        try:
-            found.core = self.filled(core, [])
+        for case in self.unfolding.cases(core):
+            if not isinstance(case.node, Node) or len(self.roles.of(case.node).sides) < 2:
+                continue
+            found = Lifted((*branches, *case.assumed))
             try:
-                loops = place not in ("reward", "advantage")
-                found.node = self.filled(whole, found.notes, loops=loops) if isinstance(whole, Node) else found.core
+                found.core = self.filled(case.node, [])
+                self._place(found, case, whole, place)
+            except NotLiftedError as error:
+                found.refused = str(error)
+            except UnknownError as error:
+                found.refused = f"nothing says what {name_of(error.node)} is"
             except FAILURES as error:
-                found.notes = [f"only the term itself, without what becomes of it: {error}"]
-                found.node, found.whole = self.filled(core, found.notes), False
-            if place == "loss" and computed_of(found.node, Rollouts(2)).dim():
-                found.whole = False
-            if place in ("reward", "advantage"):
-                found.node = self.graph.node("negated", found.node)
-        except NotLiftedError as error:
-            found.refused = str(error)
-        except UnknownError as error:
-            found.refused = f"nothing says what {name_of(error.node)} is"
-        except FAILURES as error:
-            found.refused = f"it cannot be computed: {' '.join(str(error).split())[:200]}"
-        yield found
+                found.refused = f"it cannot be computed: {' '.join(str(error).split())[:200]}"
+            yield found
+
+    def _place(self, found: Lifted, case: Case, whole: Any, place: str) -> None:
+        """Lift what becomes of a term: the first of its configurations that can be computed; else the term alone."""
+        loops = place not in ("reward", "advantage")
+        for outer in islice(self.unfolding.cases(whole, case.assumed), TRIED):
+            if not isinstance(outer.node, Node):
+                continue
+            notes: list[str] = []
+            try:
+                found.node, found.notes = self.filled(outer.node, notes, loops=loops), notes
+                break
+            except (*FAILURES, NotLiftedError) as error:
+                found.notes = found.notes or [f"only the term itself, without what becomes of it: {error}"]
+        else:
+            found.node, found.whole = self.filled(case.node, found.notes), False
+        if place == "loss" and computed_of(found.node, Rollouts(2)).dim():
+            found.whole = False
+        if place in ("reward", "advantage"):
+            found.node = self.graph.node("negated", found.node)
 
     def filled(self, node: Node, notes: list[str], *, loops: bool = True) -> Node:
         """Return a term as a function of inputs that are named as fields; it is computed once.

@@ -26,6 +26,7 @@ from kltest.symbolic.roles import (
     is_filled,
 )
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached
+from kltest.symbolic.words import POLICY
 
 ROLLOUTS, TOKENS, WORDS = 3, 4, 5
 NEAR = 1e-9
@@ -33,6 +34,7 @@ LOOPING = ("loop", "mapped")
 RESHAPES = words_of(
     "view view_as reshape flatten unflatten permute transpose squeeze unsqueeze movedim expand expand_as"
 )
+DATA = (MASK, PADDING, TOKEN, REWARD)
 # Operations of which one argument has to be of truths, and its place.
 CONDITIONS = {"item": 1, "masked_fill": 1, "masked_select": 1, "where": 0}
 # What a log-prob is computed by from logits, and a probability from a log-prob.
@@ -100,12 +102,21 @@ def field_of(roles: Roles, node: Node) -> str:
     """Return the field of a rollout that stands for a node, the empty string if none does."""
     fact = roles.of(node)
     detached = node.operation == "detach" and roles.of(node.arguments[0]).sides == fact.sides
-    joined = node.operation in (CHOICE, *LOOPING) and not is_filled(node)
-    if detached or joined or is_counter(node):
+    repeated = node.operation in LOOPING and not is_filled(node)
+    open_ = node.operation == CHOICE and not is_settled(roles, node)
+    if detached or repeated or open_ or is_counter(node):
         return ""
     if fact.is_field:
         return f"{fact.who}{'logits' if fact.quantity in VOCABULARY else 'logp'}"
     return {MASK: "mask", PADDING: "mask", TOKEN: "tokens", REWARD: "advantage", RATIO: "logp"}.get(fact.quantity, "")
+
+
+def is_settled(roles: Roles, node: Node) -> bool:
+    """Return True for a field that is one whatever its choices: none of the policy's that is detached in some."""
+    fact = roles.of(node)
+    if fact.is_field:
+        return fact.who != POLICY or len(roles.flows(node)) == 1
+    return fact.quantity in DATA
 
 
 def source_of(roles: Roles, node: Node) -> Node:
@@ -201,24 +212,9 @@ def filled(
         name = ends.fields[node]
         stands = roles.graph.node(INPUT, name)
         stands = standing(roles.graph, roles, node, stands, shaped=shaped, padded=padded)
-        return roles.graph.node("detach", stands) if name in ("logp", "logits") and not carries(node) else stands
+        return roles.graph.node("detach", stands) if name in ("logp", "logits") and True not in roles.flows(node) else stands
 
     return roles.graph.rewritten(value, replace)
-
-
-def carries(node: Node) -> bool:
-    """Return True unless everything that a value is computed from is detached."""
-    stack, seen = [node], set()
-    while stack:
-        one = stack.pop()
-        if one in seen or one.operation == "detach":
-            continue
-        seen.add(one)
-        inner = list(one.parts)
-        if not inner or one.operation in ("call", "method", INPUT, "attribute"):
-            return True
-        stack.extend(inner)
-    return False
 
 
 def value_of(node: Any, rollouts: Rollouts) -> torch.Tensor:

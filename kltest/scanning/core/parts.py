@@ -9,7 +9,7 @@ from typing import Any
 from kltest.scanning.core.measured import leaves, source_of, vanishes
 from kltest.scanning.core.unfolding import Unfolding
 from kltest.symbolic.operations import words_of
-from kltest.symbolic.roles import MOVES, Roles, parts_of
+from kltest.symbolic.roles import MOVES, parts_of
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in
 
 LINEAR = (
@@ -98,9 +98,8 @@ TRIED = 6
 class Parts:
     """Finds the terms of roots in one graph."""
 
-    def __init__(self, roles: Roles) -> None:
-        self.roles, self.graph = roles, roles.graph
-        self.unfolding = Unfolding(roles)
+    def __init__(self, unfolding: Unfolding) -> None:
+        self.unfolding, self.roles, self.graph = unfolding, unfolding.roles, unfolding.graph
         self._zero: dict[Node, bool] = {}
 
     def of(self, root: Any, place: str) -> Iterator[Part]:
@@ -269,42 +268,36 @@ def projected(graph: Graph, part: Part) -> tuple[Any, list[tuple[Node, bool]]]:
     """Return the root of a part without what is added to it elsewhere, and the conditions of the branches it is in."""
     assumed: dict[tuple[Node, bool], None] = {}
 
-    def replace(node: Node) -> Any:
-        if node is part.at:
-            return part.core
+    def taken(node: Node) -> Any:
         if not part.holds(node):
             return node
         if node.operation in ("+", "-", "add", "sub"):
             first, second = node.arguments[:2]
             if part.holds(first) != part.holds(second) and not (_is_carried(first) or _is_carried(second)):
-                kept = graph.rewritten(first if part.holds(first) else second, replace)
+                kept = first if part.holds(first) else second
                 minus = node.operation in ("-", "sub") and part.holds(second)
                 return graph.node("negated", kept) if minus else kept
-        if (
-            node.operation == "item"
-            and not isinstance(node.arguments[1], str | int)
-            and not part.holds(node.arguments[1])
-        ):
+        if node.operation == "item" and not isinstance(node.arguments[1], str | int):
             entries = _entries(node.arguments[0])
             holding = [at for at, one in enumerate(entries) if part.holds(one)]
-            if len(entries) > 1 and len(holding) == 1:  # a list of estimators, of which an option is the index
+            if len(entries) > 1 and len(holding) == 1 and not part.holds(node.arguments[1]):
+                # A list of estimators, of which an option is the index.
                 assumed[graph.node("==", node.arguments[1], holding[0]), True] = None
-                return graph.rewritten(entries[holding[0]], replace)
+                return entries[holding[0]]
         if node.operation == "loop" and part.holds(node.arguments[4][node.arguments[5]]):
             *rest, before, carried, after, place = node.arguments
             if isinstance(before[place], Node) and not part.holds(before[place]):  # what the loop adds it to
                 before = tuple(0.0 if at == place else one for at, one in enumerate(before))
-                return graph.node(
-                    "loop", *(graph.rewritten(one, replace) for one in (*rest, before, carried, after)), place
-                )
+                return graph.node("loop", *rest, before, carried, after, place)
         if node.operation == CHOICE and part.holds(node.arguments[1]) != part.holds(node.arguments[2]):
-            taken = part.holds(node.arguments[1])
+            branch = part.holds(node.arguments[1])
             if isinstance(node.arguments[0], Node):
-                assumed[node.arguments[0], taken] = None
-            return graph.rewritten(node.arguments[1 if taken else 2], replace)
+                assumed[node.arguments[0], branch] = None
+            return node.arguments[1 if branch else 2]
         return node
 
-    return graph.rewritten(part.root, replace), list(assumed)
+    root = graph.rewritten(part.root, lambda node: part.core if node is part.at else node, taken)
+    return root, list(assumed)
 
 
 def _is_carried(value: Any) -> bool:

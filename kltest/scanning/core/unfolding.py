@@ -1,19 +1,22 @@
 """Choices of a part of a graph, unfolded: one graph without choices for each configuration that changes it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kltest.scanning.core.measured import FAILURES, Rollouts, field_of, filled, leaves, value_of
+from kltest.scanning.core.measured import FAILURES, LOOPING, Rollouts, field_of, filled, is_settled, leaves, value_of
+from kltest.symbolic.operations import OPERATORS, constant_of
 from kltest.symbolic.roles import MASK, PADDING, TOKEN, Roles, own_name
-from kltest.symbolic.values import CHOICE, Node, implied, is_constant, nodes_in, reached
-from kltest.symbolic.words import POLICY
+from kltest.symbolic.values import CHOICE, INPUT, Node, implied, is_constant, nodes_in, reached
 
 MOST = 48
 """Configurations that are unfolded of one part."""
 DEEPEST = 3
 """Calls inside of calls that are written of a condition."""
 COMPARED = frozenset({"==", "<", "<=", ">", ">=", "in", "is"})
+
+
+Assumed = tuple[tuple[Node, bool], ...]
 
 
 @dataclass
@@ -25,7 +28,7 @@ class Case:
         node: the part without choices.
     """
 
-    assumed: tuple[tuple[Node, bool], ...]
+    assumed: Assumed
     node: Any
 
 
@@ -35,97 +38,48 @@ class Unfolding:
     def __init__(self, roles: Roles) -> None:
         self.roles, self.graph = roles, roles.graph
         self._decided: dict[Node, bool | None] = {}
-        self._settled: dict[Node, bool] = {}
+        self._free: dict[Node, bool] = {}
 
-    def cases(self, value: Any) -> Iterator[Case]:
-        """Yield the configurations of a part, each once; those after `MOST` tries are not unfolded."""
+    def cases(self, value: Any, assumed: Assumed = ()) -> Iterator[Case]:
+        """Yield the configurations of a part in which something holds, each once; at most `MOST` conditions are tried.
+
+        The condition of an outer choice is decided before those in its branches.
+        """
         seen: set[Any] = set()
-        waiting: list[Case] = [Case((), value)]
+        waiting = [assumed]
         for _ in range(MOST * 4):
             if not waiting:
                 return
-            case = waiting.pop()
-            condition = next(self._conditions(case.node), None)
-            if condition is None:
-                key = self.graph.node("same", case.node)
-                if key not in seen:
-                    seen.add(key)
-                    yield case
+            path = _Path(self, waiting.pop())
+            if (condition := path.open_in(value)) is not None:
+                waiting += [(*path.assumed, (condition, holds)) for holds in (False, True)]
                 continue
-            decided = self.decided(condition)
-            for holds in (False, True) if decided is None else (decided,):
-                assumed = case.assumed if decided is not None else (*case.assumed, (condition, holds))
-                waiting.append(Case(assumed, self.under(case.node, condition, holds)))
+            node = path.of(value)
+            key = self.graph.node("same", node)
+            if key not in seen:
+                seen.add(key)
+                yield Case(path.assumed, node)
 
-    def under(self, value: Any, condition: Node, holds: bool) -> Any:
-        """Return a value where a condition holds, or does not."""
-
-        def chosen(node: Node) -> Any:
-            if self._is_end(node):
-                return node
-            names = self.graph.names.get(node, ())
-            found = taken(node)
-            for name in names if found is not node else ():
-                self.graph.named(found, name)  # as the choice was called, what is chosen is called
-            return found
-
-        def taken(node: Node) -> Any:
-            while isinstance(node, Node) and node.operation == CHOICE:
-                other = node.arguments[0]
-                known = implied(other, condition, holds) if isinstance(other, Node) else bool(other)
-                if known is None:
-                    break
-                node = node.arguments[1 if known else 2]
-                if isinstance(node, Node) and node.operation != CHOICE:
-                    return self.graph.rewritten(node, chosen, self.is_settled)
-                if not isinstance(node, Node):
-                    return self.graph.rewritten(node, chosen, self.is_settled)
-            if node is condition:
-                return holds
-            return node
-
-        return self.graph.rewritten(value, chosen, self.is_settled)
-
-    def _conditions(self, value: Any) -> Iterator[Node]:
-        """Yield the conditions of choices in a value above its ends, those of outer choices first."""
-        seen: set[Node] = set()
-        stack = list(nodes_in(value))
+    def is_free(self, node: Node) -> bool:
+        """Return True for what no choice changes: there is none in it, or none that matters."""
+        stack = [node]
         while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if self.is_settled(node):
-                continue
-            if node.operation == CHOICE:
-                yield from self._atoms(node.arguments[0])
-            if not self._is_end(node):
-                stack.extend(node.parts)
+            one = stack[-1]
+            if one in self._free:
+                stack.pop()
+            elif one.operation == CHOICE:
+                self._free[one] = self._is_end(one)
+            elif waiting := [part for part in _told_parts(one) if part not in self._free]:
+                stack.extend(waiting)
+            else:
+                self._free[one] = all(self._free[part] for part in _told_parts(one)) or self._is_end(one)
+        return self._free[node]
 
     def _is_end(self, node: Node) -> bool:
-        """Return True for a number that is not known: what is below it changes nothing of a term."""
+        """Return True for a field that is one whatever its choices, and for a number that is not known."""
+        if field_of(self.roles, node):
+            return is_settled(self.roles, node)
         return node.operation != CHOICE and self.roles.is_unknown(node) and not self.roles.of(node).is_field
-
-    def is_settled(self, node: Node) -> bool:
-        """Return True for a field that is one whatever its choices: it is never detached, or nothing asks that."""
-        if node not in self._settled:
-            fact = self.roles.of(node)
-            field = fact.is_field and field_of(self.roles, node) != ""
-            free = field and (fact.who != POLICY or not any(one.operation == "detach" for one in reached(node)))
-            self._settled[node] = free
-        return self._settled[node]
-
-    def _atoms(self, condition: Any) -> Iterator[Node]:
-        """Yield the parts of a condition that are decided one by one: of `a and b`, a and b."""
-        if not isinstance(condition, Node):
-            return
-        if condition.operation == CHOICE:
-            for one in condition.arguments:
-                yield from self._atoms(one)
-        elif condition.operation == "not":
-            yield from self._atoms(condition.arguments[0])
-        else:
-            yield condition
 
     def decided(self, condition: Node) -> bool | None:
         """Return what a condition is whatever the configuration: of what rollouts have, and of coefficients."""
@@ -147,6 +101,85 @@ class Unfolding:
             except FAILURES:
                 return None
         return None
+
+
+class _Path:
+    """What holds in one configuration."""
+
+    def __init__(self, unfolding: Unfolding, assumed: Assumed) -> None:
+        self.unfolding, self.graph, self.assumed = unfolding, unfolding.graph, assumed
+        self._known: dict[Node, bool | Node] = {}
+
+    def open_in(self, value: Any) -> Node | None:
+        """Return the first condition of a choice in a value that is not decided."""
+        seen: set[Node] = set()
+        stack = list(nodes_in(value))
+        while stack:
+            node = stack.pop()
+            if node in seen or self.unfolding.is_free(node):
+                continue
+            seen.add(node)
+            if node.operation != CHOICE:
+                stack.extend(_told_parts(node))
+                continue
+            holds = self.holds(node.arguments[0])
+            if isinstance(holds, Node):
+                return holds
+            stack.extend(nodes_in(node.arguments[1 if holds else 2]))
+        return None
+
+    def of(self, value: Any) -> Any:
+        """Return a value, all of whose conditions are decided, without choices."""
+
+        def taken(node: Node) -> Any:
+            holds = self.holds(node.arguments[0]) if node.operation == CHOICE else node
+            return node if isinstance(holds, Node) else node.arguments[1 if holds else 2]
+
+        return self.graph.rewritten(value, taken=taken, kept=self.unfolding.is_free)
+
+    def holds(self, condition: Any) -> bool | Node:
+        """Return whether a condition holds; if that is open, the part of it that is to be decided first."""
+        if not isinstance(condition, Node):
+            return bool(condition)
+        if condition not in self._known:
+            self._known[condition] = self._of_condition(condition)
+        return self._known[condition]
+
+    def _of_condition(self, condition: Node) -> bool | Node:
+        if condition.operation == CHOICE:
+            first, *branches = condition.arguments
+            holds = self.holds(first)
+            return holds if isinstance(holds, Node) else self.holds(branches[0 if holds else 1])
+        if condition.operation == "not":
+            holds = self.holds(condition.arguments[0])
+            return holds if isinstance(holds, Node) else not holds
+        for other, held in reversed(self.assumed):
+            if (found := implied(condition, other, held)) is not None:
+                return found
+        if (decided := self.unfolding.decided(condition)) is not None:
+            return decided
+        if not (condition.operation in OPERATORS and all(map(_may_be_constant, condition.arguments))):
+            return condition
+        if (inner := self.open_in(condition.parts)) is not None:
+            return inner
+        made = self.of(condition)
+        if (known := constant_of(made.operation, made.arguments)) is not NotImplemented:
+            return bool(known)
+        return condition if made is condition else self.holds(made)
+
+
+def _told_parts(node: Node) -> Iterable[Node]:
+    """Return the parts of a node whose choices are told: of a loop, not those of what it runs over."""
+    if node.operation in LOOPING:
+        return nodes_in(node.arguments[1:])
+    return () if node.operation == INPUT else node.parts
+
+
+def _may_be_constant(value: Any) -> bool:
+    """Return True for a constant, and for what is one in some configuration."""
+    if isinstance(value, Node) and value.operation == CHOICE:
+        return any(map(_may_be_constant, value.arguments[1:]))
+    return is_constant(value)
 
 
 def text(value: Any, depth: int = DEEPEST) -> str:

@@ -75,7 +75,7 @@ def _best(group: list[Variant]) -> Variant:
 def made(entry: Entry, part: Part, place: str, settings: Mapping[str, Any]) -> Iterator[Variant]:
     """Yield the variants of a term as it was found from one entry."""
     use = f"{entry.title}, {entry.source.place(entry.function.definition.lineno)}"
-    for one in Lifting(entry.roles, settings).of(part, place):
+    for one in Lifting(entry.unfolding, settings).of(part, place):
         variant = Variant(place, "", "", why=one.refused, notes=one.notes, choices=choices(one.assumed))
         variant.used = [use] if place != "helper" else []
         variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
