@@ -93,12 +93,27 @@ class Calls:
                         return self.call(self._bound(found, callee), arguments, named)
             case External(path=path):
                 return self._external(path, arguments, named)
-            case Node(operation=operation) if operation == CHOICE:
-                condition, then, otherwise = callee.arguments
-                return self.graph.choice(
-                    condition, self.call(then, arguments, named), self.call(otherwise, arguments, named)
-                )
+            case Node() if _is_of_objects(callee):
+                return self._branchwise(callee, lambda one: self.call(one, arguments, named))
         return self.opaque("call", callee, *arguments, **named)
+
+    def _branchwise(self, value: Any, of: Callable[[Any], Any]) -> Any:
+        """Return what is made of the branches of nested choices, of each once."""
+        known: dict[int, Any] = {}
+        stack = [value]
+        while stack:
+            one = stack[-1]
+            nested = isinstance(one, Node) and one.operation == CHOICE
+            if id(one) not in known and nested and (open_ := [b for b in one.arguments[1:] if id(b) not in known]):
+                stack.extend(open_)
+                continue
+            stack.pop()
+            if id(one) not in known:
+                condition, *branches = one.arguments if nested else (None,)
+                known[id(one)] = (
+                    self.graph.choice(condition, *(known[id(branch)] for branch in branches)) if nested else of(one)
+                )
+        return known[id(value)]
 
     def opaque(self, what: str, *arguments: Any, **named: Any) -> Any:
         """Return the node of something that is not followed; within a context of a name it is another."""
@@ -188,7 +203,7 @@ class Calls:
             del self.stores[stores:]
         for name, value in list(thing.attributes.items()):
             # What a constructor is given, or gets from elsewhere, is told by the name that it keeps it under.
-            if any(one.operation in ELSEWHERE for one in _branches_of(value)):
+            if any(isinstance(one, Node) and one.operation in ELSEWHERE for one in _branches_of(value)):
                 del thing.attributes[name]
                 default = _default_of(value, self.graph)
                 if default is not None:
@@ -243,9 +258,8 @@ class Calls:
                 return CONSTANTS[name] if path in MODULES and name in CONSTANTS else External(f"{path}.{name}")
             case dict() if name in owner:  # a dictionary that is read as an object, as some configurations are
                 return owner[name]
-            case Node(operation=operation) if operation == CHOICE:
-                condition, then, otherwise = owner.arguments
-                return self.graph.choice(condition, self.attribute(then, name), self.attribute(otherwise, name))
+            case Node() if _is_of_objects(owner):
+                return self._branchwise(owner, lambda one: self.attribute(one, name))
         return self.graph.node("attribute", self._described(owner), name)
 
     def item(self, owner: Any, key: Any) -> Any:
@@ -286,11 +300,16 @@ class Calls:
             return getattr(owner, name)(*arguments)
         if not isinstance(owner, Node):
             return self.call(self.attribute(owner, name), arguments, named)
-        if owner.operation == CHOICE and not all(_is_number(one) for one in owner.arguments[1:]):
-            condition, *branches = map(fixed, owner.arguments)
-            found = self.graph.choice(condition, *(self.method(expression, one, arguments, named) for one in branches))
-            if any(isinstance(one, list | dict) for one in branches):  # which the method may have changed
-                self.assign(stored(expression.value), self.graph.choice(condition, *branches))
+        if _is_of_objects(owner):
+            copies: dict[int, Any] = {}
+
+            def of(one: Any) -> Any:
+                copies[id(one)] = fixed(one)
+                return self.method(expression, copies[id(one)], arguments, named)
+
+            found = self._branchwise(owner, of)
+            if any(isinstance(one, list | dict) for one in copies.values()):  # which the method may have changed
+                self.assign(stored(expression.value), self._branchwise(owner, lambda one: copies[id(one)]))
             return found
         return self._of_tensor(expression, owner, arguments, named)
 
@@ -487,16 +506,22 @@ def _ends(key: slice) -> tuple[Any, Any, Any]:
     return key.start, key.stop, key.step
 
 
-def _branches_of(value: Any) -> list[Node]:
-    """Return the nodes that a value is in one branch or another."""
-    found, stack = [], [value]
+def _branches_of(value: Any) -> list[Any]:
+    """Return what a value is in one branch or another, each once."""
+    found: dict[int, Any] = {id(value): value}
+    stack = [value]
     while stack:
         one = stack.pop()
         if isinstance(one, Node) and one.operation == CHOICE:
-            stack.extend(one.arguments[1:])
-        elif isinstance(one, Node):
-            found.append(one)
-    return found
+            stack += [branch for branch in one.arguments[1:] if id(branch) not in found]
+            found |= {id(branch): branch for branch in one.arguments[1:]}
+    return [one for one in found.values() if not (isinstance(one, Node) and one.operation == CHOICE)]
+
+
+def _is_of_objects(value: Any) -> bool:
+    """Return True for a choice of which some branches are objects, functions or containers."""
+    chosen = isinstance(value, Node) and value.operation == CHOICE
+    return chosen and any(not isinstance(one, Node) and not is_constant(one) for one in _branches_of(value))
 
 
 def _default_of(value: Any, graph: Graph) -> Any:

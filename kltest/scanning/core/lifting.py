@@ -124,10 +124,10 @@ class Lifting:
         made = filled(self.roles, node, numbers, shaped=shaped)
         if not isinstance(made, Node):
             raise KltestError("it is a constant")
-        if (
-            not abs(value_of(made, Rollouts(5, full=True)).item()) > TOLERANCE
-        ):  # zero or 0 / 0: masks of padding that are none
+        if _is_zero(made):  # or 0 / 0: masks of padding that are none
             made = filled(self.roles, node, numbers, shaped=shaped, padded=False)
+            if _is_zero(made):
+                raise KltestError("it is zero")
         notes += found
         shape = computed_of(made, Rollouts(2)).shape
         return self.graph.node("sum", made, dim=-1) if shape[-1:] == (WORDS,) else made
@@ -176,6 +176,10 @@ class Lifting:
             notes.append(f"{name} is taken to be 0.5")
             return 0.5
         raise NotLiftedError(f"nothing says what {name} is")
+
+
+def _is_zero(node: Node) -> bool:
+    return not abs(value_of(node, Rollouts(5, full=True)).item()) > TOLERANCE
 
 
 UNSET = object()

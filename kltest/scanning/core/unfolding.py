@@ -185,7 +185,7 @@ def _may_be_constant(value: Any) -> bool:
 def text(value: Any, depth: int = DEEPEST) -> str:
     """Return a value in words of the code; what is deeper than `depth` calls is left out."""
     if not isinstance(value, Node):
-        return "…" if any(True for _ in nodes_in(value)) else repr(value)
+        return repr(value) if is_constant(value) else getattr(value, "name", "…")
     if depth == 0:
         return own_name(value) or "…"
     match value.operation, value.arguments:
