@@ -75,6 +75,9 @@ class Calls:
     operator: Callable[..., Any]
     truth: Callable[..., Any]
     assign: Callable[..., None]
+    reachable: Callable[..., Any]
+    restore: Callable[..., None]
+    _instance_before: tuple[tuple[Kind, str], Thing, Any, Graph] | None = None
 
     def call(self, callee: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Return what a call returns."""
@@ -166,11 +169,20 @@ class Calls:
 
         `self` is an object of `owner`, with what its constructor sets.
         """
-        variables = self._symbols(function)
-        if owner is not None and variables:
-            first = next(iter(variables))
-            variables[first] = self._object(owner, variables[first])
-        return self.body(function, variables)
+        spec = function.definition.args
+        first = next((one.arg for one in (*spec.posonlyargs, *spec.args)), None)
+        variables = {} if owner is None or first is None else {first: self._instance(owner, first)}
+        return self.body(function, {**self._symbols(function), **variables})
+
+    def _instance(self, kind: Kind, name: str) -> Thing:
+        """Return an object of a class for one of its methods: the constructor is followed once for methods in a row."""
+        if self._instance_before is None or self._instance_before[0] != (kind, name):
+            thing = self._object(kind, self.graph.node(INPUT, name))
+            self._instance_before = (kind, name), thing, self.reachable(thing), self.graph
+        _, thing, content, graph = self._instance_before
+        self.graph = graph.copy()
+        self.restore(content)
+        return thing
 
     def _symbols(self, function: Function) -> dict[str, Any]:
         """Return an input for each parameter; its default, if that is a constant, is noted in `graph.defaults`."""

@@ -54,7 +54,7 @@ NO_GRADIENT = frozenset({"no_grad", "inference_mode", "stop_gradient"})
 # Operations whose results are no tensors, or have no gradient.
 WITHOUT_GRADIENT = words_of("detach zip enumerate reversed list tuple range len size numel dim shape in is not")
 # Statements and expressions that one evaluation may follow; beyond, code branches too often to be followed.
-BUDGET = 200_000
+BUDGET = 40_000
 # Passes of a loop over known items that are followed one by one.
 MOST_PASSES = 256
 
@@ -279,16 +279,16 @@ class Evaluator(Calls):
             return False
         before = self._state()
         one, ended_one = self._assuming(condition, True, statement.body)
-        self._restore(before)
+        self.restore(before)
         leaves = ended_one in ("continue", "break")
         other, ended_other = self._assuming(condition, False, [*statement.orelse, *(rest if leaves else ())])
         if not leaves and ended_other in ("continue", "break"):
-            self._restore(before)
+            self.restore(before)
             one, ended_one = self._assuming(condition, True, [*statement.body, *rest])
             leaves = True
         for ended, state, holds in ((ended_one, other, False), (ended_other, one, True)):
             if ended in ("return", "raise"):
-                self._restore(state)
+                self.restore(state)
                 self.frame.ended = ended_other if holds is False else ended_one
                 self.frame.path.append((condition, holds))
                 return leaves
@@ -324,7 +324,14 @@ class Evaluator(Calls):
                 scope = scope.outer
         return found
 
-    def _restore(self, state: "State") -> None:
+    def reachable(self, value: Any) -> "State":
+        """Return copies of the containers in a value."""
+        found: State = {}
+        _reach(value, found)
+        return found
+
+    def restore(self, state: "State") -> None:
+        """Give containers the content that they had."""
         for container, content in state.values():
             _replace(container, content)
 

@@ -110,6 +110,12 @@ class Graph:
     names: dict[Node, dict[str, None]] = field(default_factory=dict)
     defaults: dict[Node, Any] = field(default_factory=dict)
 
+    def copy(self) -> "Graph":
+        """Return a graph with the same nodes, to which others are added than to this one."""
+        lines, written = ({node: set(places) for node, places in each.items()} for each in (self.lines, self.written))
+        names = {node: dict(given) for node, given in self.names.items()}
+        return Graph(dict(self._known), lines, written, names, dict(self.defaults))
+
     def node(self, operation: str, *arguments: Any, **named: Any) -> Node:
         """Return the node of an operation, the one that is there if it was made before."""
         arguments, sorted_names = fixed(arguments), fixed(tuple(sorted(named.items())))

@@ -147,7 +147,7 @@ class Tree:
         bases = function.owner.bases if function.owner else ()
         if any(isinstance(base, External) and base.path.endswith("autograd.Function") for base in bases):
             entry.failure = "its gradient is written by hand"
-        entry.stores = evaluator.stores
+        entry.stores, entry.graph = evaluator.stores, evaluator.graph
         return entry
 
 
