@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from kltest.errors import KltestError
-from kltest.scanning.core.measured import FAILURES, WORDS, Rollouts, computed_of, filled, leaves, value_of
+from kltest.scanning.core.measured import FAILURES, NUMBER, WORDS, Rollouts, computed_of, filled, leaves, value_of
 from kltest.scanning.core.parts import LIMITS, Part, projected, sign
 from kltest.scanning.core.unfolding import Case, Unfolding, text
 from kltest.symbolic.computed import UnknownError
@@ -120,8 +120,11 @@ class Lifting:
     def _filled(self, node: Node, notes: list[str], *, shaped: bool) -> Node:
         found: list[str] = []
         unknown = leaves(self.roles, node, shaped=shaped).unknown
-        numbers = {end: self._number(node, end, found, shaped) for end in unknown}
-        made = filled(self.roles, node, numbers, shaped=shaped)
+        slots = {end: self.graph.node(INPUT, NUMBER, place) for place, end in enumerate(unknown)}
+        open_ = filled(self.roles, node, slots, shaped=shaped)
+        numbers = {end: self._number(node, end, open_, slots[end], found) for end in unknown}
+        by_slot = {slots[end]: value for end, value in numbers.items()}
+        made = self.graph.rewritten(open_, lambda one: by_slot.get(one, one))
         if not isinstance(made, Node):
             raise KltestError("it is a constant")
         if _is_zero(made):  # or 0 / 0: masks of padding that are none
@@ -132,13 +135,13 @@ class Lifting:
         shape = computed_of(made, Rollouts(2)).shape
         return self.graph.node("sum", made, dim=-1) if shape[-1:] == (WORDS,) else made
 
-    def _number(self, node: Node, number: Node, notes: list[str], shaped: bool) -> Any:
-        """Return what stands for a number that nothing computes."""
+    def _number(self, node: Node, number: Node, of_slots: Any, slot: Node, notes: list[str]) -> Any:
+        """Return what stands for a number that nothing computes, by what a term is as a function of it."""
         name = name_of(number)
         known = self.graph.defaults.get(number, self.settings.get(own_name(number), UNSET))
 
         def at(value: float) -> float:
-            return value_of(filled(self.roles, node, {number: value}, shaped=shaped), Rollouts(2)).item()
+            return value_of(of_slots, Rollouts(2), {slot: value}).item()
 
         try:
             zero = at(0.0)

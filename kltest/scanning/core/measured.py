@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from zlib import crc32
 
@@ -30,6 +31,10 @@ from kltest.symbolic.words import POLICY
 
 ROLLOUTS, TOKENS, WORDS = 3, 4, 5
 NEAR = 1e-9
+NUMBER = "number"
+"""The input that stands for a number that is not known."""
+SOME = 0.5
+NO_NUMBERS: Mapping[Node, Any] = {}
 LOOPING = ("loop", "mapped")
 RESHAPES = words_of(
     "view view_as reshape flatten unflatten permute transpose squeeze unsqueeze movedim expand expand_as"
@@ -160,26 +165,26 @@ class Rollouts:
     def field(self, name: str) -> torch.Tensor:
         """Return the value of a field."""
         key = name.removeprefix("ref_").removeprefix("old_") if self.agree else name
-        if key not in self.values:
-            self.values[key] = self._drawn(key)
-        value = self.values[key]
+        value = self.values[key] = _drawn(key, self.seed, self.full)
         return value if name in ("logp", "logits") else value.detach()
 
-    def _drawn(self, name: str) -> torch.Tensor:
-        # A generator for each field, so that a value does not depend on which fields were drawn before it.
-        generator = torch.Generator().manual_seed(self.seed + crc32(name.encode()))
-        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-        if name.endswith("logits"):
-            return torch.log_softmax(draw(ROLLOUTS, TOKENS, WORDS), -1).requires_grad_()
-        if name.endswith("logp"):
-            return (-draw(ROLLOUTS, TOKENS).abs() - 0.1).requires_grad_()
-        if name == "mask":
-            lengths = torch.arange(TOKENS, TOKENS - ROLLOUTS, -1)
-            live = torch.arange(TOKENS) < lengths[:, None]
-            return (torch.ones_like(live) if self.full else live).to(torch.float64)
-        if name == "tokens":
-            return torch.randint(WORDS, (ROLLOUTS, TOKENS), generator=generator)
-        return draw(ROLLOUTS, 1) + 3.0
+
+@lru_cache
+def _drawn(name: str, seed: int, full: bool) -> torch.Tensor:
+    # A generator for each field, so that a value does not depend on which fields were drawn before it.
+    generator = torch.Generator().manual_seed(seed + crc32(name.encode()))
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    if name.endswith("logits"):
+        return torch.log_softmax(draw(ROLLOUTS, TOKENS, WORDS), -1).requires_grad_()
+    if name.endswith("logp"):
+        return (-draw(ROLLOUTS, TOKENS).abs() - 0.1).requires_grad_()
+    if name == "mask":
+        lengths = torch.arange(TOKENS, TOKENS - ROLLOUTS, -1)
+        live = torch.arange(TOKENS) < lengths[:, None]
+        return (torch.ones_like(live) if full else live).to(torch.float64)
+    if name == "tokens":
+        return torch.randint(WORDS, (ROLLOUTS, TOKENS), generator=generator)
+    return draw(ROLLOUTS, 1) + 3.0
 
 
 def filled(
@@ -192,7 +197,7 @@ def filled(
 ) -> Any:
     """Return a value as a function of inputs that are named as fields, with numbers for what is not known."""
     ends = leaves(roles, value, shaped=shaped)
-    graph = roles.graph
+    graph, unknown = roles.graph, set(ends.unknown)
 
     def conditioned(node: Node, at: int) -> Node:
         arguments = [graph.rewritten(one, replace) for one in node.arguments]
@@ -202,35 +207,43 @@ def filled(
         return graph.node(node.operation, *arguments, **graph.rewritten(dict(node.named), replace))
 
     def replace(node: Node) -> Any:
-        if not shaped and node.operation == "range" and any(one in ends.unknown for one in reached(node)):
-            return roles.graph.node("range", 1)  # of how many passes a loop has, one is followed
+        if not shaped and node.operation == "range" and not unknown.isdisjoint(reached(node)):
+            return graph.node("range", 1)  # of how many passes a loop has, one is followed
         at = CONDITIONS.get(node.operation)
         if at is not None and node not in ends.fields and roles.of(node.arguments[at]).quantity in (MASK, PADDING):
             return conditioned(node, at)
         if node not in ends.fields:
-            return numbers.get(node, 0.5) if node in ends.unknown else node
+            return numbers.get(node, SOME) if node in unknown else node
         name = ends.fields[node]
-        stands = roles.graph.node(INPUT, name)
-        stands = standing(roles.graph, roles, node, stands, shaped=shaped, padded=padded)
-        return roles.graph.node("detach", stands) if name in ("logp", "logits") and True not in roles.flows(node) else stands
+        stands = graph.node(INPUT, name)
+        stands = standing(graph, roles, node, stands, shaped=shaped, padded=padded)
+        return graph.node("detach", stands) if name in ("logp", "logits") and True not in roles.flows(node) else stands
 
-    return roles.graph.rewritten(value, replace)
+    return graph.rewritten(value, replace)
 
 
-def value_of(node: Any, rollouts: Rollouts) -> torch.Tensor:
+def value_of(node: Any, rollouts: Rollouts, numbers: Mapping[Node, Any] = NO_NUMBERS) -> torch.Tensor:
     """Return a function of fields on rollouts, its entries added up, those of different tokens with random weights."""
-    generator = torch.Generator().manual_seed(0)
-    value = computed_of(node, rollouts).to(torch.float64)
+    value = computed_of(node, rollouts, numbers).to(torch.float64)
     value = value.sum(-1) if value.shape[-1:] == (WORDS,) else value
-    return (value * torch.rand(value.shape, generator=generator, dtype=torch.float64)).sum()
+    return (value * _weights(value.shape)).sum()
 
 
-def computed_of(node: Any, rollouts: Rollouts) -> torch.Tensor:
-    """Return what a function of inputs that are named as fields is on rollouts."""
+@lru_cache
+def _weights(shape: torch.Size) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def computed_of(node: Any, rollouts: Rollouts, numbers: Mapping[Node, Any] = NO_NUMBERS) -> torch.Tensor:
+    """Return what a function of inputs that are named as fields, and of numbers, is on rollouts."""
     if not isinstance(node, Node):
         return torch.as_tensor(node)
-    inputs = {one: one.arguments[0] for one in reached(node) if one.operation == INPUT}
-    given = {one: 1.0 if name == "beta" else rollouts.field(name) for one, name in inputs.items()}
+    given = {}
+    for one in reached(node):
+        if one.operation == INPUT:
+            name = one.arguments[0]
+            known = {"beta": 1.0, NUMBER: numbers.get(one, SOME)}
+            given[one] = known[name] if name in known else rollouts.field(name)
     return torch.as_tensor(evaluate([node], given)[node])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from kltest.scanning.core.measured import FAILURES, LOOPING, Rollouts, field_of, filled, is_settled, leaves, value_of
 from kltest.symbolic.operations import OPERATORS, constant_of
 from kltest.symbolic.roles import MASK, PADDING, TOKEN, Roles, own_name
-from kltest.symbolic.values import CHOICE, INPUT, Node, implied, is_constant, nodes_in, reached
+from kltest.symbolic.values import CHOICE, INPUT, Node, implied, is_constant, nodes_in
 
 MOST = 48
 """Configurations that are unfolded of one part."""
