@@ -1,4 +1,4 @@
-"""Forms of terms by their values: k1, k2, k3, or a sum over the vocabulary."""
+"""Forms of terms by their values: k1, k2, k3, or a sum over the vocabulary; and which terms are one."""
 
 from collections.abc import Callable, Mapping
 
@@ -40,6 +40,24 @@ def form_of(core: Node) -> str:
             continue
         return next((name for name, wanted in known.items() if _is_multiple(value, wanted)), "")
     return ""
+
+
+def signature(core: Node) -> str:
+    """Return what tells functions of a rollout's fields apart: their values and gradients, whatever their sign."""
+    rollouts = Rollouts(2)
+    value = computed_of(core, rollouts).to(torch.float64)
+    total = value.sum()
+    numbers = [total.detach(), (value.detach() ** 2).sum()]
+    for name in ("logp", "logits"):
+        given = rollouts.values.get(name)
+        if given is not None and total.requires_grad:
+            (gradient,) = torch.autograd.grad(total, given, allow_unused=True, retain_graph=True)
+            weights = torch.arange(1.0, given.numel() + 1, dtype=torch.float64).view(given.shape)
+            numbers += [] if gradient is None else [(gradient * weights).sum(), (gradient**2).sum()]
+    sign = -1 if numbers[0] < 0 else 1
+    return " ".join(
+        [f"{sign * one.item():.6g}" if at % 2 == 0 else f"{one.item():.6g}" for at, one in enumerate(numbers)]
+    )
 
 
 def _is_multiple(value: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from kltest.scanning.core.parts import LIMITS, Part, projected, sign
 from kltest.scanning.core.unfolding import Case, Unfolding, text
 from kltest.symbolic.computed import UnknownError
 from kltest.symbolic.roles import own_name
-from kltest.symbolic.values import INPUT, Node, is_constant, reached
+from kltest.symbolic.values import CHOICE, INPUT, Node, is_constant, reached
 from kltest.symbolic.words import says
 
 NAME = "kl_term"
@@ -199,10 +199,26 @@ def names(configurations: Sequence[Mapping[str, str]]) -> list[str]:
     return [", ".join(words for name, words in one.items() if name in telling and words) for one in configurations]
 
 
+def plain(condition: Any, holds: bool) -> Iterator[tuple[Node, bool]]:
+    """Yield what is chosen with a condition: of `a and b` both, and of what is denied the opposite."""
+    if not isinstance(condition, Node):
+        return
+    first, *branches = condition.arguments if condition.operation == CHOICE else (None,)
+    # A branch that is the opposite is not taken.
+    taken = [at for at, one in enumerate(branches) if not (is_constant(one) and bool(one) != holds)]
+    if condition.operation == "not":
+        yield from plain(condition.arguments[0], not holds)
+    elif len(taken) == 1:
+        yield from plain(first, taken == [0])
+        yield from plain(branches[taken[0]], holds)
+    else:
+        yield condition, holds
+
+
 def choices(case: Sequence[tuple[Node, bool]]) -> dict[str, str]:
     """Return what was chosen in a configuration in words, by the option."""
     found: dict[str, str] = {}
-    for condition, holds in case:
+    for condition, holds in (one for pair in case for one in plain(*pair)):
         if condition.operation == "==" and is_constant(condition.arguments[1]):
             name = text(condition.arguments[0])
             if holds:

@@ -197,6 +197,10 @@ def text(value: Any, depth: int = DEEPEST) -> str:
             return str(key)
         case "not", (inner,):
             return f"not {text(inner, depth)}"
+        case "choice", (one, True, other):
+            return f"{text(one, depth)} or {text(other, depth)}"
+        case "choice", (one, other, False):
+            return f"{text(one, depth)} and {text(other, depth)}"
         case operation, (one, other) if operation in COMPARED:
             sign = "=" if operation == "==" else f" {operation} "
             return f"{text(one, depth - 1)}{sign}{text(other, depth - 1)}"

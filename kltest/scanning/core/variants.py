@@ -6,14 +6,16 @@ from typing import Any
 
 from kltest.errors import KltestError
 from kltest.scanning.core.entries import Entry
-from kltest.scanning.core.forms import form_of
+from kltest.scanning.core.forms import form_of, signature
 from kltest.scanning.core.lifting import NAME, Lifted, Lifting, choices, names
 from kltest.scanning.core.parts import Part
 from kltest.symbolic.roles import is_counter
-from kltest.symbolic.values import INPUT, Node, reached
+from kltest.symbolic.values import INPUT, Graph, Node, reached
 from kltest.symbolic.written import formula, program
 
-MOST = 24
+REWARDS = ("reward", "advantage")
+PLACES = ("loss", *REWARDS, "helper")
+MOST = 48
 """Variants of one term that are told."""
 
 
@@ -51,7 +53,7 @@ def told(made: Sequence[Variant]) -> list[Variant]:
     best: dict[tuple[str, str], list[Variant]] = {}
     for one in made:
         best.setdefault((one.place, one.key), []).append(one)
-    found = [_best(group) for group in best.values()]
+    found = sorted((_best(group) for group in best.values()), key=lambda one: PLACES.index(one.place))
     reached_by = {one.key for one in found if one.place != "helper" and one.program}
     found = [one for one in found if one.place != "helper" or one.key not in reached_by]
     if reached_by:
@@ -91,10 +93,12 @@ def _write(variant: Variant, lifted: Lifted) -> None:
     if lifted.core is None or lifted.node is None:
         return
     try:
-        variant.key = program(lifted.core, fields(lifted.core), NAME)
+        variant.key = signature(lifted.core)
         variant.program = program(lifted.node, fields(lifted.node), NAME)
         variant.formula = formula(lifted.node, fields(lifted.node))
         variant.form = form_of(lifted.core)
+        if not variant.form and variant.place in REWARDS:
+            variant.form = form_of(Graph().node("negated", lifted.core))
     except KltestError as error:
         variant.why = str(error)
     sides = {name.removesuffix("logits").removesuffix("logp") for name in fields(lifted.node).values() if "log" in name}
