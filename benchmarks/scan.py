@@ -11,8 +11,7 @@ them. Its rows `first` are those of `later`, as the scan of revision 320d790 saw
 and the scan was changed for them after it. Its rows `opened` are the first look at those six, as the scan of revision
 15e596d saw them, without JAX.
 
-Which row of the scan stands for which labelled variant, if both are differentiated (in a loss, or returned by a helper)
-or both are of a reward or advantage:
+Which row of the scan stands for which labelled variant:
 
 1. Rows and labels whose lines meet are matched one to one, so that the sum of what each pair shares is greatest: the
    words of both configurations over the words of either. Between matches that share as much, right names decide. A row
@@ -57,7 +56,6 @@ RECORD = Path(__file__).parent / "scan.csv"
 UNLABELLED = re.compile(r"(^|/)(tests?|docs?)/|(^|/)(test_|conftest)")
 Span = tuple[str, int, int]
 UNGRADED = "not graded"
-SCORED = ("reward", "advantage")
 HONEST = frozenset({"not run", "unnamed", "failed", "inconclusive", UNGRADED})
 DENIALS = frozenset({"not", "no", "without"})
 COMPARISONS = frozenset({"<", ">", "!=", "other", "otherwise"})
@@ -150,13 +148,10 @@ class Result:
     kind: str
 
 
-def results(known: Sequence[Label], meeting: Sequence[int], rows: Sequence[Any]) -> Iterator[Result]:
-    """Yield the variants of a find whose lines meet some labels of a like place."""
+def results(known: Sequence[Label], met: Sequence[int], rows: Sequence[Any]) -> Iterator[Result]:
+    """Yield the variants of a find whose lines meet some labels."""
+    names = frozenset[str]().union(*(known[number].names for number in met))
     for row in rows:
-        met = [number for number in meeting if (known[number].row["place"] in SCORED) == (row.place in SCORED)]
-        if not met:
-            continue
-        names = frozenset[str]().union(*(known[number].names for number in met))
         named = normal(row.gradients.get("current", row.status))
         right, honest, wrong = KINDS
         kind = right if named in names else honest if HONEST & {named, row.status} else wrong

@@ -231,7 +231,7 @@ TERMS_NOT_YET = {
     "under no_grad, in the loss all the same": "a term of a loss that is detached as a whole is told as a helper's",
 }
 # A helper that a loss calls is told with what it becomes there.
-TERMS_OTHERWISE = {"a helper": "loss"}
+TERMS_OTHERWISE = {"a helper": "loss", "k1 subtracted from the advantage": "advantage"}
 NONE_NOT_YET = {
     "a distance of logits": "logits that are not normalised are taken to be log-probs",
     "a reward that is only logged": "a variable called reward counts, whatever becomes of it",

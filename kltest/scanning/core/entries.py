@@ -134,7 +134,7 @@ class Tree:
         """Return a function as it is followed with nothing known of its call."""
         evaluator = self.evaluator
         evaluator.renew()
-        owner = kind.definition.name if kind else ""
+        owner = function.owner.definition.name if function.owner else ""
         entry = Entry(source, function, owner, evaluator.graph)
         try:
             entry.returned = evaluator.entered(function, kind)

@@ -93,13 +93,20 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
         if says(name, *LOSS):
             yield stored.value, "loss"
         elif says(name, *REWARD):
-            yield stored.value, "reward"
+            yield stored.value, _scored(name)
     if not losses and says(entry.title, *LOSS):
         losses = [value for _, value in named[:1]]
+    elif not losses and says(entry.title, *REWARD) and not says_kl(entry.title):
+        yield from ((value, _scored(entry.title)) for _, value in named[:1])
     yield from ((value, "loss") for value in losses)
     for stored in entry.stores:
         if stored.name == BACKWARD_OF:
             yield from ((value, "loss") for value in nodes_in(stored.value))
+
+
+def _scored(name: str) -> str:
+    """Return whether a name says an advantage, which is a token's own, or a reward, which earlier tokens get too."""
+    return "advantage" if says(name, "adv") else "reward"
 
 
 def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = "") -> Iterator[tuple[str, Any]]:
@@ -129,14 +136,15 @@ def _add(
 ) -> None:
     ends = leaves(entry.roles, part.core)
     lines = lines_of(entry, part.core, ends)
-    at = entry.graph.lines.get(part.core) or lines
+    written = entry.graph.written.get(part.core, set())
+    at = written or entry.graph.lines.get(part.core) or lines
     if not at:
         return
     # What several functions compute of the same is one node: the function that was entered goes before others.
     own = entry.function.definition
     inside = {
         (name, number)
-        for name, number in entry.graph.written.get(part.core, ())
+        for name, number in written
         if name == entry.function.scope.file and own.lineno <= number <= (getattr(own, "end_lineno", 0) or 0)
     }
     file, line = min(inside or at)

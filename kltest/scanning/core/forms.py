@@ -1,11 +1,12 @@
 """Forms of terms by their values: k1, k2, k3, or a sum over the vocabulary; and which terms are one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from kltest.scanning.core.measured import FAILURES, Rollouts, computed_of
 from kltest.symbolic.values import Node
+from kltest.symbolic.words import SAMPLER
 
 NEAR = 1e-9
 OF_TOKENS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -43,21 +44,39 @@ def form_of(core: Node) -> str:
 
 
 def signature(core: Node) -> str:
-    """Return what tells functions of a rollout's fields apart: their values and gradients, whatever their sign."""
+    """Return what tells functions of a rollout's fields apart: their values and gradients, up to a factor."""
     rollouts = Rollouts(2)
-    value = computed_of(core, rollouts).to(torch.float64)
+    value = _of_one_size(computed_of(core, rollouts).to(torch.float64))
     total = value.sum()
-    numbers = [total.detach(), (value.detach() ** 2).sum()]
+    numbers = [total.abs().item(), (value**2 * _places(value)).sum().item()]
     for name in ("logp", "logits"):
         given = rollouts.values.get(name)
         if given is not None and total.requires_grad:
             (gradient,) = torch.autograd.grad(total, given, allow_unused=True, retain_graph=True)
-            weights = torch.arange(1.0, given.numel() + 1, dtype=torch.float64).view(given.shape)
-            numbers += [] if gradient is None else [(gradient * weights).sum(), (gradient**2).sum()]
-    sign = -1 if numbers[0] < 0 else 1
-    return " ".join(
-        [f"{sign * one.item():.6g}" if at % 2 == 0 else f"{one.item():.6g}" for at, one in enumerate(numbers)]
-    )
+            if gradient is not None:
+                numbers += [abs((gradient * _places(given)).sum().item()), (gradient**2).sum().item()]
+    return _text(numbers)
+
+
+def worth(core: Node) -> str:
+    """Return what tells the values of functions of a rollout's fields apart, where the sampler is the policy."""
+    rollouts = Rollouts(2, agree=(SAMPLER,), size=0.2)
+    value, mask = computed_of(core, rollouts).detach().to(torch.float64), rollouts.field("mask")
+    value = _of_one_size(value * mask if value.shape == mask.shape else value)
+    return _text([value.sum().abs().item(), (value**4).sum().item()])
+
+
+def _of_one_size(value: torch.Tensor) -> torch.Tensor:
+    """Return a value up to a factor."""
+    return value / (value.detach() ** 2).sum().sqrt()
+
+
+def _places(value: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1.0, value.numel() + 1, dtype=torch.float64).view(value.shape)
+
+
+def _text(numbers: Sequence[float]) -> str:
+    return " ".join(f"{one:.6g}" for one in numbers)
 
 
 def _is_multiple(value: torch.Tensor, wanted: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from kltest.symbolic.words import says
 
 NAME = "kl_term"
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty", "scale", "eta")
+REWARDS = ("reward", "advantage")
 FAR = 1e4
 """What stands for a limit that nothing says, so that it limits nothing."""
 TOLERANCE = 1e-9
@@ -82,21 +83,24 @@ class Lifting:
 
     def _place(self, found: Lifted, case: Case, whole: Any, place: str) -> None:
         """Lift what becomes of a term: the first of its configurations that can be computed; else the term alone."""
-        loops = place not in ("reward", "advantage")
+        why = ""
         for outer in islice(self.unfolding.cases(whole, case.assumed), TRIED):
             if not isinstance(outer.node, Node):
                 continue
-            notes: list[str] = []
+            found.notes = []
             try:
-                found.node, found.notes = self.filled(outer.node, notes, loops=loops), notes
+                found.node = self.filled(outer.node, found.notes, loops=place not in REWARDS)
                 break
             except (*FAILURES, NotLiftedError) as error:
-                found.notes = found.notes or [f"only the term itself, without what becomes of it: {error}"]
+                why = why or str(error)
         else:
+            if place == "advantage":  # of a token, or of all that follow it?
+                raise NotLiftedError(f"nothing says what becomes of it: {why}")
+            found.notes = [f"only the term itself, without what becomes of it: {why}"]
             found.node, found.whole = self.filled(case.node, found.notes), False
         if place == "loss" and computed_of(found.node, Rollouts(2)).dim():
             found.whole = False
-        if place in ("reward", "advantage"):
+        if place in REWARDS:
             found.node = self.graph.node("negated", found.node)
 
     def filled(self, node: Node, notes: list[str], *, loops: bool = True) -> Node:

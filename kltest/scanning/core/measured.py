@@ -1,6 +1,6 @@
 """Parts of a graph by their values on random rollouts: zero where their sides agree, or linear in a number."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -27,7 +27,7 @@ from kltest.symbolic.roles import (
     is_filled,
 )
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached
-from kltest.symbolic.words import POLICY
+from kltest.symbolic.words import POLICY, REFERENCE, SAMPLER
 
 ROLLOUTS, TOKENS, WORDS = 3, 4, 5
 NEAR = 1e-9
@@ -156,16 +156,21 @@ def standing(graph: Graph, roles: Roles, node: Node, stands: Any, *, shaped: boo
 
 
 class Rollouts:
-    """Random rollouts: a value for each field, the same for all sides where they agree."""
+    """Random rollouts: a value for each field, the policy's for those sides that agree with it.
 
-    def __init__(self, seed: int, *, agree: bool = False, full: bool = False) -> None:
-        self.seed, self.agree, self.full = seed, agree, full
+    Log-probs of tokens are of `size`: small ones stay within the limits that losses clamp them to.
+    """
+
+    def __init__(self, seed: int, *, agree: Collection[str] = (), full: bool = False, size: float = 1.0) -> None:
+        self.seed, self.agree, self.full, self.size = seed, agree, full, size
         self.values: dict[str, torch.Tensor] = {}
 
     def field(self, name: str) -> torch.Tensor:
         """Return the value of a field."""
-        key = name.removeprefix("ref_").removeprefix("old_") if self.agree else name
+        prefix = name[: name.find("_") + 1]
+        key = name.removeprefix(prefix) if prefix in self.agree else name
         value = self.values[key] = _drawn(key, self.seed, self.full)
+        value = value * self.size if name.endswith("logp") and self.size != 1 else value
         return value if name in ("logp", "logits") else value.detach()
 
 
@@ -255,7 +260,7 @@ def vanishes(roles: Roles, node: Node) -> bool:
 def _vanishes(roles: Roles, node: Node, shaped: bool) -> bool:
     try:
         of_fields = filled(roles, node, {}, shaped=shaped)
-        same, other = Rollouts(1, agree=True), Rollouts(2)
+        same, other = Rollouts(1, agree=(REFERENCE, SAMPLER)), Rollouts(2)
         at_same, elsewhere = value_of(of_fields, same), value_of(of_fields, other)
     except FAILURES:
         return False

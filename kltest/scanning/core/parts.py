@@ -318,8 +318,16 @@ def sign(part: Part) -> int:
     while node is not part.at:
         inner = next(one for one in part.ways[node] if part.holds(one))
         subtracted = node.operation in ("-", "sub") and inner is not node.arguments[0]
-        negative = any(isinstance(one, int | float) and one < 0 for one in node.arguments)
-        if node.operation in NEGATIONS or subtracted or (node.operation in PRODUCTS and negative):
-            found = -found
+        multiplies = node.operation in PRODUCTS or node.operation in ("/", "div")
+        factors = [one for one in node.arguments if one is not inner] if multiplies else []
+        turned = [node.operation in NEGATIONS, subtracted, *map(_is_negative, factors)]
+        found *= (-1) ** sum(turned)
         node = inner
     return found
+
+
+def _is_negative(value: Any) -> bool:
+    """Return True for a negative number, and for minus what a name stands for."""
+    if isinstance(value, Node):
+        return value.operation in NEGATIONS and not _is_negative(value.arguments[0])
+    return isinstance(value, int | float) and value < 0

@@ -6,14 +6,13 @@ from typing import Any
 
 from kltest.errors import KltestError
 from kltest.scanning.core.entries import Entry
-from kltest.scanning.core.forms import form_of, signature
-from kltest.scanning.core.lifting import NAME, Lifted, Lifting, choices, names
+from kltest.scanning.core.forms import form_of, signature, worth
+from kltest.scanning.core.lifting import NAME, REWARDS, Lifted, Lifting, choices, names
 from kltest.scanning.core.parts import Part
 from kltest.symbolic.roles import is_counter
 from kltest.symbolic.values import INPUT, Graph, Node, reached
 from kltest.symbolic.written import formula, program
 
-REWARDS = ("reward", "advantage")
 PLACES = ("loss", *REWARDS, "helper")
 MOST = 48
 """Variants of one term that are told."""
@@ -27,6 +26,7 @@ class Variant:
         place: loss, reward, advantage or helper.
         name: its configuration.
         key: what tells terms apart that compute something else.
+        worth: what tells those apart that have other values, whatever their gradient.
         program: a function of rollout fields; the empty string if there is none, and `why` says so.
         used: functions of the tree that put it there.
         called: false if others of the term reach a loss, and this one does not.
@@ -35,6 +35,7 @@ class Variant:
     place: str
     name: str
     key: str
+    worth: str = ""
     program: str = ""
     formula: str = ""
     form: str = ""
@@ -54,13 +55,10 @@ def told(made: Sequence[Variant]) -> list[Variant]:
     for one in made:
         best.setdefault((one.place, one.key), []).append(one)
     found = sorted((_best(group) for group in best.values()), key=lambda one: PLACES.index(one.place))
-    reached_by = {one.key for one in found if one.place != "helper" and one.program}
-    found = [one for one in found if one.place != "helper" or one.key not in reached_by]
-    if reached_by:
-        for one in found:
-            one.called = one.place != "helper"
-    if any(one.program for one in found):
-        found = [one for one in found if one.program or one.place != "helper"]
+    used = {one.worth for one in found if one.place != "helper" and one.program}
+    for one in found:
+        one.called = one.place != "helper" or not used
+    found = [one for one in found if one.called or (one.program and one.worth not in used)]
     for one, name in zip(found, names([one.choices for one in found]), strict=True):
         one.name = name
     return found[:MOST]
@@ -69,7 +67,11 @@ def told(made: Sequence[Variant]) -> list[Variant]:
 def _best(group: list[Variant]) -> Variant:
     """Return the best of several that are one: graded, with what becomes of it, and named by its own function."""
     best = min(group, key=lambda one: (not one.program, not one.whole, len(one.program)))
-    best.choices = min((one.choices for one in group), key=len)
+    own: dict[str, dict[str, str]] = {}
+    for one in group:  # what is chosen in all configurations from one entry makes it what it is
+        common = own.setdefault(one.entry, one.choices)
+        own[one.entry] = {name: words for name, words in common.items() if one.choices.get(name) == words}
+    best.choices = min(own.values(), key=len)
     best.used = sorted({use for one in group for use in one.used})
     return best
 
@@ -93,7 +95,7 @@ def _write(variant: Variant, lifted: Lifted) -> None:
     if lifted.core is None or lifted.node is None:
         return
     try:
-        variant.key = signature(lifted.core)
+        variant.key, variant.worth = signature(lifted.core), worth(lifted.core)
         variant.program = program(lifted.node, fields(lifted.node), NAME)
         variant.formula = formula(lifted.node, fields(lifted.node))
         variant.form = form_of(lifted.core)
