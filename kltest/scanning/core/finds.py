@@ -66,11 +66,11 @@ def _is_kl(find: Find) -> bool:
 
 
 def _margins(entry: Entry, values: list[Any]) -> set[Node]:
-    """Return the probabilities of which a loss takes a sigmoid: those of a preference."""
+    """Return the probabilities of a preference: those of which a loss takes a sigmoid, and of rewards of its pairs."""
     found: set[Node] = set()
-    for node in reached(values):
-        if node.operation in SIGMOIDS:
-            found |= leaves(entry.roles, node).fields.keys()
+    pairs = [one.value for one in entry.stores if is_preference(one.name) and says(one.name, *REWARD)]
+    for node in [*(one for one in reached(values) if one.operation in SIGMOIDS), *nodes_in(pairs)]:
+        found |= leaves(entry.roles, node).fields.keys()
     return found
 
 
