@@ -304,7 +304,9 @@ class Roles:
         if node.operation == "item":
             return self.of(node.arguments[0])
         if node.operation in CALLS:
-            return together([self.of(one) for one in (*node.arguments, *(value for _, value in node.named))])
+            given = together([self.of(one) for one in (*node.arguments, *(value for _, value in node.named))])
+            made = self._log_probs_of(node) if len(given.sides) < 2 else None
+            return given if made is None else self._of_side(node, *made)
         return NOTHING
 
     def _of_side(self, node: Node, stated: Side, quantity: str = "") -> Fact:
@@ -338,6 +340,20 @@ class Roles:
             stack += [user for user in made if user not in stack]
             for user in made:
                 yield from self.graph.names.get(user, ())
+
+    def _log_probs_of(self, node: Node) -> tuple[Side, str] | None:
+        """Return whose log-probs of tokens a call gives, if what is made of it by moves and a sign is called that."""
+        stack = [(node, LOG_PROB)]
+        for one, quantity in stack:
+            for user in self._users.get(one, ()):
+                denied = user.operation in ("neg", "negated")
+                if user.arguments[0] is one and (denied or user.operation in MOVES | {"item"}):
+                    its = {LOG_PROB: LOSS, LOSS: LOG_PROB}[quantity] if denied else quantity
+                    stated = [side(name) for name in self.graph.names.get(user, ())]
+                    if (found := next((each for each in stated if each and each.quantity == "logp"), None)) is not None:
+                        return found, its
+                    stack.append((user, its))
+        return None
 
     def _meets_distribution(self, node: Node) -> bool:
         """Return True for what is computed with a distribution over the vocabulary entry by entry."""

@@ -90,6 +90,8 @@ class Lifting:
             found.notes = []
             try:
                 found.node = self.filled(outer.node, found.notes, loops=place not in REWARDS)
+                if place in REWARDS and not computed_of(found.node, Rollouts(2)).dim():
+                    raise NotLiftedError("one number of all rollouts is a statistic, and none's reward")
                 break
             except (*FAILURES, NotLiftedError) as error:
                 why = why or str(error)
@@ -143,6 +145,9 @@ class Lifting:
         """Return what stands for a number that nothing computes, by what a term is as a function of it."""
         name = name_of(number)
         known = self.graph.defaults.get(number, self.settings.get(own_name(number), UNSET))
+        if known in (UNSET, None) and (far := _far(node, number)):
+            notes.append(f"{name} is taken to limit nothing")
+            return far
 
         def at(value: float) -> float:
             return value_of(of_slots, Rollouts(2), {slot: value}).item()
@@ -183,6 +188,14 @@ class Lifting:
             notes.append(f"{name} is taken to be 0.5")
             return 0.5
         raise NotLiftedError(f"nothing says what {name} is")
+
+
+def _far(node: Node, number: Node) -> float:
+    """Return what limits nothing in the place of a limit, from below or from above; 0 for a number that is none."""
+    clamps = [each for each in reached(node) if each.operation == "clamp"]
+    limits = [dict(zip(("min", "max"), each.arguments[1:], strict=False)) | dict(each.named) for each in clamps]
+    sides = {one for each in limits for one in ("min", "max") if each.get(one) is number}
+    return {frozenset({"min"}): -FAR, frozenset({"max"}): FAR}.get(frozenset(sides), 0.0)
 
 
 def _is_zero(node: Node) -> bool:

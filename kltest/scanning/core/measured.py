@@ -92,15 +92,15 @@ def leaves(roles: Roles, value: Any, *, shaped: bool = True) -> Leaves:
 
 def stands(roles: Roles, node: Node, *, shaped: bool = True) -> bool:
     """Return True if a field of a rollout stands for a node, and for what it is computed from."""
-    return bool(field_of(roles, node)) and not (shaped and _keeps_shape(node))
+    return bool(field_of(roles, node)) and not (shaped and _keeps_shape(roles, node))
 
 
-def _keeps_shape(node: Node) -> bool:
+def _keeps_shape(roles: Roles, node: Node) -> bool:
     """Return True for what gives a field another shape, or takes an item of it in a loop."""
     if not isinstance(node.arguments[0], Node):
         return False
     counted = node.operation == "item" and any(map(is_counter, reached(node.arguments[1])))
-    return node.operation in RESHAPES or counted
+    return node.operation in RESHAPES or (counted and bool(field_of(roles, node.arguments[0])))
 
 
 def field_of(roles: Roles, node: Node) -> str:

@@ -252,8 +252,9 @@ class Parts:
         """Return addends in groups of those that are made of the same probabilities of two sides."""
         groups: list[tuple[dict[Node, str], list[tuple[int, Any]]]] = []
         for one in addends:
-            ends = leaves(self.roles, one[1]).fields
-            fields = {source_of(self.roles, node): name[:4] for node, name in ends.items() if "log" in name}
+            ends = leaves(self.roles, one[1])
+            fields = {source_of(self.roles, node): name[:4] for node, name in ends.fields.items() if "log" in name}
+            fields |= {node: "" for node in ends.unknown if self.roles.of(node).sides}
             members = [one]
             for other in list(groups):
                 if len({other[0][node] for node in other[0].keys() & fields}) > 1:
