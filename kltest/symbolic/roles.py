@@ -126,7 +126,8 @@ class Roles:
         facts = [self._known[part] for part in parts_of(node)]
         whole = together(facts)
         taken = node.operation == "item" and len(facts) == 1
-        first = facts[0] if taken else self.of(node.arguments[0]) if node.arguments else NOTHING
+        at = 1 if node.operation == "where" and len(node.arguments) == 3 else 0
+        first = facts[0] if taken else self.of(node.arguments[at]) if node.arguments else NOTHING
         quantity = self._quantity(node, first, whole)
         if quantity in (LOG_PROBS, PROBS) and not whole.sides and (forward := _forward(node)) is not None:
             return self._of_side(forward, Side("logits", None), quantity)
@@ -159,6 +160,8 @@ class Roles:
                 single = dict(node.named).get("reduction") == "none" and not targets.sides
                 return LOSS if single else ""
             case "clamp" | "+" if before in (PROBS, PROB) and _is_guard(node):
+                return before
+            case "*" | "mul" | "where" if before in (LOG_PROBS, LOG_PROB) and self._is_masked(node):
                 return before
             case "/" | "div" | "*" | "mul":
                 other = self.of(node.arguments[1]) if len(node.arguments) > 1 else NOTHING
@@ -252,6 +255,14 @@ class Roles:
             parts = [one for one in parts if self.of(one).sides]
         found = {self.of(one).quantity for one in parts}
         return found.pop() if len(found) == 1 else ""
+
+    def _is_masked(self, node: Node) -> bool:
+        """Return True for log-probs that are so called after a mask of another name has made some of them zero."""
+        *masks, zero = node.arguments[::2] if node.operation == "where" else (node.arguments[1], 0)
+        named = any(side(name) for name in self.graph.names.get(node, ()))
+        (mask,) = masks
+        shaped = isinstance(mask, Node) and mask.operation in MOVES | {"item"} and not self.of(mask).sides
+        return named and zero == 0 and shaped and self.of(mask).quantity == "" and not self.of(mask).rewarded
 
     def _selected(self, node: Node) -> str:
         """Return the log-prob of a token for a sum of products with its one-hot vector."""
@@ -367,10 +378,15 @@ class Roles:
         return False
 
     def _chains(self, node: Node) -> Iterator[str]:
-        """Yield the names of what a call is given: whose model it is."""
-        for part in nodes_in((*node.arguments, *(value for _, value in node.named))):
+        """Yield the names of what a call is given, also for an entry of what it returns: whose model it is."""
+        while node.operation in ("item", "attribute") and isinstance(node.arguments[0], Node):
+            node = node.arguments[0]
+        given = list(nodes_in((*node.arguments, *(value for _, value in node.named))))
+        for part in given:
             if part.operation in OPAQUE:
                 yield ".".join(_origin(part))
+            elif part.operation in ("detach", CHOICE):
+                given += [one for one in parts_of(part) if one not in given]
         yield from (value for _, value in node.named if isinstance(value, str))
 
 

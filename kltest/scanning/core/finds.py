@@ -168,6 +168,6 @@ def lines_of(entry: Entry, core: Node, ends: Leaves) -> set[tuple[str, int]]:
         if node in seen or node in ends.fields or node in ends.unknown:
             continue
         seen.add(node)
-        found |= entry.graph.lines.get(node, set())
+        found |= entry.graph.written.get(node) or entry.graph.lines.get(node, set())
         stack.extend(one for one in node.parts if entry.roles.of(one).sides)
     return found
