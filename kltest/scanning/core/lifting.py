@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import torch
+
 from kltest.errors import KltestError
 from kltest.scanning.core.measured import FAILURES, NUMBER, WORDS, Rollouts, computed_of, filled, leaves, value_of
 from kltest.scanning.core.parts import LIMITS, Part, projected, sign
@@ -27,6 +29,10 @@ TRIED = 6
 
 class NotLiftedError(Exception):
     """A term cannot be lifted; the message says why."""
+
+
+class _ZeroError(KltestError):
+    """A term of which nothing is left: it is multiplied by zero."""
 
 
 @dataclass
@@ -77,13 +83,15 @@ class Lifting:
                 found.refused = str(error)
             except UnknownError as error:
                 found.refused = f"nothing says what {name_of(error.node)} is"
+            except _ZeroError:
+                continue
             except FAILURES as error:
                 found.refused = f"it cannot be computed: {' '.join(str(error).split())[:200]}"
             yield found
 
     def _place(self, found: Lifted, case: Case, whole: Any, place: str) -> None:
         """Lift what becomes of a term: the first of its configurations that can be computed; else the term alone."""
-        why = ""
+        why, zero = "", None
         for outer in islice(self.unfolding.cases(whole, case.assumed), TRIED):
             if not isinstance(outer.node, Node):
                 continue
@@ -92,10 +100,16 @@ class Lifting:
                 found.node = self.filled(outer.node, found.notes, loops=place not in REWARDS)
                 if place in REWARDS and not computed_of(found.node, Rollouts(2)).dim():
                     raise NotLiftedError("one number of all rollouts is a statistic, and none's reward")
+                if place in REWARDS and found.core and not _fields(found.core) <= _fields(found.node):
+                    raise NotLiftedError("what is made of it does not say whose probabilities are which")
                 break
+            except _ZeroError as error:
+                zero = error
             except (*FAILURES, NotLiftedError) as error:
                 why = why or str(error)
         else:
+            if zero and not why:
+                raise zero
             if place == "advantage":  # of a token, or of all that follow it?
                 raise NotLiftedError(f"nothing says what becomes of it: {why}")
             found.notes = [f"only the term itself, without what becomes of it: {why}"]
@@ -136,7 +150,7 @@ class Lifting:
         if _is_zero(made):  # or 0 / 0: masks of padding that are none
             made = filled(self.roles, node, numbers, shaped=shaped, padded=False)
             if _is_zero(made):
-                raise KltestError("it is zero")
+                raise _ZeroError("it is zero")
         notes += found
         shape = computed_of(made, Rollouts(2)).shape
         return self.graph.node("sum", made, dim=-1) if shape[-1:] == (WORDS,) else made
@@ -198,8 +212,17 @@ def _far(node: Node, number: Node) -> float:
     return {frozenset({"min"}): -FAR, frozenset({"max"}): FAR}.get(frozenset(sides), 0.0)
 
 
+def _fields(node: Node) -> set[str]:
+    """Return the probabilities that a function is given."""
+    return {one.arguments[0] for one in reached(node) if one.operation == INPUT and "log" in one.arguments[0]}
+
+
 def _is_zero(node: Node) -> bool:
-    return not abs(value_of(node, Rollouts(5, full=True)).item()) > TOLERANCE
+    rollouts = Rollouts(5, full=True)
+    value = value_of(node, rollouts)
+    fields = [one for one in rollouts.values.values() if one.requires_grad] if value.requires_grad else []
+    gradients = torch.autograd.grad(value, fields, materialize_grads=True) if fields else []
+    return not any(bool((one.abs() > TOLERANCE).any()) for one in (value, *gradients))
 
 
 UNSET = object()

@@ -11,6 +11,7 @@ from kltest.scanning.core.unfolding import Unfolding
 from kltest.symbolic.operations import words_of
 from kltest.symbolic.roles import MOVES, parts_of
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in
+from kltest.symbolic.words import POLICY
 
 LINEAR = (
     MOVES
@@ -142,6 +143,8 @@ class Parts:
 
     def _of_product(self, node: Node, walk: "_Walk") -> Iterator[Part]:
         own = [one for one in nodes_in(node.arguments) if self.roles.of(one).sides or self.roles.of(one).rewarded]
+        if any(_is_zero(one) for one in node.arguments):
+            return
         if len(own) == 1:
             walk.on(node, own)
             return
@@ -154,7 +157,22 @@ class Parts:
             yield walk.part(node, node)
         elif len(factors) > 1:
             for one in rewarded:
-                yield from self.of(one, "advantage")
+                if any(self._carries(other) for other in factors if other is not one):
+                    yield from self.of(one, "advantage")
+                else:  # a loss that is weighted
+                    walk.stack.append(one)
+
+    def _carries(self, node: Node) -> bool:
+        """Return True for what a gradient of the policy's probabilities flows through."""
+        stack = [node]
+        for one in stack:
+            fact = self.roles.of(one)
+            if one.operation == "detach" or POLICY not in fact.sides:
+                continue
+            if fact.is_field or self.roles.is_unknown(one):
+                return True
+            stack += [part for part in parts_of(one) if part not in stack]
+        return False
 
     def _factors(self, node: Node, walk: "_Walk") -> Iterator[Node]:
         for one in nodes_in(node.arguments):
@@ -299,6 +317,11 @@ def projected(graph: Graph, part: Part) -> tuple[Any, list[tuple[Node, bool]]]:
 
     root = graph.rewritten(part.root, lambda node: part.core if node is part.at else node, taken)
     return root, list(assumed)
+
+
+def _is_zero(value: Any) -> bool:
+    """Return True for the number zero, and a tensor of it."""
+    return value.operation == "tensor" and _is_zero(value.arguments[0]) if isinstance(value, Node) else value == 0
 
 
 def _is_carried(value: Any) -> bool:

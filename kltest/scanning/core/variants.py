@@ -106,7 +106,7 @@ def _write(variant: Variant, lifted: Lifted) -> None:
     sides = {name.removesuffix("logits").removesuffix("logp") for name in fields(lifted.node).values() if "log" in name}
     if len(sides) < 2:
         variant.program, variant.why = "", "both sides look like one: nothing says whose probabilities are which"
-    elif variant.place == "loss" and "" not in sides:
+    elif variant.place in ("loss", "helper") and "" not in sides:
         variant.program, variant.why = "", "nothing of the policy is in it"
 
 
