@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from kltest.symbolic.composed import module_of
-from kltest.symbolic.operations import CONSTANTS, GRADIENTS, LEADING, MODULES, NAMED, STORED, canonical, operation_of
+from kltest.symbolic.operations import (
+    CONSTANTS,
+    FUNCTIONS,
+    GRADIENTS,
+    LEADING,
+    MODULES,
+    NAMED,
+    OPERATORS,
+    STORED,
+    canonical,
+    is_constant,
+    operation_of,
+)
 from kltest.symbolic.values import (
     ABSENT,
     CHOICE,
@@ -26,7 +38,6 @@ from kltest.symbolic.values import (
     Thing,
     TooLargeError,
     fixed,
-    is_constant,
     mapped,
     nodes_in,
 )
@@ -37,6 +48,8 @@ LIBRARY = frozenset(one.name for one in LIBRARY_SOURCE.body if isinstance(one, a
 }
 # Packages that have what another has.
 PACKAGES = {"numpyro": "torch", "tensorflow_probability": "distrax", "tfp": "distrax"}
+# Types of which something may be known to be.
+TYPES: Mapping[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, "Tensor": ()}
 # Calls inside of calls that are followed.
 DEPTH = 24
 # Built-in functions of Python on values of which some are nodes.
@@ -511,7 +524,28 @@ class Calls:
             thing, attribute = arguments
             if attribute in thing.attributes or thing.kind.lookup(attribute) is not None:
                 return True
+        if name == "isinstance":
+            return self._is_instance(*arguments)
         return self.opaque("call", name, *arguments) if name != "print" else None
+
+    def _is_instance(self, value: Any, kind: Any) -> Any:
+        """Return whether a value is of a type; a condition, where nothing says it."""
+        name = (kind.path if isinstance(kind, External) else getattr(kind, "name", "")).rpartition(".")[2]
+        if isinstance(value, Node) and value.operation == CHOICE:
+            condition, *branches = value.arguments
+            return self.graph.choice(condition, *(self._is_instance(one, kind) for one in branches))
+        if name == "Tensor" and _is_tensor(value):
+            return True
+        if is_constant(value) and name in TYPES:
+            return isinstance(value, TYPES[name])
+        return self.opaque("call", "isinstance", value, kind)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Return True for what a function of torch returns, and for what is computed with it."""
+    if not isinstance(value, Node):
+        return False
+    return value.operation in FUNCTIONS or (value.operation in OPERATORS and any(map(_is_tensor, value.arguments)))
 
 
 def _ends(key: slice) -> tuple[Any, Any, Any]:

@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import Any
 
 from kltest.symbolic.calls import Calls, stored
-from kltest.symbolic.operations import constant_of, words_of
+from kltest.symbolic.operations import constant_of, is_constant, words_of
 from kltest.symbolic.values import (
     ABSENT,
     CHOICE,
@@ -36,7 +36,6 @@ from kltest.symbolic.values import (
     TooLargeError,
     fixed,
     implied,
-    is_constant,
     nodes_in,
 )
 
@@ -51,8 +50,10 @@ COMPARED = {
 UNARY = {ast.USub: "negated", ast.Not: "not", ast.Invert: "inverted", ast.UAdd: "+"}
 DECORATORS = frozenset({"property", "cached_property", "staticmethod", "classmethod"})
 NO_GRADIENT = frozenset({"no_grad", "inference_mode", "stop_gradient"})
-# Operations whose results are no tensors, or have no gradient.
-WITHOUT_GRADIENT = words_of("detach zip enumerate reversed list tuple range len size numel dim shape in is not")
+# Operations whose results have no gradient.
+WITHOUT_GRADIENT = words_of(
+    "detach zip enumerate reversed list tuple range len size numel dim shape in is not == != < <= > >="
+)
 # Statements and expressions that one evaluation may follow; beyond, code branches too often to be followed.
 BUDGET = 40_000
 # Passes of a loop over known items that are followed one by one.
@@ -253,7 +254,12 @@ class Evaluator(Calls):
     _asyncwith = _with
 
     def _try(self, statement: ast.Try) -> None:
-        self.block([*statement.body, *statement.orelse, *statement.finalbody])
+        """Follow what is tried; where it asserts something, what is done otherwise as well."""
+        tried = [*statement.body, *statement.orelse]
+        at, first = next(((at, one) for at, one in enumerate(tried) if isinstance(one, ast.Assert)), (0, None))
+        if first is not None and statement.handlers:
+            tried[at:] = [ast.copy_location(ast.If(first.test, tried[at + 1 :], statement.handlers[0].body), first)]
+        self.block([*tried, *statement.finalbody])
 
     _trystar = _try
 
@@ -623,6 +629,9 @@ class Evaluator(Calls):
             return not held if isinstance(held, bool) else self.graph.node("not", held)
         if name == "is" and right is None and not self._may_be_none(left):
             return left is None
+        if name == "is" and right is None and left.operation == CHOICE:
+            condition, *branches = left.arguments
+            return self.graph.choice(condition, *(self._compared(name, one, None) for one in branches))
         if name == "in" and isinstance(right, dict) and is_constant(left):
             return left in right
         if name == "in" and isinstance(right, list | tuple) and all(map(is_constant, right)) and isinstance(left, Node):

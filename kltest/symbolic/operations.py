@@ -10,8 +10,6 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kltest.symbolic.values import is_constant
-
 
 def words_of(text: str) -> frozenset[str]:
     """Return the words of a text."""
@@ -122,9 +120,18 @@ def canonical(name: str) -> str | None:
     return name if name in FUNCTIONS else "same" if name in SAME else None
 
 
+def is_constant(value: Any) -> bool:
+    """Return True for a number, a truth, a text, None or the ellipsis."""
+    return value is None or value is Ellipsis or isinstance(value, bool | int | float | str)
+
+
+def _is_known(value: Any) -> bool:
+    return all(map(_is_known, value)) if isinstance(value, tuple | list) else is_constant(value)
+
+
 def constant_of(operation: str, arguments: tuple[Any, ...]) -> Any:
     """Return what an operator makes of constants, NotImplemented if it cannot be computed."""
-    if operation not in OPERATORS or not all(is_constant(one) or isinstance(one, tuple | list) for one in arguments):
+    if operation not in OPERATORS or not all(map(_is_known, arguments)):
         return NotImplemented
     try:
         return OPERATORS[operation](*arguments)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kltest.errors import KltestError
+from kltest.symbolic.operations import constant_of, is_constant
 
 CHOICE = "choice"
 # Operations that make a node from nothing of the graph: a parameter, or a name of which nothing is known.
@@ -224,7 +225,7 @@ def _under(condition: Any, holds: bool, value: Any) -> Any:
 
 
 def implied(value: Node, condition: Node, holds: bool) -> bool | None:
-    """Return what a condition says of another: the same, its opposite, or one of several equalities of a symbol."""
+    """Return what a condition says of another: the same, its opposite, or another of one symbol."""
     if condition is value:
         return holds
     for negated, other in ((value, condition), (condition, value)):
@@ -237,11 +238,18 @@ def implied(value: Node, condition: Node, holds: bool) -> bool | None:
     if condition.operation == CHOICE and condition.arguments[2] is False and holds:
         both = (one for one in condition.arguments[:2] if isinstance(one, Node))
         return next((found for one in both if (found := implied(value, one, True)) is not None), None)
-    same = value.arguments[:1] == condition.arguments[:1]
-    if not (same and holds and value.operation in ("==", "is") and condition.operation in ("==", "is")):
+    if holds and (found := _with_symbol(value, condition)) is not None:
+        return found
+    return False if _with_symbol(condition, value) is (not holds) else None
+
+
+def _with_symbol(condition: Node, equality: Node) -> bool | None:
+    """Return what a condition is where a symbol equals a constant, None if that says nothing of it."""
+    if equality.operation not in ("==", "is") or not is_constant(equality.arguments[1]):
         return None
-    wanted, known = value.arguments[1], condition.arguments[1]
-    return bool(wanted == known) if is_constant(wanted) and is_constant(known) else None
+    symbol, constant = equality.arguments
+    found = constant_of(condition.operation, tuple(constant if one is symbol else one for one in condition.arguments))
+    return None if found is NotImplemented else bool(found)
 
 
 def _key(value: Any) -> Any:
@@ -253,11 +261,6 @@ def _key(value: Any) -> Any:
     if isinstance(value, slice):
         return "slice", _key((value.start, value.stop, value.step))
     return type(value).__name__, repr(value) if isinstance(value, float) else value
-
-
-def is_constant(value: Any) -> bool:
-    """Return True for a number, a truth, a text, None or the ellipsis."""
-    return value is None or value is Ellipsis or isinstance(value, bool | int | float | str)
 
 
 @dataclass(eq=False)

@@ -18,8 +18,8 @@ import torch
 
 from kltest.names import FIELDS
 from kltest.symbolic.computed import FUNCTIONAL, LOOPS, NUMBERS, UnknownError, carried_along
-from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS, words_of
-from kltest.symbolic.values import ABSENT, CHOICE, INPUT, External, Node, implied, is_constant, nodes_in, reached
+from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS, is_constant, words_of
+from kltest.symbolic.values import ABSENT, CHOICE, INPUT, External, Node, implied, nodes_in, reached
 
 # How tightly operators bind, as in Python; conditional expressions bind least.
 BINDING = {"or": 1, "and": 2, "not": 3, "|": 5, "&": 7, "+": 9, "-": 9, "negated": 11, "inverted": 11, "**": 12} | {

@@ -429,3 +429,71 @@ def test_a_field_has_its_sign_its_gradient_and_its_padding(name: str, tmp_path: 
     computed = value_of(only, fields)
     torch.testing.assert_close(computed, wanted(fields))
     assert computed.requires_grad == carries
+
+
+MIXED = "torch.log(0.1 * a.exp() + 0.9 * b.exp())"
+SIDES = "p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)"
+# How terms are told: the names of the variants of each, in the order of their lines.
+TOLD = {
+    "two terms of one function with the same sides, that are not in place of each other": (
+        f"""
+def divergences(kind, logits, ref_logits, mask):
+    {SIDES}
+    if "skew" in kind:
+        forward = (q.exp() * (q - {MIXED.replace("a", "q").replace("b", "p")})).sum(-1)
+        backward = (p.exp() * (p - {MIXED.replace("a", "p").replace("b", "q")})).sum(-1)
+    else:
+        forward = (q.exp() * (q - p)).sum(-1)
+        backward = (p.exp() * (p - q)).sum(-1)
+    return (forward * mask).sum(), (backward * mask).sum()
+""",
+        [["'skew' in kind", "not 'skew' in kind"], ["'skew' in kind", "not 'skew' in kind"]],
+    ),
+    "a branch of a loss that its own option excludes": (
+        f"""
+def kl_loss(kind, logits, ref_logits, mask):
+    {SIDES}
+    term = ((q if "forward" in kind else p).exp() * (q - p)).sum(-1)
+    if kind == "forward_kl":
+        return (term * mask).sum()
+    return (mask * logits.mean(-1)).sum()
+""",
+        [[""]],
+    ),
+    "what is done where an assertion fails": (
+        f"""
+def kl_loss(weight, logits, ref_logits, mask):
+    {SIDES}
+    try:
+        assert weight is not None
+        term = (weight * p.exp() * (p - q)).sum(-1)
+    except AssertionError:
+        term = (q.exp() * (q - p)).sum(-1)
+    return (term * mask).sum()
+""",
+        [["with weight", "without weight"]],
+    ),
+    "a number or a tensor": (
+        f"""
+def kl_loss(logits, ref_logits, mask, fixed=True):
+    {SIDES}
+    share = 0.1 if fixed else 0.2 * torch.exp(p - q).detach()
+    share = share.clamp(0.01, 0.9) if isinstance(share, torch.Tensor) else share
+    return ((p.exp() * (p - torch.log(share * p.exp() + (1 - share) * q.exp()))).sum(-1) * mask).sum()
+""",
+        [["fixed", "not fixed"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_the_terms_of_a_function_are_told_apart(name: str, tmp_path: Path) -> None:
+    text, wanted = TOLD[name]
+    terms = found(tmp_path, text)
+    assert [sorted(one.name for one in its) for _, its in terms] == [sorted(names) for names in wanted]
+    assert all(one.program for _, its in terms for one in its)
+
+
+def test_the_lines_of_a_term_are_its_own(tmp_path: Path) -> None:
+    terms = found(tmp_path, next(text for text, names in TOLD.values() if len(names) == 2))
+    assert [sorted(find.lines) for find, _ in terms] == [[10, 13], [11, 14]]

@@ -7,12 +7,14 @@ from typing import Any
 from kltest.scanning.core.entries import MODULE, Entry, Place, Tree
 from kltest.scanning.core.measured import Leaves, leaves
 from kltest.scanning.core.parts import Part, Parts
+from kltest.scanning.core.unfolding import excluded
 from kltest.scanning.core.variants import Variant, made
 from kltest.symbolic.calls import BACKWARD_OF
 from kltest.symbolic.values import CHOICE, Node, Thing, nodes_in, reached
 from kltest.symbolic.words import REFERENCE, is_logged, is_preference, says, says_kl
 
 LOSS = ("loss", "objective")
+NOWHERE = Place(MODULE, 0, 0)
 SIGMOIDS = frozenset({"sigmoid", "logsigmoid", "softplus", "log_sigmoid", "binary_cross_entropy_with_logits"})
 REWARD = ("reward", "advantage", "adv", "return")
 
@@ -27,6 +29,8 @@ class Find:
         lines: its lines there.
         others: its lines in other files.
         made: its variants, from each entry.
+        starts: the lines of those that stand in its place.
+        latest: the entry from which it was found last, and its variants from there.
     """
 
     file: str
@@ -34,11 +38,28 @@ class Find:
     lines: set[int] = field(default_factory=set)
     others: set[tuple[str, int]] = field(default_factory=set)
     made: list[Variant] = field(default_factory=list)
+    starts: set[int] = field(default_factory=set)
+    latest: tuple[Entry | None, list[Variant]] = (None, [])
+
+    def takes(self, entry: Entry, line: int, variants: list[Variant]) -> bool:
+        """Return True for what begins on the same line, or only where all of the others do not."""
+        last, others = self.latest
+        return line in self.starts or (
+            last is entry and all(excluded(one.assumed, other.assumed) for one in variants for other in others)
+        )
+
+    def add(self, entry: Entry, line: int, variants: list[Variant]) -> None:
+        """Add variants that were found from an entry."""
+        last, others = self.latest
+        self.latest = entry, [*(others if last is entry else ()), *variants]
+        self.starts.add(line)
+        self.lines.add(line)
+        self.made += variants
 
 
 def finds(tree: Tree) -> list[Find]:
     """Return the KL terms of a tree, in the order of files and lines."""
-    known: dict[Any, Find] = {}
+    known: dict[Any, list[Find]] = {}
     for entry in tree.entries():
         parts = Parts(entry.unfolding)
         starts = list(roots(entry))
@@ -49,20 +70,25 @@ def finds(tree: Tree) -> list[Find]:
                 if place == "loss" or not _is_preferred(entry, part, margins):
                     last[part.core, "helper" if place == "helper" else part.place] = part
         for (_, place), part in last.items():
-            _add(known, entry, part, tree.places, list(made(entry, part, place, tree.settings)))
-    for one in known.values():
-        own = [each for each in one.made if each.place != "helper" or each.entry == one.function.title]
-        reached = any(each.place != "helper" and each.entry == one.function.title for each in own)
-        # What others return of it is told only if nothing else is known, and what a loss returns beside itself never.
-        one.made = [each for each in own if each.place != "helper" or not reached] or one.made
-    found = [one for one in known.values() if any(each.place != "helper" for each in one.made) or _is_kl(one)]
+            if variants := list(made(entry, part, place, tree.settings)):
+                _add(known, entry, part, tree.places, variants)
+    for group in known.values():
+        title = group[0].function.title
+        reached = any(each.place != "helper" and each.entry == title for one in group for each in one.made)
+        for one in group:
+            # What others return of it is told only if nothing else is known, and what a loss returns beside itself
+            # never.
+            one.made = [each for each in one.made if each.place != "helper" or not reached]
+            one.made = [each for each in one.made if each.place != "helper" or each.entry == title] or one.made
+    everything = [one for group in known.values() for one in group]
+    found = [one for one in everything if any(each.place != "helper" for each in one.made) or _is_kl(one)]
     order = {name: number for number, name in enumerate(tree.sources)}
     return sorted(found, key=lambda one: (order.get(one.file, 0), min(one.lines, default=0)))
 
 
 def _is_kl(find: Find) -> bool:
     """Return True for what a function returns if a reference is in it, or its name says KL."""
-    return any("ref_" in each.sides for each in find.made) or says_kl(find.function.title)
+    return any("ref_" in each.sides or says_kl(find.function.title) for each in find.made)
 
 
 def _margins(entry: Entry, values: list[Any]) -> set[Node]:
@@ -132,12 +158,11 @@ def _is_container(value: Any) -> bool:
 
 
 def _add(
-    known: dict[Any, Find], entry: Entry, part: Part, places: Mapping[str, list[Place]], variants: list[Variant]
+    known: dict[Any, list[Find]], entry: Entry, part: Part, places: Mapping[str, list[Place]], variants: list[Variant]
 ) -> None:
     ends = leaves(entry.roles, part.core)
-    lines = lines_of(entry, part.core, ends)
     written = entry.graph.written.get(part.core, set())
-    at = written or entry.graph.lines.get(part.core) or lines
+    at = written or entry.graph.lines.get(part.core) or _lines(entry, part.core, ends)
     if not at:
         return
     # What several functions compute of the same is one node: the function that was entered goes before others.
@@ -148,26 +173,37 @@ def _add(
         if name == entry.function.scope.file and own.lineno <= number <= (getattr(own, "end_lineno", 0) or 0)
     }
     file, line = min(inside or at)
-    function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), Place(MODULE, 0, 0))
+    function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), NOWHERE)
     read = {name for name in ends.fields.values() if "log" in name}
     # Branches of one term may be weighted by a ratio to the sampler, or not.
     read = {name for name in read if name.startswith(REFERENCE)} or read
-    find = known.setdefault((file, function, frozenset(read)), Find(file, function))
+    group = known.setdefault((file, function, frozenset(read)), [])
+    find = next((one for one in group if one.takes(entry, line, variants)), None)
+    if find is None:
+        group.append(find := Find(file, function))
+    lines = _lines(entry, part.core, ends, file, function)
     find.lines |= {number for name, number in lines if name == file and function.first <= number <= function.last}
-    find.lines |= {line}
     find.others |= {(name, number) for name, number in lines if name != file}
-    find.made += variants
+    find.add(entry, line, variants)
 
 
-def lines_of(entry: Entry, core: Node, ends: Leaves) -> set[tuple[str, int]]:
-    """Return the lines of a term: of all that is computed between its ends and it."""
+def _lines(entry: Entry, core: Node, ends: Leaves, file: str = "", function: Place = NOWHERE) -> set[tuple[str, int]]:
+    """Return the lines of a term: of all that is computed between its ends and it.
+
+    What a function computes more than once is one node: of its lines there, the last before its use is the term's.
+    """
     found: set[tuple[str, int]] = set()
-    stack, seen = [core], set()
+    stack, seen = [(core, function.last)], set()
     while stack:
-        node = stack.pop()
-        if node in seen or node in ends.fields or node in ends.unknown:
+        node, use = stack.pop()
+        if (node, use) in seen or node in ends.fields or node in ends.unknown:
             continue
-        seen.add(node)
-        found |= entry.graph.written.get(node) or entry.graph.lines.get(node, set())
-        stack.extend(one for one in node.parts if entry.roles.of(one).sides)
+        seen.add((node, use))
+        lines = entry.graph.written.get(node) or entry.graph.lines.get(node, set())
+        own = {number for name, number in lines if name == file and function.first <= number <= function.last}
+        before = [number for number in own if number <= use]
+        chosen = {max(before)} if before and node is not core else own
+        found |= {one for one in lines if one[0] != file or one[1] not in own - chosen}
+        parts = [one for one in node.parts if entry.roles.of(one).sides]
+        stack.extend((one, each) for one in parts for each in chosen or {use})
     return found

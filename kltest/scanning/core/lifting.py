@@ -1,9 +1,9 @@
 """Terms as functions of rollout fields: each configuration, with fields and numbers in place of what is read."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ import torch
 from kltest.errors import KltestError
 from kltest.scanning.core.measured import FAILURES, NUMBER, WORDS, Rollouts, computed_of, filled, leaves, value_of
 from kltest.scanning.core.parts import LIMITS, Part, projected, sign
-from kltest.scanning.core.unfolding import Case, Unfolding, text
+from kltest.scanning.core.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
+from kltest.symbolic.operations import is_constant
 from kltest.symbolic.roles import own_name
-from kltest.symbolic.values import CHOICE, INPUT, Node, is_constant, reached
+from kltest.symbolic.values import CHOICE, INPUT, Node, reached
 from kltest.symbolic.words import says
 
 NAME = "kl_term"
@@ -48,7 +49,7 @@ class Lifted:
         whole: false if it is the term alone, or of each token, and no number of a batch.
     """
 
-    assumed: tuple[tuple[Node, bool], ...]
+    assumed: Assumed
     node: Node | None = None
     core: Node | None = None
     notes: list[str] = field(default_factory=list)
@@ -71,14 +72,21 @@ class Lifting:
     def of(self, part: Part, place: str) -> Iterator[Lifted]:
         """Yield the configurations of a term as it comes to the loss or reward; alone, where that is not known."""
         whole, branches = projected(self.graph, part)
-        core = part.core if sign(part) > 0 else self.graph.node("negated", part.core)
-        for case in self.unfolding.cases(core):
+        positive = sign(part) > 0
+        if excluded(branches, branches):
+            return
+        for case in self.unfolding.cases(part.core, branches):
             if not isinstance(case.node, Node) or len(self.roles.of(case.node).sides) < 2:
                 continue
-            found = Lifted((*branches, *case.assumed))
+            found = Lifted(case.assumed)
+            configurations = islice(self.unfolding.cases(whole, case.assumed), MOST)
+            outer = islice((one for one in configurations if _is_in(case.node, one)), TRIED)
+            if (first := next(outer, None)) is None:
+                continue
+            core = case.node if positive else self.graph.node("negated", case.node)
             try:
-                found.core = self.filled(case.node, [])
-                self._place(found, case, whole, place)
+                found.core = self.filled(core, [])
+                self._place(found, core, chain([first], outer), place)
             except NotLiftedError as error:
                 found.refused = str(error)
             except UnknownError as error:
@@ -89,15 +97,13 @@ class Lifting:
                 found.refused = f"it cannot be computed: {' '.join(str(error).split())[:200]}"
             yield found
 
-    def _place(self, found: Lifted, case: Case, whole: Any, place: str) -> None:
+    def _place(self, found: Lifted, core: Node, outer: Iterable[Case], place: str) -> None:
         """Lift what becomes of a term: the first of its configurations that can be computed; else the term alone."""
         why, zero = "", None
-        for outer in islice(self.unfolding.cases(whole, case.assumed), TRIED):
-            if not isinstance(outer.node, Node):
-                continue
+        for one in outer:
             found.notes = []
             try:
-                found.node = self.filled(outer.node, found.notes, loops=place not in REWARDS)
+                found.node = self.filled(one.node, found.notes, loops=place not in REWARDS)
                 if place in REWARDS and not computed_of(found.node, Rollouts(2)).dim():
                     raise NotLiftedError("one number of all rollouts is a statistic, and none's reward")
                 if place in REWARDS and found.core and not _fields(found.core) <= _fields(found.node):
@@ -113,7 +119,7 @@ class Lifting:
             if place == "advantage":  # of a token, or of all that follow it?
                 raise NotLiftedError(f"nothing says what becomes of it: {why}")
             found.notes = [f"only the term itself, without what becomes of it: {why}"]
-            found.node, found.whole = self.filled(case.node, found.notes), False
+            found.node, found.whole = self.filled(core, found.notes), False
         if place == "loss" and computed_of(found.node, Rollouts(2)).dim():
             found.whole = False
         if place in REWARDS:
@@ -223,6 +229,11 @@ def _is_zero(node: Node) -> bool:
     fields = [one for one in rollouts.values.values() if one.requires_grad] if value.requires_grad else []
     gradients = torch.autograd.grad(value, fields, materialize_grads=True) if fields else []
     return not any(bool((one.abs() > TOLERANCE).any()) for one in (value, *gradients))
+
+
+def _is_in(node: Node, case: Case) -> bool:
+    """Return True for a configuration in which a term is left."""
+    return isinstance(case.node, Node) and node in reached([case.node])
 
 
 UNSET = object()

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from kltest.scanning.core.measured import leaves, source_of, vanishes
-from kltest.scanning.core.unfolding import Unfolding
+from kltest.scanning.core.unfolding import Assumed, Unfolding
 from kltest.symbolic.operations import words_of
 from kltest.symbolic.roles import MOVES, parts_of
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in
@@ -283,9 +283,9 @@ class Parts:
         return [members for _, members in groups]
 
 
-def projected(graph: Graph, part: Part) -> tuple[Any, list[tuple[Node, bool]]]:
-    """Return the root of a part without what is added to it elsewhere, and the conditions of the branches it is in."""
-    assumed: dict[tuple[Node, bool], None] = {}
+def projected(graph: Graph, part: Part) -> tuple[Any, Assumed]:
+    """Return the root of a part without what is added to it elsewhere, and the conditions that hold wherever it is."""
+    assumed: dict[tuple[Node, bool], set[Node]] = {}
 
     def taken(node: Node) -> Any:
         if not part.holds(node):
@@ -301,7 +301,7 @@ def projected(graph: Graph, part: Part) -> tuple[Any, list[tuple[Node, bool]]]:
             holding = [at for at, one in enumerate(entries) if part.holds(one)]
             if len(entries) > 1 and len(holding) == 1 and not part.holds(node.arguments[1]):
                 # A list of estimators, of which an option is the index.
-                assumed[graph.node("==", node.arguments[1], holding[0]), True] = None
+                assumed.setdefault((graph.node("==", node.arguments[1], holding[0]), True), set()).add(node)
                 return entries[holding[0]]
         if node.operation == "loop" and part.holds(node.arguments[4][node.arguments[5]]):
             *rest, before, carried, after, place = node.arguments
@@ -311,12 +311,24 @@ def projected(graph: Graph, part: Part) -> tuple[Any, list[tuple[Node, bool]]]:
         if node.operation == CHOICE and part.holds(node.arguments[1]) != part.holds(node.arguments[2]):
             branch = part.holds(node.arguments[1])
             if isinstance(node.arguments[0], Node):
-                assumed[node.arguments[0], branch] = None
-            return node.arguments[1 if branch else 2]
+                assumed.setdefault((node.arguments[0], branch), set()).add(node)
         return node
 
     root = graph.rewritten(part.root, lambda node: part.core if node is part.at else node, taken)
-    return root, list(assumed)
+    return root, tuple(one for one, choices in assumed.items() if _are_passed(part, choices))
+
+
+def _are_passed(part: Part, nodes: set[Node]) -> bool:
+    """Return True if each way from the root to a term leads through one of some nodes."""
+    stack, seen = [one for one in nodes_in(part.root) if part.holds(one)], set(nodes)
+    while stack:
+        one = stack.pop()
+        if one is part.at:
+            return False
+        if one not in seen:
+            seen.add(one)
+            stack.extend(inner for inner in part.ways.get(one, ()) if part.holds(inner))
+    return True
 
 
 def _is_zero(value: Any) -> bool:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kltest.scanning.core.measured import FAILURES, LOOPING, Rollouts, field_of, filled, is_settled, leaves, value_of
-from kltest.symbolic.operations import OPERATORS, constant_of
+from kltest.symbolic.operations import OPERATORS, constant_of, is_constant
 from kltest.symbolic.roles import MASK, PADDING, TOKEN, Roles, own_name
-from kltest.symbolic.values import CHOICE, INPUT, Node, implied, is_constant, nodes_in
+from kltest.symbolic.values import CHOICE, INPUT, Node, implied, nodes_in
 
 MOST = 48
 """Configurations that are unfolded of one part."""
@@ -30,6 +30,11 @@ class Case:
 
     assumed: Assumed
     node: Any
+
+
+def excluded(one: Assumed, other: Assumed) -> bool:
+    """Return True for two configurations of which only one can be."""
+    return any(implied(condition, known, held) is (not holds) for condition, holds in one for known, held in other)
 
 
 class Unfolding:

@@ -9,6 +9,7 @@ from kltest.scanning.core.entries import Entry
 from kltest.scanning.core.forms import form_of, signature, worth
 from kltest.scanning.core.lifting import NAME, REWARDS, Lifted, Lifting, choices, names
 from kltest.scanning.core.parts import Part
+from kltest.scanning.core.unfolding import Assumed
 from kltest.symbolic.roles import is_counter
 from kltest.symbolic.values import INPUT, Graph, Node, reached
 from kltest.symbolic.written import formula, program
@@ -45,6 +46,7 @@ class Variant:
     called: bool = True
     choices: dict[str, str] = field(default_factory=dict)
     sides: frozenset[str] = frozenset()
+    assumed: Assumed = ()
     entry: str = ""
     whole: bool = True
 
@@ -80,7 +82,9 @@ def made(entry: Entry, part: Part, place: str, settings: Mapping[str, Any]) -> I
     """Yield the variants of a term as it was found from one entry."""
     use = f"{entry.title}, {entry.source.place(entry.function.definition.lineno)}"
     for one in Lifting(entry.unfolding, settings).of(part, place):
-        variant = Variant(place, "", "", why=one.refused, notes=one.notes, choices=choices(one.assumed))
+        variant = Variant(
+            place, "", "", why=one.refused, notes=one.notes, choices=choices(one.assumed), assumed=one.assumed
+        )
         variant.used = [use] if place != "helper" else []
         variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
         _write(variant, one)
