@@ -189,6 +189,8 @@ class Roles:
                 added = self.of(node.arguments[-1])
                 return added.quantity if added.is_field and not first.sides else before
         if name in GATHERS:
+            if before in VOCABULARY and any(one.operation == "sort" for one in reached(index_of(node))):
+                return ""  # the whole vocabulary in another order
             if before in VOCABULARY and self._is_partial(index_of(node)):
                 return before
             return {LOG_PROBS: LOG_PROB, LOGITS: LOGITS_AT, PROBS: PROB}.get(before, before)

@@ -408,6 +408,17 @@ def loss(model, ref_logits, ids, mask):
         ),
         False,
     ),
+    "a vocabulary in another order": (
+        """
+def kl_loss(logits, ref_logits, mask):
+    probs, ref_probs = logits.softmax(-1), ref_logits.softmax(-1)
+    ordered, order = ref_probs.sort(-1)
+    chosen = probs.gather(-1, order)
+    return ((chosen * (chosen.log() - ordered.log())).sum(-1) * mask).sum()
+""",
+        lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
+        True,
+    ),
     "padding that is filled with zeros": (
         """
 def kl_loss(logp, ref_logp, padding_mask):
