@@ -1,6 +1,7 @@
 """A source tree as graphs: each function, entered with nothing known of its call, with what it returns and stores."""
 
 import ast
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,12 +12,15 @@ from kltest.scanning.core.unfolding import Unfolding
 from kltest.scanning.sources import Source
 from kltest.symbolic.evaluate import Evaluator
 from kltest.symbolic.modules import Modules
+from kltest.symbolic.operations import MODULES
 from kltest.symbolic.roles import Roles
 from kltest.symbolic.values import Builtin, External, Function, Graph, Kind, Scope, Stored, TooLargeError
 from kltest.symbolic.words import says_kl, side
 
 MODULE = "<module>"
 """The title of a module's own statements."""
+OUTSIDE = sys.stdlib_module_names | {module.partition(".")[0] for module in MODULES}
+"""Packages that a tree imports from outside, though a file of it may be called the same."""
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 
 
@@ -68,7 +72,7 @@ class Place:
 
 @dataclass
 class Tree:
-    """The files of a tree, by the paths that their functions are known by."""
+    """The files of a tree, by the paths that their functions are known by; `lost` are functions that were not read."""
 
     sources: Mapping[str, Source]
     evaluator: Evaluator = field(init=False)
@@ -77,6 +81,7 @@ class Tree:
         self.modules = Modules({name: (lambda s=source: s.tree) for name, source in self.sources.items()})  # type: ignore[misc]
         self.evaluator = Evaluator(self._scope_of)
         self._open: set[str] = set()
+        self.lost: list[str] = []
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -96,6 +101,8 @@ class Tree:
         return {name: _places(source.tree) for name, source in self.sources.items()}
 
     def _scope_of(self, importer: str, name: str) -> Scope | None:
+        if name.partition(".")[0] in OUTSIDE:
+            return None
         file = self.modules.find(importer, name)
         return None if file is None else self.scope(file)
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kltest.scanning.core.entries import MODULE, Entry, Place, Tree
-from kltest.scanning.core.measured import Leaves, leaves
+from kltest.scanning.core.lifting import REWARDS
+from kltest.scanning.core.measured import FAILURES, Leaves, leaves
 from kltest.scanning.core.parts import Part, Parts
 from kltest.scanning.core.unfolding import excluded
 from kltest.scanning.core.variants import Variant, made
@@ -61,29 +62,39 @@ def finds(tree: Tree) -> list[Find]:
     """Return the KL terms of a tree, in the order of files and lines."""
     known: dict[Any, list[Find]] = {}
     for entry in tree.entries():
-        parts = Parts(entry.unfolding)
-        starts = list(roots(entry))
-        margins = _margins(entry, [root for root, _ in starts])
-        last: dict[tuple[Node, str], Part] = {}
-        for root, place in starts:
-            for part in parts.of(root, place):
-                if place == "loss" or not _is_preferred(entry, part, margins):
-                    last[part.core, "helper" if place == "helper" else part.place] = part
-        for (_, place), part in last.items():
-            if variants := list(made(entry, part, place, tree.settings)):
-                _add(known, entry, part, tree.places, variants)
+        try:
+            _look(tree, entry, known)
+        except (*FAILURES, RecursionError) as error:  # one function that is stumbled over ends no scan
+            place = entry.source.place(entry.function.definition.lineno)
+            tree.lost.append(f"{place} {entry.title}: it cannot be read: {error}"[:200])
     for group in known.values():
         title = group[0].function.title
-        reached = any(each.place != "helper" and each.entry == title for one in group for each in one.made)
+        used = any(each.place != "helper" and each.entry == title for one in group for each in one.made)
         for one in group:
-            # What others return of it is told only if nothing else is known, and what a loss returns beside itself
-            # never.
-            one.made = [each for each in one.made if each.place != "helper" or not reached]
+            # What others return of it is told only if nothing else is known; what a loss returns beside itself never.
+            one.made = [each for each in one.made if each.place != "helper" or not used]
             one.made = [each for each in one.made if each.place != "helper" or each.entry == title] or one.made
     everything = [one for group in known.values() for one in group]
     found = [one for one in everything if any(each.place != "helper" for each in one.made) or _is_kl(one)]
     order = {name: number for number, name in enumerate(tree.sources)}
     return sorted(found, key=lambda one: (order.get(one.file, 0), min(one.lines, default=0)))
+
+
+def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> None:
+    """Add the terms that are found from one function."""
+    parts, last, inside = Parts(entry.unfolding), dict[tuple[Node, str], Part](), set[Node]()
+    starts = sorted(roots(entry), key=lambda one: one[1] in REWARDS)
+    margins = _margins(entry, [root for root, _ in starts])
+    for root, place in starts:
+        if place in REWARDS and not inside.isdisjoint(nodes_in(root)):
+            continue  # what is called a reward is a factor of a term of the loss
+        for part in parts.of(root, place):
+            if place == "loss" or not _is_preferred(entry, part, margins):
+                last[part.core, "helper" if place == "helper" else part.place] = part
+                inside |= reached(part.core) if part.place == "loss" else set()
+    for (_, place), part in last.items():
+        if variants := list(made(entry, part, place, tree.settings)):
+            _add(known, entry, part, tree.places, variants)
 
 
 def _is_kl(find: Find) -> bool:

@@ -90,6 +90,8 @@ class Lifting:
             except NotLiftedError as error:
                 found.refused = str(error)
             except UnknownError as error:
+                if error.node.operation == "raises":  # no configuration in which anything is computed
+                    continue
                 found.refused = f"nothing says what {name_of(error.node)} is"
             except _ZeroError:
                 continue
@@ -255,6 +257,7 @@ def plain(condition: Any, holds: bool) -> Iterator[tuple[Node, bool]]:
     if not isinstance(condition, Node):
         return
     first, *branches = condition.arguments if condition.operation == CHOICE else (None,)
+    branches = [at == 0 if one is first else one for at, one in enumerate(branches)]
     # A branch that is the opposite is not taken.
     taken = [at for at, one in enumerate(branches) if not (is_constant(one) and bool(one) != holds)]
     if condition.operation == "not":

@@ -44,7 +44,7 @@ class Search(search.Search):
             for line, _, words in said[name]
             if (name, line) not in used
         ]
-        self.unread = list(_unread(tree, found))
+        self.unread = [*tree.lost, *_unread(tree, found)]
         self._keep(rows)
 
     def _rows(self, tree: Tree, find: Find, said: Sequence[tuple[int, str]]) -> Iterator[Row]:

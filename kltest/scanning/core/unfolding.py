@@ -202,9 +202,11 @@ def text(value: Any, depth: int = DEEPEST) -> str:
             return str(key)
         case "not", (inner,):
             return f"not {text(inner, depth)}"
-        case "choice", (one, True, other):
+        case "choice", (one, True, False):
+            return text(one, depth)
+        case "choice", (one, then, other) if then is True or then is one:
             return f"{text(one, depth)} or {text(other, depth)}"
-        case "choice", (one, other, False):
+        case "choice", (one, other, otherwise) if otherwise is False or otherwise is one:
             return f"{text(one, depth)} and {text(other, depth)}"
         case operation, (one, other) if operation in COMPARED:
             sign = "=" if operation == "==" else f" {operation} "
