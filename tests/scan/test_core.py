@@ -322,6 +322,18 @@ def update(policy, batch, optimizer, target_kl, mask):
         loss.backward()
         optimizer.step()
 """,
+    "implicit rewards, of which pairs are taken": """
+def dpo_forward(policy_logps, ref_logps, losses, mask, half):
+    rewards = policy_logps.sum(-1) - ref_logps.sum(-1)
+    chosen_rewards, rejected_rewards = rewards[:half], rewards[half:]
+    return (losses * mask).mean(), chosen_rewards, rejected_rewards
+""",
+    "a log-ratio times zero": """
+def policy_loss(logp, old_logp, advantages, mask):
+    log_ratio = logp - old_logp
+    pg_loss = -(log_ratio.exp() * advantages * mask).sum()
+    return pg_loss + torch.tensor(0.0) * (log_ratio * mask).sum()
+""",
     "a clipped loss of values": """
 def value_loss(values, old_values, returns, mask, clip):
     clipped = torch.clamp(values, old_values - clip, old_values + clip)
@@ -417,6 +429,51 @@ def kl_loss(logits, ref_logits, mask):
     return ((chosen * (chosen.log() - ordered.log())).sum(-1) * mask).sum()
 """,
         lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
+    "added to a reward with a negative coefficient, without a gradient": (
+        """
+def shape(score, kl_ctl, logp, ref_logp):
+    with torch.no_grad():
+        rewards = whitened_by_somebody(score + -kl_ctl.value * (logp - ref_logp))
+    return rewards
+""",
+        lambda given: given["logp"] - given["ref_logp"],
+        True,
+    ),
+    "log-probs of which an unknown function gives the negatives": (
+        """
+def loss(model, ref_logp, ids, mask):
+    logp = -fused_loss(model(ids).logits, ids).view(ids.shape)
+    return ((logp - ref_logp) ** 2 * mask).sum()
+""",
+        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
+        True,
+    ),
+    "a loss that is weighted": (
+        """
+def loss(logp, ref_logp, old_logp, advantages, mask):
+    weights = torch.exp(logp.detach() - old_logp)
+    per_token = (logp - ref_logp) ** 2 - torch.exp(logp - old_logp) * advantages
+    return (per_token * weights * mask).sum()
+""",
+        lambda given: (
+            (given["logp"] - given["ref_logp"]) ** 2
+            * torch.exp(given["logp"].detach() - given["old_logp"])
+            * given["mask"]
+        ).sum(),
+        True,
+    ),
+    "log-probs after a mask of another name": (
+        """
+def log_probs_of(model, ids, segments):
+    log_probs = model(ids).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    log_probs = log_probs * moved(segments)[:, 1:]
+    return log_probs
+
+def loss(model, reference_model, ids, segments, mask):
+    gap = log_probs_of(model, ids, segments) - log_probs_of(reference_model, ids, segments).detach()
+    return (gap**2 * mask).sum()
+""",
+        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
         True,
     ),
     "padding that is filled with zeros": (

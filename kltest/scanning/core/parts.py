@@ -363,7 +363,9 @@ def sign(part: Part) -> int:
 
 
 def _is_negative(value: Any) -> bool:
-    """Return True for a negative number, and for minus what a name stands for."""
-    if isinstance(value, Node):
-        return value.operation in NEGATIONS and not _is_negative(value.arguments[0])
-    return isinstance(value, int | float) and value < 0
+    """Return True for a negative number, for minus what a name stands for, and for a product with one of them."""
+    if not isinstance(value, Node):
+        return isinstance(value, int | float) and value < 0
+    if value.operation in NEGATIONS or value.operation == "detach":
+        return _is_negative(value.arguments[0]) != (value.operation in NEGATIONS)
+    return value.operation in PRODUCTS and sum(map(_is_negative, value.arguments)) % 2 == 1
