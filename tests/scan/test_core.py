@@ -429,6 +429,8 @@ def kl_loss(logits, ref_logits, mask):
     return ((chosen * (chosen.log() - ordered.log())).sum(-1) * mask).sum()
 """,
         lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
+        True,
+    ),
     "added to a reward with a negative coefficient, without a gradient": (
         """
 def shape(score, kl_ctl, logp, ref_logp):
