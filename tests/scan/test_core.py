@@ -232,6 +232,51 @@ TERMS_NOT_YET = {
 }
 # A helper that a loss calls is told with what it becomes there.
 TERMS_OTHERWISE = {"a helper": "loss", "k1 subtracted from the advantage": "advantage"}
+TERMS = test_find.TERMS | {
+    "a reward that a helper calls an advantage": (
+        """
+def standardized(adv_list):
+    return [(adv - adv.mean()) / adv.std() for adv in adv_list]
+
+def scores(ref_logps, old_logps, rewards, beta):
+    token_rewards = rewards - beta * (old_logps - ref_logps)
+    return standardized([token_rewards])
+""",
+        "reward",
+    ),
+    "called a reward, and a weight of the loss": (
+        """
+def distillation(logp, old_logp, teacher_logp, mask):
+    reward = teacher_logp - logp.detach()
+    loss = -(reward * torch.exp(logp - old_logp) * mask).sum()
+    loss.backward()
+""",
+        "loss",
+    ),
+    "what a reward function returns": (
+        """
+def compute_rewards(scores, old_log_prob, ref_log_prob, kl_ratio):
+    gap = old_log_prob - ref_log_prob
+    return scores - gap * kl_ratio
+""",
+        "reward",
+    ),
+    "a function whose values raise in a branch": (
+        """
+import torch
+
+def loss(kind, logp, ref_logp, mask):
+    if kind == "k1":
+        gap = logp - ref_logp
+    elif kind == "k2":
+        gap = (logp - ref_logp) ** 2 / 2
+    else:
+        raise ValueError(kind)
+    return (gap * mask).sum()
+""",
+        "loss",
+    ),
+}
 NONE_NOT_YET = {
     "a distance of logits": "logits that are not normalised are taken to be log-probs",
     "a reward that is only logged": "a variable called reward counts, whatever becomes of it",
@@ -263,9 +308,9 @@ def test_what_is_lifted_computes_what_the_function_does(name: str, tmp_path: Pat
     torch.testing.assert_close(value_of(only, fields), wanted)
 
 
-@pytest.mark.parametrize("name", cases(test_find.TERMS, TERMS_NOT_YET))
+@pytest.mark.parametrize("name", cases(TERMS, TERMS_NOT_YET))
 def test_a_term_is_found_once_with_its_place(name: str, tmp_path: Path) -> None:
-    text, place = test_find.TERMS[name]
+    text, place = TERMS[name]
     terms = found(tmp_path, text)
     assert [{one.place for one in its if one.called} for _, its in terms] == [{TERMS_OTHERWISE.get(name, place)}]
 

@@ -129,8 +129,7 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
             continue
         if says(name, *LOSS):
             yield stored.value, "loss"
-        elif says(name, *REWARD):
-            yield stored.value, _scored(name)
+    yield from _stored_scores(entry)
     if not losses and says(entry.title, *LOSS):
         losses = [value for _, value in named[:1]]
     elif not losses and says(entry.title, *REWARD) and not says_kl(entry.title):
@@ -139,6 +138,24 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
     for stored in entry.stores:
         if stored.name == BACKWARD_OF:
             yield from ((value, "loss") for value in nodes_in(stored.value))
+
+
+def _stored_scores(entry: Entry) -> Iterator[tuple[Any, str]]:
+    """Yield what is stored as a reward or advantage, each once.
+
+    It is what it is last called in the function that first calls it one: a helper that it is given to may call it
+    otherwise.
+    """
+    scored: dict[int, tuple[Any, str, Any]] = {}
+    for stored in entry.stores:
+        name = stored.name
+        if not says(name, *REWARD) or says(name, *LOSS) or is_logged(name) or is_preference(name) or says_kl(name):
+            continue
+        where = stored.function and stored.function.definition
+        *_, first = scored.get(id(stored.value), (where,))
+        if first is where:
+            scored[id(stored.value)] = stored.value, _scored(name), where
+    yield from ((value, place) for value, place, _ in scored.values())
 
 
 def _scored(name: str) -> str:
