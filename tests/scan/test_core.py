@@ -253,6 +253,17 @@ def distillation(logp, old_logp, teacher_logp, mask):
 """,
         "loss",
     ),
+    "in an unknown function, with an option of its own": (
+        """
+import torch
+
+def step(self, logp, ref_logp, mask, detached):
+    gap = (logp.detach() if detached else logp) - ref_logp
+    loss = self.aggregator(torch.expm1(gap) - gap, mask) * 0.1
+    loss.backward()
+""",
+        "loss",
+    ),
     "what a reward function returns": (
         """
 def compute_rewards(scores, old_log_prob, ref_log_prob, kl_ratio):

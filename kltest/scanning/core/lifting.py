@@ -80,7 +80,7 @@ class Lifting:
                 continue
             found = Lifted(case.assumed)
             configurations = islice(self.unfolding.cases(whole, case.assumed), MOST)
-            outer = islice((one for one in configurations if _is_in(case.node, one)), TRIED)
+            outer = islice((one for one in configurations if _is_in({case.node, part.core}, one)), TRIED)
             if (first := next(outer, None)) is None:
                 continue
             core = case.node if positive else self.graph.node("negated", case.node)
@@ -233,9 +233,9 @@ def _is_zero(node: Node) -> bool:
     return not any(bool((one.abs() > TOLERANCE).any()) for one in (value, *gradients))
 
 
-def _is_in(node: Node, case: Case) -> bool:
-    """Return True for a configuration in which a term is left."""
-    return isinstance(case.node, Node) and node in reached([case.node])
+def _is_in(nodes: set[Node], case: Case) -> bool:
+    """Return True for a configuration in which a term is left, or what it was before, in what is not known."""
+    return isinstance(case.node, Node) and not nodes.isdisjoint(reached([case.node]))
 
 
 UNSET = object()
