@@ -69,12 +69,15 @@ def finds(tree: Tree) -> list[Find]:
             tree.lost.append(f"{place} {entry.title}: it cannot be read: {error}"[:200])
     for group in known.values():
         title = group[0].function.title
-        used = any(each.place != "helper" and each.entry == title for one in group for each in one.made)
+        uses = [each for one in group for each in one.made if each.place != "helper"]
+        used = any(each.entry == title for each in uses)
+        worths = {each.worth for each in uses if each.program}
         for one in group:
+            one.made = [each for each in one.made if each.place != "helper" or each.worth not in worths]
             # What others return of it is told only if nothing else is known; what a loss returns beside itself never.
             one.made = [each for each in one.made if each.place != "helper" or not used]
             one.made = [each for each in one.made if each.place != "helper" or each.entry == title] or one.made
-    everything = [one for group in known.values() for one in group]
+    everything = [one for group in known.values() for one in group if one.made]
     found = [one for one in everything if any(each.place != "helper" for each in one.made) or _is_kl(one)]
     order = {name: number for number, name in enumerate(tree.sources)}
     return sorted(found, key=lambda one: (order.get(one.file, 0), min(one.lines, default=0)))
