@@ -454,7 +454,7 @@ def parts_of(node: Node) -> Iterator[Node]:
         yield from nodes_in(node.arguments[1:])
     elif node.operation == "item" and (entries := _gathered(node)):
         yield from nodes_in(entries)
-    elif node.operation in ("item", *GATHERS, "index_select"):
+    elif node.operation in ("item", *GATHERS, "index_select", "expand_as", "view_as"):
         yield from nodes_in(node.arguments[:1])
     elif node.operation == "attribute" and node.arguments[1] in SHAPES:
         return

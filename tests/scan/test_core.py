@@ -327,6 +327,12 @@ def test_a_term_is_found_once_with_its_place(name: str, tmp_path: Path) -> None:
 
 
 NONE = test_find.NONE | {
+    "a log-ratio of which only the shape is read": """
+def sequence_loss(logp, old_logp, advantages, mask):
+    log_ratio = logp - old_logp
+    adv = (advantages * mask).sum(-1, keepdim=True).expand_as(log_ratio)
+    return -(adv * torch.exp(log_ratio) * mask).sum()
+""",
     "the ratio of a sequence": """
 def gspo_loss(logp, old_logp, advantages, mask):
     log_ratio = ((logp - old_logp) * mask).sum(-1) / mask.sum(-1)
