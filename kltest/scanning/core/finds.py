@@ -128,9 +128,7 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
     yield from ((value, "helper") for name, value in named if not losses or says_kl(name))
     for stored in entry.stores:
         name = stored.name
-        if is_logged(name) or is_preference(name) or says_kl(name):
-            continue
-        if says(name, *LOSS):
+        if says(name, *LOSS) and not _is_aside(name):
             yield stored.value, "loss"
     yield from _stored_scores(entry)
     if not losses and says(entry.title, *LOSS):
@@ -143,6 +141,11 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
             yield from ((value, "loss") for value in nodes_in(stored.value))
 
 
+def _is_aside(name: str) -> bool:
+    """Return True for names of what is no loss or reward itself: of logs, of preferences, and of terms."""
+    return is_logged(name) or is_preference(name) or says_kl(name)
+
+
 def _stored_scores(entry: Entry) -> Iterator[tuple[Any, str]]:
     """Yield what is stored as a reward or advantage, each once.
 
@@ -152,7 +155,7 @@ def _stored_scores(entry: Entry) -> Iterator[tuple[Any, str]]:
     scored: dict[int, tuple[Any, str, Any]] = {}
     for stored in entry.stores:
         name = stored.name
-        if not says(name, *REWARD) or says(name, *LOSS) or is_logged(name) or is_preference(name) or says_kl(name):
+        if not says(name, *REWARD) or says(name, *LOSS) or _is_aside(name):
             continue
         where = stored.function and stored.function.definition
         *_, first = scored.get(id(stored.value), (where,))

@@ -13,9 +13,8 @@ from kltest.scanning.core.measured import FAILURES, NUMBER, WORDS, Rollouts, com
 from kltest.scanning.core.parts import LIMITS, Part, projected, sign
 from kltest.scanning.core.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
-from kltest.symbolic.operations import is_constant
 from kltest.symbolic.roles import own_name
-from kltest.symbolic.values import CHOICE, INPUT, Node, reached
+from kltest.symbolic.values import CHOICE, INPUT, Node, is_constant, reached
 from kltest.symbolic.words import says
 
 NAME = "kl_term"

@@ -57,10 +57,10 @@ def told(made: Sequence[Variant]) -> list[Variant]:
     for one in made:
         best.setdefault((one.place, one.key), []).append(one)
     found = sorted((_best(group) for group in best.values()), key=lambda one: PLACES.index(one.place))
-    used = {one.worth for one in found if one.place != "helper" and one.program}
+    used = any(one.place != "helper" and one.program for one in found)
     for one in found:
         one.called = one.place != "helper" or not used
-    found = [one for one in found if one.called or (one.program and one.worth not in used)]
+    found = [one for one in found if one.called or one.program]
     for one, name in zip(found, names([one.choices for one in found]), strict=True):
         one.name = name
     return found[:MOST]
