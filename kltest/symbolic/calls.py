@@ -9,6 +9,7 @@ from typing import Any
 
 from kltest.symbolic.composed import module_of
 from kltest.symbolic.operations import (
+    COLLECTIVE,
     CONSTANTS,
     FUNCTIONS,
     GRADIENTS,
@@ -19,6 +20,7 @@ from kltest.symbolic.operations import (
     STORED,
     canonical,
     is_constant,
+    is_count_of_processes,
     operation_of,
 )
 from kltest.symbolic.values import (
@@ -175,6 +177,8 @@ class Calls:
         for name, value in found.items():
             if function.scope.file:
                 self.graph.named(value, name)
+                if isinstance(value, Node):
+                    self.graph.given.setdefault((function.definition, name), {})[value] = None
         return found
 
     def entered(self, function: Function, owner: Kind | None = None) -> Any:
@@ -285,7 +289,7 @@ class Calls:
                 return owner[name]
             case Node() if _is_of_objects(owner):
                 return self._branchwise(owner, lambda one: self.attribute(one, name))
-        return self.graph.node("attribute", self._described(owner), name)
+        return 1 if is_count_of_processes(name) else self.graph.node("attribute", self._described(owner), name)
 
     def item(self, owner: Any, key: Any) -> Any:
         """Return an entry of a value."""
@@ -355,6 +359,10 @@ class Calls:
             (holder, _), key = owner.arguments[0].arguments, owner.arguments[1]
             value = arguments[0] if name == "set" else self.operator("+", self.item(holder, key), arguments[0])
             return self.made("written", holder, key, value)
+        if is_count_of_processes(name):
+            return 1
+        if name in COLLECTIVE and len(arguments) == 1 and isinstance(arguments[0], Node) and "index" not in named:
+            return arguments[0]
         if operation is None:
             return self.opaque("method", owner, name, *arguments, **named)
         first = (arguments[0], owner, *arguments[1:]) if operation == "where" and arguments else (owner, *arguments)
@@ -419,6 +427,10 @@ class Calls:
         if (known := self._of_library(path)) is not None:
             return self.call(known, arguments, named)
         package, _, name = path.rpartition(".")
+        if is_count_of_processes(name):
+            return 1
+        if name in COLLECTIVE and operation_of(path) is None and arguments and isinstance(arguments[0], Node):
+            return arguments[0]
         if name in GRADIENTS and package and arguments and isinstance(arguments[0], Function | Partial):
             self._differentiated(arguments[0])
             return Builtin(name, lambda *given, **others: self.opaque("call", path, *given, **others))

@@ -67,6 +67,10 @@ SAME = words_of(
     with_sharding_constraint
     """
 )
+# Calls that put together what several processes have: there is one.
+COLLECTIVE = words_of("all_reduce gather gather_for_metrics pmean psum reduce")
+PROCESSES = words_of("world_size num_processes process_count")
+"""What a name ends with that is the number of processes."""
 # Functions that differentiate the function that they are given.
 GRADIENTS = words_of("grad value_and_grad grad_and_value vjp")
 CONSTANTS = {"inf": math.inf, "pi": math.pi}
@@ -118,6 +122,11 @@ def canonical(name: str) -> str | None:
     """Return the operation that a function or method of this name is; "same" for what returns its argument."""
     name = ALIASES.get(name, name)
     return name if name in FUNCTIONS else "same" if name in SAME else None
+
+
+def is_count_of_processes(name: str) -> bool:
+    """Return True for names of how many processes there are."""
+    return name.endswith(tuple(PROCESSES))
 
 
 def is_constant(value: Any) -> bool:

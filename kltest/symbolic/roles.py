@@ -51,6 +51,8 @@ MOVES = words_of(
 ) | {"while loop"}
 # Words of names that tell two parameters apart of which nothing else says whose they are; the second is the reference.
 TWINS = (("s", "t"), ("a", "b"), ("", "target"))
+SUPPORT = ("topk", "top", "support", "sparse", "candidate")
+"""What names of several tokens of the vocabulary say."""
 # Of which only the shape of a value is read.
 SHAPES = ATTRIBUTES - {"T", "mT"}
 LIKE = words_of("len size dim numel zeros_like ones_like full_like new_zeros new_ones")
@@ -171,6 +173,8 @@ class Roles:
             case "!=" | "ne" | "==" | "eq":
                 same = name in ("==", "eq")
                 return {TOKEN: PADDING if same else MASK, MASK: PADDING if same else MASK}.get(before, "")
+            case "<" | "<=" | "lt" | "le" | ">" | ">=" | "gt" | "ge":
+                return self._of_positions(node, before_end=name in ("<", "<=", "lt", "le"))
             case "not" | "inverted" | "logical_not":
                 return {MASK: PADDING, PADDING: MASK}.get(before, "")
             case "&" | "|" | "logical_and" | "logical_or" | "bool":
@@ -189,8 +193,8 @@ class Roles:
                 added = self.of(node.arguments[-1])
                 return added.quantity if added.is_field and not first.sides else before
         if name in GATHERS:
-            if before in VOCABULARY and any(one.operation == "sort" for one in reached(index_of(node))):
-                return ""  # the whole vocabulary in another order
+            if before in VOCABULARY and any(one.operation in ("sort", "topk") for one in reached(index_of(node))):
+                return ""  # the vocabulary in another order, or its likeliest tokens
             if before in VOCABULARY and self._is_partial(index_of(node)):
                 return before
             return {LOG_PROBS: LOG_PROB, LOGITS: LOGITS_AT, PROBS: PROB}.get(before, before)
@@ -251,6 +255,11 @@ class Roles:
             return LOG_PROBS if before == LOGITS else LOG_PROB
         return LOGITS if before == LOGITS and other == "" and not self.of(node.arguments[1]).sides else ""
 
+    def _of_positions(self, node: Node, *, before_end: bool) -> str:
+        """Return whether a comparison of positions with lengths marks tokens or padding."""
+        one, other = (isinstance(each, Node) and _is_position(each) for each in node.arguments[:2])
+        return "" if one == other else MASK if one == before_end else PADDING
+
     def _of_joined(self, node: Node) -> str:
         parts = [one for one in parts_of(node) if one.arguments != (ABSENT,)]
         if is_filled(node):
@@ -277,13 +286,11 @@ class Roles:
         return ""
 
     def _is_partial(self, index: Any) -> bool:
-        """Return True for an index of several tokens of the vocabulary: the largest, or a support that is so called."""
+        """Return True for an index of several tokens of the vocabulary: of a support that is so called."""
         nodes = (
             [index, *(each for each in reached(index) if each.operation == "item")] if isinstance(index, Node) else []
         )
-        return any(each.operation == "topk" for each in reached(index)) or any(
-            says(name, "topk", "top", "support", "sparse", "candidate") for each in nodes for name in self.names(each)
-        )
+        return any(says(name, *SUPPORT) for each in nodes for name in self.names(each))
 
     # What nothing computes
 
@@ -297,6 +304,8 @@ class Roles:
         """Return what the names of a node say that nothing computes."""
         if is_counter(node):
             return NOTHING
+        if node in self.graph.facts:
+            return self.graph.facts[node]
         rewarded = False
         for name in self.names(node):
             if is_mask(name):
@@ -331,7 +340,7 @@ class Roles:
         if who is None:
             who = REFERENCE if self._is_second(own_name(node)) else POLICY
         quantity = quantity or {"logp": LOG_PROB, "logits": LOGITS, "prob": PROB}[stated.quantity]
-        said = any(says(name, "vocab", "dist", "all") for name in told[:1])
+        said = any(says(name, "vocab", "dist", "all", *SUPPORT) for name in told[:1])
         if quantity in (LOG_PROB, PROB) and (said or self._meets_distribution(node)):
             quantity = {LOG_PROB: LOG_PROBS, PROB: PROBS}[quantity]
         return Fact(quantity, frozenset({who}))
@@ -473,6 +482,13 @@ def _is_guard(node: Node) -> bool:
     limits = dict(zip(("min", "max"), node.arguments[1:], strict=False)) | dict(node.named)
     least, most = limits.get("min"), limits.get("max", 1)
     return isinstance(least, float) and 0 <= least <= GUARD and isinstance(most, int | float) and most >= 1 - GUARD
+
+
+def _is_position(node: Node) -> bool:
+    """Return True for the numbers of the tokens of rollouts: an `arange`, however it is laid out."""
+    while node.operation in MOVES | {"detach"} and isinstance(node.arguments[0], Node):
+        node = node.arguments[0]
+    return node.operation in ("arange", "+", "add") and any(one.operation == "arange" for one in reached(node))
 
 
 def _is_distribution(node: Node) -> bool:

@@ -103,6 +103,8 @@ class Graph:
         written: those of them where its operation is written.
         names: variables, parameters, attributes and keys that each node was given to, in that order.
         defaults: values that inputs have unless a caller gives others.
+        given: what calls give to the parameters of functions, by definition and name.
+        facts: what callers say of inputs (`roles.Fact`).
     """
 
     _known: dict[Any, Node] = field(default_factory=dict)
@@ -110,12 +112,15 @@ class Graph:
     written: dict[Node, set[tuple[str, int]]] = field(default_factory=dict)
     names: dict[Node, dict[str, None]] = field(default_factory=dict)
     defaults: dict[Node, Any] = field(default_factory=dict)
+    given: dict[tuple[Any, str], dict[Node, None]] = field(default_factory=dict)
+    facts: dict[Node, Any] = field(default_factory=dict)
 
     def copy(self) -> "Graph":
         """Return a graph with the same nodes, to which others are added than to this one."""
         lines, written = ({node: set(places) for node, places in each.items()} for each in (self.lines, self.written))
         names = {node: dict(given) for node, given in self.names.items()}
-        return Graph(dict(self._known), lines, written, names, dict(self.defaults))
+        given = {parameter: dict(values) for parameter, values in self.given.items()}
+        return Graph(dict(self._known), lines, written, names, dict(self.defaults), given)
 
     def node(self, operation: str, *arguments: Any, **named: Any) -> Node:
         """Return the node of an operation, the one that is there if it was made before."""

@@ -210,7 +210,6 @@ LIFTED_NOT_YET = {
     "a cross-entropy less an entropy": "a mask of the vocabulary is taken to be one of tokens",
     "one key in two places": "one key of two batches looks like one side",
     "options kept by a constructor, and a temperature without a default": "a scale is the coefficient, not its default",
-    "a mask computed from tokens, its inverse, and lists of chunks": "a mask that is computed from tokens",
     "a mixture, called a target": "a part that is nowhere zero where its sides agree",
     "a stack of sums": "a loop over rollouts whose models are called inside is followed once, with all of them",
     "listed in a loop, with a second result": "a loop over rollouts whose models are called inside",

@@ -13,14 +13,15 @@ from kltest.scanning.sources import Source
 from kltest.symbolic.evaluate import Evaluator
 from kltest.symbolic.modules import Modules
 from kltest.symbolic.operations import MODULES
-from kltest.symbolic.roles import Roles
-from kltest.symbolic.values import Builtin, External, Function, Graph, Kind, Scope, Stored, TooLargeError
+from kltest.symbolic.roles import Fact, Roles
+from kltest.symbolic.values import INPUT, Builtin, External, Function, Graph, Kind, Scope, Stored, TooLargeError
 from kltest.symbolic.words import says_kl, side
 
 MODULE = "<module>"
 """The title of a module's own statements."""
 OUTSIDE = sys.stdlib_module_names | {module.partition(".")[0] for module in MODULES}
 """Packages that a tree imports from outside, though a file of it may be called the same."""
+NO_FACTS: Mapping[str, Fact] = {}
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 
 
@@ -31,6 +32,7 @@ class Entry:
     Attributes:
         source: its file.
         function: itself.
+        kind: the class that it is entered as a method of.
         owner: the name of its class.
         returned: what it returns.
         stores: what it and the functions that it calls store.
@@ -39,6 +41,7 @@ class Entry:
 
     source: Source
     function: Function
+    kind: Kind | None
     owner: str
     graph: Graph
     returned: Any = None
@@ -82,6 +85,7 @@ class Tree:
         self.evaluator = Evaluator(self._scope_of)
         self._open: set[str] = set()
         self.lost: list[str] = []
+        self._given: dict[tuple[Any, str], set[Fact]] = {}
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -89,10 +93,11 @@ class Tree:
         found: dict[str, set[Any]] = {}
         for source in self.sources.values():
             for node in ast.walk(source.tree):
-                if not isinstance(node, ast.AnnAssign):
-                    continue
-                if isinstance(node.target, ast.Name) and isinstance(node.value, ast.Constant):
-                    found.setdefault(node.target.id, set()).add(node.value.value)
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    fields = node.value.keywords if isinstance(node.value, ast.Call) else []
+                    default = next((one.value for one in fields if one.arg == "default"), node.value)
+                    if isinstance(default, ast.Constant):
+                        found.setdefault(node.target.id, set()).add(default.value)
         return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
 
     @cached_property
@@ -122,12 +127,12 @@ class Tree:
             self._open.discard(file)
 
     def entries(self) -> Iterator[Entry]:
-        """Yield each function of the tree that speaks of log-probs or of a KL."""
+        """Yield each function of the tree that speaks of log-probs or of a KL, but tests of it."""
         for file, source in self.sources.items():
             wanted = [
                 node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             ]
-            wanted = [node for node in wanted if speaks_of_probabilities(node)]
+            wanted = [one for one in wanted if not one.name.startswith("test_") and speaks_of_probabilities(one)]
             script = [one for one in source.tree.body if not isinstance(one, DEFINITIONS)]
             runs = any(map(speaks_of_probabilities, script))
             if (wanted or runs) and (scope := self.scope(file)) is not None:
@@ -137,12 +142,30 @@ class Tree:
                 if runs:
                     yield self.entered(source, _script(source.tree, scope), None)
 
-    def entered(self, source: Source, function: Function, kind: Kind | None) -> Entry:
-        """Return a function as it is followed with nothing known of its call."""
+    def remember(self, entry: Entry) -> None:
+        """Remember what the calls of an entry give to the parameters of functions."""
+        for parameter, values in entry.graph.given.items():
+            facts = map(entry.roles.of, values)
+            self._given.setdefault(parameter, set()).update(fact for fact in facts if fact.is_field)
+
+    def otherwise(self, entry: Entry) -> Entry | None:
+        """Return a function with what its callers say of its parameters; None if that is nothing new."""
+        spec, told = entry.function.definition.args, {}
+        for name in (one.arg for one in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs)):
+            facts = self._given.get((entry.function.definition, name), set())
+            if len(facts) == 1:
+                (told[name],) = facts
+        own = {name: entry.roles.of(entry.graph.node(INPUT, name)) for name in told}
+        return None if told == own else self.entered(entry.source, entry.function, entry.kind, told)
+
+    def entered(
+        self, source: Source, function: Function, kind: Kind | None, told: Mapping[str, Fact] = NO_FACTS
+    ) -> Entry:
+        """Return a function as it is followed with nothing known of its call but facts of its parameters."""
         evaluator = self.evaluator
         evaluator.renew()
         owner = function.owner.definition.name if function.owner else ""
-        entry = Entry(source, function, owner, evaluator.graph)
+        entry = Entry(source, function, kind, owner, evaluator.graph)
         try:
             entry.returned = evaluator.entered(function, kind)
         except TooLargeError as error:
@@ -155,6 +178,7 @@ class Tree:
         if any(isinstance(base, External) and base.path.endswith("autograd.Function") for base in bases):
             entry.failure = "its gradient is written by hand"
         entry.stores, entry.graph = evaluator.stores, evaluator.graph
+        entry.graph.facts = {entry.graph.node(INPUT, name): fact for name, fact in told.items()}
         return entry
 
 

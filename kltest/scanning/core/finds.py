@@ -28,7 +28,7 @@ class Find:
         file: where it stands.
         function: the function that it stands in.
         lines: its lines there.
-        others: its lines in other files.
+        others: its lines in other functions.
         made: its variants, from each entry.
         starts: the lines of those that stand in its place.
         latest: the entry from which it was found last, and its variants from there.
@@ -61,12 +61,17 @@ class Find:
 def finds(tree: Tree) -> list[Find]:
     """Return the KL terms of a tree, in the order of files and lines."""
     known: dict[Any, list[Find]] = {}
+    alone: list[tuple[Entry, list[Variant]]] = []
     for entry in tree.entries():
-        try:
-            _look(tree, entry, known)
-        except (*FAILURES, RecursionError) as error:  # one function that is stumbled over ends no scan
-            place = entry.source.place(entry.function.definition.lineno)
-            tree.lost.append(f"{place} {entry.title}: it cannot be read: {error}"[:200])
+        made_there = _looked(tree, entry, known)
+        tree.remember(entry)
+        if any(one.place == "helper" for one in made_there):
+            alone.append((entry, made_there))
+    for entry, before in alone:
+        if (told := tree.otherwise(entry)) is not None:
+            for one in (one for group in known.values() for one in group):
+                one.made = [each for each in one.made if not any(each is other for other in before)]
+            _looked(tree, told, known)
     for group in known.values():
         title = group[0].function.title
         uses = [each for one in group for each in one.made if each.place != "helper"]
@@ -83,8 +88,20 @@ def finds(tree: Tree) -> list[Find]:
     return sorted(found, key=lambda one: (order.get(one.file, 0), min(one.lines, default=0)))
 
 
-def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> None:
-    """Add the terms that are found from one function."""
+def _looked(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> list[Variant]:
+    """Add the terms that are found from one function, and return their variants."""
+    found: list[Variant] = []
+    try:
+        for variants in _look(tree, entry, known):
+            found += variants
+    except (*FAILURES, RecursionError) as error:  # one function that is stumbled over ends no scan
+        place = entry.source.place(entry.function.definition.lineno)
+        tree.lost.append(f"{place} {entry.title}: it cannot be read: {error}"[:200])
+    return found
+
+
+def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> Iterator[list[Variant]]:
+    """Add the terms that are found from one function, and yield the variants of each."""
     parts, last, inside = Parts(entry.unfolding), dict[tuple[Node, str], Part](), set[Node]()
     starts = sorted(roots(entry), key=lambda one: one[1] in REWARDS)
     margins = _margins(entry, [root for root, _ in starts])
@@ -98,6 +115,7 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> None:
     for (_, place), part in last.items():
         if variants := list(made(entry, part, place, tree.settings)):
             _add(known, entry, part, tree.places, variants)
+            yield variants
 
 
 def _is_kl(find: Find) -> bool:
@@ -216,8 +234,9 @@ def _add(
     if find is None:
         group.append(find := Find(file, function))
     lines = _lines(entry, part.core, ends, file, function)
-    find.lines |= {number for name, number in lines if name == file and function.first <= number <= function.last}
-    find.others |= {(name, number) for name, number in lines if name != file}
+    inner = {(name, number) for name, number in lines if name == file and function.first <= number <= function.last}
+    find.lines |= {number for _, number in inner}
+    find.others |= lines - inner
     find.add(entry, line, variants)
 
 

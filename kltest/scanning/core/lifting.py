@@ -9,7 +9,18 @@ from typing import Any
 import torch
 
 from kltest.errors import KltestError
-from kltest.scanning.core.measured import FAILURES, NUMBER, WORDS, Rollouts, computed_of, filled, leaves, value_of
+from kltest.scanning.core.measured import (
+    FAILURES,
+    LIKELIEST,
+    NUMBER,
+    WORDS,
+    Rollouts,
+    computed_of,
+    filled,
+    leaves,
+    supports,
+    value_of,
+)
 from kltest.scanning.core.parts import LIMITS, Part, projected, sign
 from kltest.scanning.core.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
@@ -147,15 +158,18 @@ class Lifting:
     def _filled(self, node: Node, notes: list[str], *, shaped: bool) -> Node:
         found: list[str] = []
         unknown = leaves(self.roles, node, shaped=shaped).unknown
-        slots = {end: self.graph.node(INPUT, NUMBER, place) for place, end in enumerate(unknown)}
-        open_ = filled(self.roles, node, slots, shaped=shaped)
-        numbers = {end: self._number(node, end, open_, slots[end], found) for end in unknown}
+        several = supports(node)
+        counts = {end: LIKELIEST for end in unknown if end in several}
+        found += [f"{name_of(end)} is taken to be {LIKELIEST}" for end in counts]
+        slots = {end: self.graph.node(INPUT, NUMBER, at) for at, end in enumerate(unknown) if end not in several}
+        open_ = filled(self.roles, node, {**slots, **counts}, shaped=shaped)
+        numbers = {end: self._number(node, end, open_, slot, found) for end, slot in slots.items()}
         by_slot = {slots[end]: value for end, value in numbers.items()}
         made = self.graph.rewritten(open_, lambda one: by_slot.get(one, one))
         if not isinstance(made, Node):
             raise KltestError("it is a constant")
         if _is_zero(made):  # or 0 / 0: masks of padding that are none
-            made = filled(self.roles, node, numbers, shaped=shaped, padded=False)
+            made = filled(self.roles, node, {**numbers, **counts}, shaped=shaped, padded=False)
             if _is_zero(made):
                 raise _ZeroError("it is zero")
         notes += found

@@ -34,6 +34,8 @@ NEAR = 1e-9
 NUMBER = "number"
 """The input that stands for a number that is not known."""
 SOME = 0.5
+LIKELIEST = 2
+"""How many tokens stand for the likeliest, where nothing says how many those are."""
 NO_NUMBERS: Mapping[Node, Any] = {}
 LOOPING = ("loop", "mapped")
 RESHAPES = words_of(
@@ -203,6 +205,7 @@ def filled(
     """Return a value as a function of inputs that are named as fields, with numbers for what is not known."""
     ends = leaves(roles, value, shaped=shaped)
     graph, unknown = roles.graph, set(ends.unknown)
+    several = supports(value)
 
     def conditioned(node: Node, at: int) -> Node:
         arguments = [graph.rewritten(one, replace) for one in node.arguments]
@@ -218,13 +221,22 @@ def filled(
         if at is not None and node not in ends.fields and roles.of(node.arguments[at]).quantity in (MASK, PADDING):
             return conditioned(node, at)
         if node not in ends.fields:
-            return numbers.get(node, SOME) if node in unknown else node
+            return numbers.get(node, LIKELIEST if node in several else SOME) if node in unknown else node
         name = ends.fields[node]
         stands = graph.node(INPUT, name)
         stands = standing(graph, roles, node, stands, shaped=shaped, padded=padded)
         return graph.node("detach", stands) if name in ("logp", "logits") and True not in roles.flows(node) else stands
 
     return graph.rewritten(value, replace)
+
+
+def supports(value: Any) -> set[Node]:
+    """Return what says how many tokens the likeliest are, in the calls of `topk` in a value."""
+    found: set[Node] = set()
+    for node in reached(value):
+        if node.operation == "topk":
+            found |= reached([*node.arguments[1:2], *(one for name, one in node.named if name == "k")])
+    return found
 
 
 def value_of(node: Any, rollouts: Rollouts, numbers: Mapping[Node, Any] = NO_NUMBERS) -> torch.Tensor:

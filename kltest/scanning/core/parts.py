@@ -75,11 +75,23 @@ class _Walk:
     place: str
     stack: list[Node]
     ways: dict[Node, dict[Node, None]] = field(default_factory=dict)
+    met: dict[Node, list[tuple[Node, Node]]] = field(default_factory=dict)
 
     def link(self, node: Node, part: Any) -> None:
         """Remember that a term may be an additive part of a node through one of its parts."""
         for one in nodes_in(part):
             self.ways.setdefault(node, {})[one] = None
+
+    def meet(self, node: Node, part: Node) -> None:
+        """Remember the way to an addend or factor; whether it is gone is decided with all of them."""
+        self.met[part] = [*self.met.get(node, ()), (node, part)]
+
+    def into(self, parts: Iterable[Node]) -> None:
+        """Go on to addends or factors that were met."""
+        for part in list(parts):
+            for node, inner in self.met[part]:
+                self.link(node, inner)
+            self.stack.append(part)
 
     def on(self, node: Node, parts: Iterable[Any]) -> None:
         """Go on to parts of a node."""
@@ -148,11 +160,12 @@ class Parts:
         if len(own) == 1:
             walk.on(node, own)
             return
+        walk.met = {}
         factors = list(self._factors(node, walk))
         sided = [one for one in factors if self.roles.of(one).sides]
         rewarded = [one for one in factors if self.roles.of(one).rewarded]
         if len({*sided, *rewarded}) == 1:
-            walk.stack.append(sided[0])
+            walk.into(sided[:1])
         elif not rewarded and self.is_zero(node):
             yield walk.part(node, node)
         elif len(factors) > 1:
@@ -160,7 +173,7 @@ class Parts:
                 if any(self._carries(other) for other in factors if other is not one):
                     yield from self.of(one, "advantage")
                 else:  # a loss that is weighted
-                    walk.stack.append(one)
+                    walk.into([one])
 
     def _carries(self, node: Node) -> bool:
         """Return True for what a gradient of the policy's probabilities flows through."""
@@ -176,13 +189,14 @@ class Parts:
 
     def _factors(self, node: Node, walk: "_Walk") -> Iterator[Node]:
         for one in nodes_in(node.arguments):
-            walk.link(node, one)
+            walk.meet(node, one)
             if one.operation in PRODUCTS or one.operation in NEGATIONS:
                 yield from self._factors(one, walk)
             else:
                 yield one
 
     def _of_sum(self, node: Node, walk: "_Walk") -> Iterator[Part]:
+        walk.met = {}
         addends = list(self._addends(node, walk))
         two = [one for one in addends if len(self.roles.of(one[1]).sides) > 1]
         if not two:
@@ -190,17 +204,17 @@ class Parts:
                 yield walk.part(node, node)
             return
         rewarded = [one for one in two if self.roles.of(one[1]).rewarded]
-        walk.stack.extend(one for _, one in rewarded)
+        walk.into(one for _, one in rewarded)
         two = [one for one in two if one not in rewarded]
         others = [one for one in addends if one not in two and not self.roles.of(one[1]).rewarded]
         for group in self._groups(two):
             (_, first), *rest = group
             if not rest and self._descends(first) and not (others and self._needs(group, others)):
-                walk.stack.append(first)
+                walk.into([first])
             elif core := self._core(node, group, others, len(addends)):
                 yield walk.part(node, core)
             else:
-                walk.stack.extend(one for _, one in group if self._descends(one))
+                walk.into(one for _, one in group if self._descends(one))
 
     def _needs(self, group: Sequence[tuple[int, Any]], others: Sequence[tuple[int, Any]]) -> bool:
         """Return True for a part that is zero where its sides agree only with what is added to it of one of them."""
@@ -244,7 +258,7 @@ class Parts:
         """Yield the addends of a sum with their signs; a sum of two sides alone, as a log-ratio, stays whole."""
         if node.operation == "added up":
             for one in nodes_in(node.arguments[0]):
-                walk.link(node, one)
+                walk.meet(node, one)
                 yield sign, one
             return
         first, second = node.arguments[:2]
@@ -254,9 +268,9 @@ class Parts:
             if not isinstance(part, Node):
                 yield its, part
                 continue
-            walk.link(node, part)
+            walk.meet(node, part)
             if part.operation in NEGATIONS and isinstance(part.arguments[0], Node):
-                walk.link(part, part.arguments[0])
+                walk.meet(part, part.arguments[0])
                 part, its = part.arguments[0], -its
             if part.operation in SUMS and not scale and self._is_open(part):
                 yield from self._addends(part, walk, its)

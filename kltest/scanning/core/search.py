@@ -110,7 +110,7 @@ def _spans(tree: Tree, find: Find) -> Iterator[tuple[str, int, int]]:
 
 
 def _functions(tree: Tree, find: Find) -> Iterator[tuple[str, int, int]]:
-    """Yield the lines of the function of a term, and of those parts of it that stand in other files."""
+    """Yield the lines of the function of a term, and of those parts of it that stand elsewhere."""
     source = tree.sources[find.file]
     place = find.function
     first, last = (place.first, place.last) if place.last else (min(find.lines), max(find.lines))

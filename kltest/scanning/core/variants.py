@@ -69,13 +69,28 @@ def told(made: Sequence[Variant]) -> list[Variant]:
 def _best(group: list[Variant]) -> Variant:
     """Return the best of several that are one: graded, with what becomes of it, and named by its own function."""
     best = min(group, key=lambda one: (not one.program, not one.whole, len(one.program)))
-    own: dict[str, dict[str, str]] = {}
+    own: dict[str, list[dict[str, str]]] = {}
     for one in group:  # what is chosen in all configurations from one entry makes it what it is
-        common = own.setdefault(one.entry, one.choices)
-        own[one.entry] = {name: words for name, words in common.items() if one.choices.get(name) == words}
-    best.choices = min(own.values(), key=len)
+        own.setdefault(one.entry, []).append(one.choices)
+    best.choices = min(map(_common, own.values()), key=len)
     best.used = sorted({use for one in group for use in one.used})
     return best
+
+
+def _common(configurations: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return what is chosen in all configurations: of an option that has several values there, those."""
+    found: dict[str, str] = {}
+    for name in configurations[0]:
+        if any(name not in one for one in configurations):
+            continue
+        said = list(dict.fromkeys(one[name] for one in configurations))
+        values = [words for words in said if words.startswith(f"{name}=")]
+        others = [words.removeprefix(f"{name} ") for words in said if words == f"{name} otherwise"]
+        if len(said) == 1:
+            found[name] = said[0]
+        elif len(said) == len([*values, *others]):
+            found[name] = " or ".join([values[0], *(words.removeprefix(f"{name}=") for words in values[1:]), *others])
+    return found
 
 
 def made(entry: Entry, part: Part, place: str, settings: Mapping[str, Any]) -> Iterator[Variant]:
