@@ -307,6 +307,8 @@ class Roles:
         if node in self.graph.facts:
             return self.graph.facts[node]
         rewarded = False
+        if node.operation == "attribute" and _is_generated(node):
+            return self._of_side(node, Side("logits", None))
         for name in self.names(node):
             if is_mask(name):
                 return Fact(PADDING if says(name, "pad", "invalid") else MASK)
@@ -340,7 +342,8 @@ class Roles:
         if who is None:
             who = REFERENCE if self._is_second(own_name(node)) else POLICY
         quantity = quantity or {"logp": LOG_PROB, "logits": LOGITS, "prob": PROB}[stated.quantity]
-        said = any(says(name, "vocab", "dist", "all", *SUPPORT) for name in told[:1])
+        said = any(says(name, "vocab", "dist", "all") for name in told[:1])
+        said = said or any(says(name, *SUPPORT) for name in self.names(node) if side(name))
         if quantity in (LOG_PROB, PROB) and (said or self._meets_distribution(node)):
             quantity = {LOG_PROB: LOG_PROBS, PROB: PROBS}[quantity]
         return Fact(quantity, frozenset({who}))
@@ -416,6 +419,14 @@ def own_name(node: Node) -> str:
             return name
         case _:
             return ""
+
+
+def _is_generated(node: Node) -> bool:
+    """Return True for the logits of a model that generates, which are called scores."""
+    owner, name = node.arguments
+    while isinstance(owner, Node) and owner.operation in MOVES | {"detach"}:
+        owner = owner.arguments[0]
+    return name == "scores" and isinstance(owner, Node) and owner.operation in CALLS and own_name(owner) == "generate"
 
 
 def _forward(node: Node) -> Node | None:

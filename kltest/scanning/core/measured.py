@@ -266,13 +266,14 @@ def computed_of(node: Any, rollouts: Rollouts, numbers: Mapping[Node, Any] = NO_
 
 def vanishes(roles: Roles, node: Node) -> bool:
     """Return True if a part is zero where its sides agree, or if its gradient is, and it is not zero elsewhere."""
-    return any(_vanishes(roles, node, shaped) for shaped in (True, False))
+    # Padding may be zero on one side alone, where what is made of it is masked later.
+    return any(_vanishes(roles, node, shaped, full) for full in (False, True) for shaped in (True, False))
 
 
-def _vanishes(roles: Roles, node: Node, shaped: bool) -> bool:
+def _vanishes(roles: Roles, node: Node, shaped: bool, full: bool) -> bool:
     try:
         of_fields = filled(roles, node, {}, shaped=shaped)
-        same, other = Rollouts(1, agree=(REFERENCE, SAMPLER)), Rollouts(2)
+        same, other = Rollouts(1, agree=(REFERENCE, SAMPLER), full=full), Rollouts(2, full=full)
         at_same, elsewhere = value_of(of_fields, same), value_of(of_fields, other)
     except FAILURES:
         return False

@@ -61,6 +61,8 @@ def told(made: Sequence[Variant]) -> list[Variant]:
     for one in found:
         one.called = one.place != "helper" or not used
     found = [one for one in found if one.called or one.program]
+    if any(one.place == "reward" and one.program for one in found):  # what becomes of it then is known by that
+        found = [one for one in found if one.place != "advantage" or one.program]
     for one, name in zip(found, names([one.choices for one in found]), strict=True):
         one.name = name
     return found[:MOST]
