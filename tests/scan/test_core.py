@@ -225,7 +225,6 @@ LIFTED_OTHERWISE = {
     "a helper's callers hand in sums": "of_rollouts(lambda new, ref, _: ((ref - new).exp() - 1 - ref + new).mean())",
 }
 TERMS_NOT_YET = {
-    "k1 in the reward, whose advantage comes to the loss as a number": "names of what is computed without a gradient",
     "stored, and subtracted from the reward elsewhere": "a field that another function stores",
     "under no_grad, in the loss all the same": "a term of a loss that is detached as a whole is told as a helper's",
 }
