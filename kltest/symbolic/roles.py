@@ -31,10 +31,12 @@ from kltest.symbolic.words import (
 LOGITS, LOGITS_AT, NORMALISER = "logits", "logit of the token", "log-normaliser"
 LOG_PROBS, PROBS = "log-probs", "probabilities"
 LOG_PROB, PROB, LOSS = "log-prob of the token", "probability of the token", "negative log-prob of the token"
+# Of the likeliest tokens alone, whose numbers are known: the last.
+TOP_LOG_PROBS, TOP_PROBS, TOP = "log-probs of the likeliest", "probabilities of the likeliest", "the likeliest tokens"
 # Others.
 MASK, PADDING, TOKEN, REWARD, RATIO = "mask", "padding", "token", "reward", "ratio"
-FIELD = frozenset({LOG_PROB, PROB, LOSS, LOG_PROBS, PROBS, LOGITS})
-VOCABULARY = frozenset({LOGITS, LOG_PROBS, PROBS})
+VOCABULARY = frozenset({LOGITS, LOG_PROBS, PROBS, TOP_LOG_PROBS, TOP_PROBS})
+FIELD = VOCABULARY | {LOG_PROB, PROB, LOSS}
 
 GUARD = 1e-4
 """The largest number that keeps a probability from zero."""
@@ -53,6 +55,7 @@ MOVES = words_of(
 TWINS = (("s", "t"), ("a", "b"), ("", "target"))
 SUPPORT = ("topk", "top", "support", "sparse", "candidate")
 """What names of several tokens of the vocabulary say."""
+INDEX = words_of("ids indices index idx inds tokens support")
 # Of which only the shape of a value is read.
 SHAPES = ATTRIBUTES - {"T", "mT"}
 LIKE = words_of("len size dim numel zeros_like ones_like full_like new_zeros new_ones")
@@ -145,6 +148,8 @@ class Roles:
     def _quantity(self, node: Node, first: Fact, whole: Fact) -> str:
         name, before = node.operation, first.quantity
         match name:
+            case "log_softmax" | "softmax" if before in (TOP_LOG_PROBS, TOP_PROBS):
+                return ""
             case "log_softmax":
                 return LOG_PROBS
             case "softmax":
@@ -152,9 +157,9 @@ class Roles:
             case "logsumexp":
                 return NORMALISER if before == LOGITS else ""
             case "exp":
-                return {LOG_PROBS: PROBS, LOG_PROB: PROB}.get(before, "")
+                return {LOG_PROBS: PROBS, LOG_PROB: PROB, TOP_LOG_PROBS: TOP_PROBS}.get(before, "")
             case "log":
-                return {PROBS: LOG_PROBS, PROB: LOG_PROB}.get(before, "")
+                return {PROBS: LOG_PROBS, PROB: LOG_PROB, TOP_PROBS: TOP_LOG_PROBS}.get(before, "")
             case "neg" | "negated":
                 return {LOG_PROB: LOSS, LOSS: LOG_PROB}.get(before, "")
             case "cross_entropy" | "nll_loss":
@@ -193,10 +198,8 @@ class Roles:
                 added = self.of(node.arguments[-1])
                 return added.quantity if added.is_field and not first.sides else before
         if name in GATHERS:
-            if before in VOCABULARY and any(one.operation in ("sort", "topk") for one in reached(index_of(node))):
-                return ""  # the vocabulary in another order, or its likeliest tokens
-            if before in VOCABULARY and self._is_partial(index_of(node)):
-                return before
+            if before in VOCABULARY and any(map(self._is_partial, reached(index_of(node)))):
+                return ""
             return {LOG_PROBS: LOG_PROB, LOGITS: LOGITS_AT, PROBS: PROB}.get(before, before)
         return before if name in MOVES else ""
 
@@ -285,12 +288,9 @@ class Roles:
                     return {LOG_PROBS: LOG_PROB, LOGITS: LOGITS_AT, PROBS: PROB}.get(self.of(values).quantity, "")
         return ""
 
-    def _is_partial(self, index: Any) -> bool:
-        """Return True for an index of several tokens of the vocabulary: of a support that is so called."""
-        nodes = (
-            [index, *(each for each in reached(index) if each.operation == "item")] if isinstance(index, Node) else []
-        )
-        return any(says(name, *SUPPORT) for each in nodes for name in self.names(each))
+    def _is_partial(self, node: Node) -> bool:
+        """Return True for an index of the vocabulary in another order, or of its likeliest tokens."""
+        return node.operation in ("sort", "topk") or self.of(node).quantity == TOP
 
     # What nothing computes
 
@@ -321,6 +321,9 @@ class Roles:
             # What an unknown function makes of two sides is no reward that is given, whatever it is called.
             given = together([self.of(one) for one in node.arguments]) if node.operation in CALLS else NOTHING
             return Fact("", given.sides, rewarded=True) if len(given.sides) > 1 else Fact(REWARD, rewarded=True)
+        if any(says(name, *SUPPORT) and INDEX.intersection(words(name)) for name in self.names(node)):
+            told = (whose(name) for name in (*self.names(node), *_origin(node)))
+            return Fact(TOP, frozenset({next((who for who in told if who is not None), REFERENCE)}))
         if any(TOKENS.intersection(words(name)) for name in self.names(node)):
             return Fact(TOKEN)
         if node.operation == "method" and node.arguments[1] == "log_prob":
@@ -342,8 +345,9 @@ class Roles:
         if who is None:
             who = REFERENCE if self._is_second(own_name(node)) else POLICY
         quantity = quantity or {"logp": LOG_PROB, "logits": LOGITS, "prob": PROB}[stated.quantity]
+        if any(says(name, *SUPPORT) for name in self.names(node) if side(name)):
+            return Fact(TOP_PROBS if quantity == PROB else TOP_LOG_PROBS, frozenset({who}))
         said = any(says(name, "vocab", "dist", "all") for name in told[:1])
-        said = said or any(says(name, *SUPPORT) for name in self.names(node) if side(name))
         if quantity in (LOG_PROB, PROB) and (said or self._meets_distribution(node)):
             quantity = {LOG_PROB: LOG_PROBS, PROB: PROBS}[quantity]
         return Fact(quantity, frozenset({who}))

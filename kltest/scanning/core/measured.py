@@ -20,14 +20,18 @@ from kltest.symbolic.roles import (
     PROBS,
     RATIO,
     REWARD,
+    SUPPORT,
     TOKEN,
+    TOP,
+    TOP_LOG_PROBS,
+    TOP_PROBS,
     VOCABULARY,
     Roles,
     is_counter,
     is_filled,
 )
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached
-from kltest.symbolic.words import POLICY, REFERENCE, SAMPLER
+from kltest.symbolic.words import POLICY, REFERENCE, SAMPLER, is_mask, says
 
 ROLLOUTS, TOKENS, WORDS = 3, 4, 5
 NEAR = 1e-9
@@ -115,6 +119,8 @@ def field_of(roles: Roles, node: Node) -> str:
         return ""
     if fact.is_field:
         return f"{fact.who}{'logits' if fact.quantity in VOCABULARY else 'logp'}"
+    if fact.quantity == TOP:
+        return f"{fact.who}logits"
     return {MASK: "mask", PADDING: "mask", TOKEN: "tokens", REWARD: "advantage", RATIO: "logp"}.get(fact.quantity, "")
 
 
@@ -145,6 +151,11 @@ def standing(graph: Graph, roles: Roles, node: Node, stands: Any, *, shaped: boo
         padded: masks of padding are one where there is no token.
     """
     match roles.of(node).quantity:
+        case quantity if quantity in (TOP, TOP_LOG_PROBS, TOP_PROBS):
+            stands = graph.node("item", graph.node("topk", stands, k=LIKELIEST), int(quantity == TOP))
+            stands = graph.node("exp", stands) if quantity == TOP_PROBS else stands
+        case quantity if quantity == MASK and any(is_mask(name) and says(name, *SUPPORT) for name in roles.names(node)):
+            stands = graph.node("unsqueeze", stands, -1)
         case quantity if quantity in (PROBS, PROB):
             stands = graph.node("exp", stands)
         case quantity if quantity == RATIO:
