@@ -385,6 +385,9 @@ class Calls:
         if name in ("maximum", "minimum") and len(arguments) == 2 and any(map(_is_number, arguments)):
             first, limit = sorted(arguments, key=_is_number)
             return self.made("clamp", first, **{"min" if name == "maximum" else "max": limit})
+        if _is_of_truths(named.get("dtype")):
+            made = self.operation(name, arguments, {key: value for key, value in named.items() if key != "dtype"})
+            return self.made("!=", made, 0)
         named = {NAMED.get(key, key): value for key, value in named.items() if key not in STORED}
         leading = [named.pop(key) for key in LEADING if key in named]
         return self.made(name, *arguments, *leading, **named)
@@ -551,6 +554,12 @@ class Calls:
         if is_constant(value) and name in TYPES:
             return isinstance(value, TYPES[name])
         return self.opaque("call", "isinstance", value, kind)
+
+
+def _is_of_truths(dtype: Any) -> bool:
+    """Return True for the type of truths, of Python or a library."""
+    name = dtype.path if isinstance(dtype, External) else getattr(dtype, "name", "")
+    return name.rpartition(".")[2] in ("bool", "bool_")
 
 
 def _is_tensor(value: Any) -> bool:
