@@ -385,15 +385,22 @@ class Roles:
         return None
 
     def _meets_distribution(self, node: Node) -> bool:
-        """Return True for what is computed with a distribution over the vocabulary entry by entry."""
+        """Return True for what is computed with a distribution entry by entry, and what tokens are looked up in."""
         stack = [node]
         for one in stack:
             for user in self._users.get(one, ()):
+                if user.operation in GATHERS and user.arguments[0] is one and self._is_of_tokens(index_of(user)):
+                    return True
                 if user.operation in ENTRYWISE and user not in stack:
                     if any(_is_distribution(other) for other in user.parts if other not in stack):
                         return True
                     stack.append(user)
         return False
+
+    def _is_of_tokens(self, index: Any) -> bool:
+        """Return True for an index that is named as tokens, or as a support of several."""
+        ends = [one for one in reached(index) if is_opaque(one)]
+        return any(INDEX.intersection(words(name)) for one in ends for name in self.names(one))
 
     def _chains(self, node: Node) -> Iterator[str]:
         """Yield the names of what a call is given, also for an entry of what it returns: whose model it is."""

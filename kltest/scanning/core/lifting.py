@@ -21,10 +21,10 @@ from kltest.scanning.core.measured import (
     supports,
     value_of,
 )
-from kltest.scanning.core.parts import LIMITS, Part, projected, sign
+from kltest.scanning.core.parts import LIMITS, NEGATIONS, Part, projected, sign
 from kltest.scanning.core.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
-from kltest.symbolic.roles import own_name
+from kltest.symbolic.roles import MOVES, own_name
 from kltest.symbolic.values import CHOICE, INPUT, Node, is_constant, reached
 from kltest.symbolic.words import says
 
@@ -150,6 +150,8 @@ class Lifting:
                 raise KltestError(f"nothing says what {name_of(end)} does")
         try:
             return self._filled(node, notes, shaped=True)
+        except _ZeroError:
+            raise
         except FAILURES:
             if not loops and any(one.operation == "loop" for one in reached(node)):
                 raise
@@ -216,13 +218,24 @@ class Lifting:
         if any(each.operation in LIMITS and number in reached(each.arguments[1:]) for each in reached(node)):
             notes.append(f"{name} is taken to limit nothing")
             return FAR
-        if any(
-            each.operation == "-" and each.arguments[1] is number and each.arguments[0] in (1, 1.0)
-            for each in reached(node)
-        ):
+        if any(_is_rest_of(number, each) for each in reached(node)):
             notes.append(f"{name} is taken to be 0.5")
             return 0.5
         raise NotLiftedError(f"nothing says what {name} is")
+
+
+def _is_rest_of(number: Node, node: Node) -> bool:
+    """Return True for one minus a number, and for its logarithm."""
+    if node.operation == "log1p":
+        (inner,) = node.arguments
+        other = inner.arguments[0] if isinstance(inner, Node) and inner.operation in NEGATIONS else None
+    elif node.operation == "-" and node.arguments[0] in (1, 1.0):
+        other = node.arguments[1]
+    else:
+        return False
+    while isinstance(other, Node) and other.operation in MOVES:
+        other = other.arguments[0]
+    return other is number
 
 
 def _far(node: Node, number: Node) -> float:
