@@ -279,7 +279,7 @@ class Evaluator(Calls):
         """Follow the branches of a statement; True if that took the rest of its block along."""
         if isinstance(statement, ast.Match):
             statement = _as_conditions(statement)
-        condition = self.truth(self.value(statement.test))
+        condition = self.truth(self._asked(statement.test))
         if isinstance(condition, bool):
             self.block(statement.body if condition else statement.orelse)
             return False
@@ -301,6 +301,16 @@ class Evaluator(Calls):
         self._join(condition, one, other)
         self.frame.ended = ended_one if ended_one == ended_other else ""
         return leaves
+
+    def _asked(self, test: ast.expr) -> Any:
+        """Return the value of a condition, and remember which variable it asks for."""
+        value = self.value(test)
+        match test:
+            case ast.Compare(left=ast.Name(name), ops=[operation], comparators=[ast.Constant(None)]):
+                if isinstance(value, Node) and isinstance(operation, ast.Is | ast.IsNot):
+                    place = self.frame.scope.file, test.lineno
+                    self.graph.asked.setdefault(value, {})[place] = name, isinstance(operation, ast.IsNot)
+        return value
 
     def _assuming(self, condition: Node, holds: bool, statements: Sequence[ast.stmt]) -> tuple["State", str]:
         path = list(self.frame.path)
@@ -574,7 +584,7 @@ class Evaluator(Calls):
         return Function(expression, self.frame.scope)
 
     def _of_ifexp(self, expression: ast.IfExp) -> Any:
-        condition = self.truth(self.value(expression.test))
+        condition = self.truth(self._asked(expression.test))
         if isinstance(condition, bool):
             return self.value(expression.body if condition else expression.orelse)
         found = []

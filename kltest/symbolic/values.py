@@ -105,6 +105,8 @@ class Graph:
         defaults: values that inputs have unless a caller gives others.
         given: what calls give to the parameters of functions, by definition and name.
         facts: what callers say of inputs (`roles.Fact`).
+        asked: conditions of branches that ask whether a variable is None: by the place where, which variable, and
+            whether it is something if they hold.
     """
 
     _known: dict[Any, Node] = field(default_factory=dict)
@@ -114,13 +116,15 @@ class Graph:
     defaults: dict[Node, Any] = field(default_factory=dict)
     given: dict[tuple[Any, str], dict[Node, None]] = field(default_factory=dict)
     facts: dict[Node, Any] = field(default_factory=dict)
+    asked: dict[Node, dict[tuple[str, int], tuple[str, bool]]] = field(default_factory=dict)
 
     def copy(self) -> "Graph":
         """Return a graph with the same nodes, to which others are added than to this one."""
         lines, written = ({node: set(places) for node, places in each.items()} for each in (self.lines, self.written))
         names = {node: dict(given) for node, given in self.names.items()}
         given = {parameter: dict(values) for parameter, values in self.given.items()}
-        return Graph(dict(self._known), lines, written, names, dict(self.defaults), given)
+        asked = {node: dict(places) for node, places in self.asked.items()}
+        return Graph(dict(self._known), lines, written, names, dict(self.defaults), given, dict(self.facts), asked)
 
     def node(self, operation: str, *arguments: Any, **named: Any) -> Node:
         """Return the node of an operation, the one that is there if it was made before."""

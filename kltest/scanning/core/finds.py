@@ -113,8 +113,12 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> Iterator[li
                 last[part.core, "helper" if place == "helper" else part.place] = part
                 inside |= reached(part.core) if part.place == "loss" else set()
     for (_, place), part in last.items():
-        if variants := list(made(entry, part, place, tree.settings)):
-            _add(known, entry, part, tree.places, variants)
+        ends = leaves(entry.roles, part.core)
+        if (where := _place_of(entry, part, tree.places, ends)) is None:
+            continue
+        file, _, function = where
+        if variants := list(made(entry, part, place, tree.settings, (file, function.first, function.last))):
+            _add(known, entry, part, where, ends, variants)
             yield variants
 
 
@@ -209,14 +213,14 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, dict | tuple | list)
 
 
-def _add(
-    known: dict[Any, list[Find]], entry: Entry, part: Part, places: Mapping[str, list[Place]], variants: list[Variant]
-) -> None:
-    ends = leaves(entry.roles, part.core)
+def _place_of(
+    entry: Entry, part: Part, places: Mapping[str, list[Place]], ends: Leaves
+) -> tuple[str, int, Place] | None:
+    """Return where a term stands: its file, its first line and its function."""
     written = entry.graph.written.get(part.core, set())
     at = written or entry.graph.lines.get(part.core) or _lines(entry, part.core, ends)
     if not at:
-        return
+        return None
     # What several functions compute of the same is one node: the function that was entered goes before others.
     own = entry.function.definition
     inside = {
@@ -225,7 +229,18 @@ def _add(
         if name == entry.function.scope.file and own.lineno <= number <= (getattr(own, "end_lineno", 0) or 0)
     }
     file, line = min(inside or at)
-    function = next((one for one in places.get(file, ()) if one.first <= line <= one.last), NOWHERE)
+    return file, line, next((one for one in places.get(file, ()) if one.first <= line <= one.last), NOWHERE)
+
+
+def _add(
+    known: dict[Any, list[Find]],
+    entry: Entry,
+    part: Part,
+    where: tuple[str, int, Place],
+    ends: Leaves,
+    variants: list[Variant],
+) -> None:
+    file, line, function = where
     read = {name for name in ends.fields.values() if "log" in name}
     # Branches of one term may be weighted by a ratio to the sampler, or not.
     read = {name for name in read if name.startswith(REFERENCE)} or read

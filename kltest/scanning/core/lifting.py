@@ -25,7 +25,7 @@ from kltest.scanning.core.parts import LIMITS, NEGATIONS, Part, projected, sign
 from kltest.scanning.core.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
 from kltest.symbolic.roles import MOVES, own_name
-from kltest.symbolic.values import CHOICE, INPUT, Node, is_constant, reached
+from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached
 from kltest.symbolic.words import says
 
 NAME = "kl_term"
@@ -106,6 +106,8 @@ class Lifting:
             except _ZeroError:
                 continue
             except FAILURES as error:
+                if isinstance(error, TypeError) and "NoneType" in str(error):  # it would raise there as well
+                    continue
                 found.refused = f"it cannot be computed: {' '.join(str(error).split())[:200]}"
             yield found
 
@@ -295,11 +297,26 @@ def plain(condition: Any, holds: bool) -> Iterator[tuple[Node, bool]]:
         yield condition, holds
 
 
-def choices(case: Sequence[tuple[Node, bool]]) -> dict[str, str]:
-    """Return what was chosen in a configuration in words, by the option."""
+def asked(graph: Graph, file: str, first: int, last: int) -> dict[Node, tuple[str, bool]]:
+    """Return the conditions by which lines ask whether a variable is None: which, and if it is something then."""
+    found: dict[Node, tuple[str, bool]] = {}
+    for node, places in graph.asked.items():
+        own = [one for (name, line), one in places.items() if name == file and first <= line <= last]
+        chosen = list(plain(node, True)) if own else []
+        if len(chosen) == 1:
+            ((condition, holds),), (name, given) = chosen, own[0]
+            found[condition] = name, given == holds
+    return found
+
+
+def choices(case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, bool]]) -> dict[str, str]:
+    """Return what was chosen in a configuration in words, by the option; `known` are those in words of the term."""
     found: dict[str, str] = {}
     for condition, holds in (one for pair in case for one in plain(*pair)):
-        if condition.operation == "==" and is_constant(condition.arguments[1]):
+        if condition in known:
+            name, given = known[condition]
+            found[f"{name} is None"] = f"{'with' if given == holds else 'without'} {name}"
+        elif condition.operation == "==" and is_constant(condition.arguments[1]):
             name = text(condition.arguments[0])
             if holds:
                 found[name] = f"{name}={condition.arguments[1]!r}"

@@ -7,7 +7,7 @@ from typing import Any
 from kltest.errors import KltestError
 from kltest.scanning.core.entries import Entry
 from kltest.scanning.core.forms import form_of, signature, worth
-from kltest.scanning.core.lifting import NAME, REWARDS, Lifted, Lifting, choices, names
+from kltest.scanning.core.lifting import NAME, REWARDS, Lifted, Lifting, asked, choices, names
 from kltest.scanning.core.parts import Part
 from kltest.scanning.core.unfolding import Assumed
 from kltest.symbolic.roles import is_counter
@@ -63,8 +63,10 @@ def told(made: Sequence[Variant]) -> list[Variant]:
     found = [one for one in found if one.called or one.program]
     if any(one.place == "reward" and one.program for one in found):  # what becomes of it then is known by that
         found = [one for one in found if one.place != "advantage" or one.program]
-    for one, name in zip(found, names([one.choices for one in found]), strict=True):
-        one.name = name
+    for place in PLACES:
+        there = [one for one in found if one.place == place]
+        for one, name in zip(there, names([one.choices for one in there]), strict=True):
+            one.name = name
     return found[:MOST]
 
 
@@ -95,12 +97,15 @@ def _common(configurations: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return found
 
 
-def made(entry: Entry, part: Part, place: str, settings: Mapping[str, Any]) -> Iterator[Variant]:
-    """Yield the variants of a term as it was found from one entry."""
+def made(
+    entry: Entry, part: Part, place: str, settings: Mapping[str, Any], lines: tuple[str, int, int]
+) -> Iterator[Variant]:
+    """Yield the variants of a term as it was found from one entry; `lines` are those of the function it stands in."""
+    known = asked(entry.graph, *lines)
     use = f"{entry.title}, {entry.source.place(entry.function.definition.lineno)}"
     for one in Lifting(entry.unfolding, settings).of(part, place):
         variant = Variant(
-            place, "", "", why=one.refused, notes=one.notes, choices=choices(one.assumed), assumed=one.assumed
+            place, "", "", why=one.refused, notes=one.notes, choices=choices(one.assumed, known), assumed=one.assumed
         )
         variant.used = [use] if place != "helper" else []
         variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
