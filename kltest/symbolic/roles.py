@@ -58,7 +58,9 @@ SUPPORT = ("topk", "top", "support", "sparse", "candidate")
 INDEX = words_of("ids indices index idx inds tokens support")
 # Of which only the shape of a value is read.
 SHAPES = ATTRIBUTES - {"T", "mT"}
-LIKE = words_of("len size dim numel zeros_like ones_like full_like new_zeros new_ones")
+LIKE = words_of(
+    "len size dim numel zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_tensor"
+)
 GATHERS = frozenset({"gather", "take_along_dim"})
 # Operations on each entry of values of one shape, and those that leave a value one side's.
 ENTRYWISE = words_of(
@@ -408,6 +410,8 @@ class Roles:
             node = node.arguments[0]
         given = list(nodes_in((*node.arguments, *(value for _, value in node.named))))
         for part in given:
+            if self.of(part).quantity in (TOKEN, MASK, PADDING):
+                continue  # who drew the tokens says nothing of whose model they are given to
             if part.operation in OPAQUE:
                 yield ".".join(_origin(part))
             elif part.operation in ("detach", CHOICE):
@@ -454,7 +458,7 @@ def _origin(node: Any) -> list[str]:
     while isinstance(node, Node):
         found.append(own_name(node))
         found += [str(one) for one in dict(node.named).get("within", ())]
-        node = node.arguments[0] if node.arguments and node.operation != INPUT else None
+        node = next(parts_of(node), None) if node.operation == CHOICE else next(iter(node.arguments), None)
     return [name for name in found if name]
 
 
@@ -526,14 +530,18 @@ def _is_distribution(node: Node) -> bool:
 def _gathered(node: Node) -> list[Any]:
     """Return what an item of an entry of a list may be that a loop fills with tuples."""
     owner, key = node.arguments
+    while isinstance(owner, Node) and owner.operation == "detach":
+        owner = owner.arguments[0]
     if not (isinstance(key, int) and isinstance(owner, Node) and owner.operation == "item"):
         return []
-    items = owner.arguments[0]
-    if not (isinstance(items, Node) and items.operation == "loop"):
-        return []
-    *_, after, place = items.arguments
-    filled = after[place]
-    entry = filled.arguments[1] if isinstance(filled, Node) and filled.operation == "appended" else None
+    items, entry = owner.arguments[0], None
+    match items:
+        case Node(operation="mapped"):
+            entry = items.arguments[2]
+        case Node(operation="loop"):
+            *_, after, place = items.arguments
+            filled = after[place]
+            entry = filled.arguments[1] if isinstance(filled, Node) and filled.operation == "appended" else None
     return [entry[key]] if isinstance(entry, tuple) and key < len(entry) else []
 
 
