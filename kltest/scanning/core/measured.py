@@ -29,6 +29,7 @@ from kltest.symbolic.roles import (
     Roles,
     is_counter,
     is_filled,
+    parts_of,
 )
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached
 from kltest.symbolic.words import POLICY, REFERENCE, SAMPLER, is_mask, says
@@ -105,8 +106,18 @@ def _keeps_shape(roles: Roles, node: Node) -> bool:
     """Return True for what gives a field another shape, or takes an item of it in a loop."""
     if not isinstance(node.arguments[0], Node):
         return False
-    counted = node.operation == "item" and any(map(is_counter, reached(node.arguments[1])))
+    counted = node.operation == "item" and _is_counted(node.arguments[1])
     return node.operation in RESHAPES or (counted and bool(field_of(roles, node.arguments[0])))
+
+
+def _is_counted(index: Any) -> bool:
+    """Return True for an index that a loop counts; a length is none, whatever it is the length of."""
+    stack = list(nodes_in(index))
+    for one in stack:
+        if is_counter(one):
+            return True
+        stack += [part for part in parts_of(one) if one.operation not in LOOPING and part not in stack]
+    return False
 
 
 def field_of(roles: Roles, node: Node) -> str:
