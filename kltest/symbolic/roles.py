@@ -56,6 +56,8 @@ TWINS = (("s", "t"), ("a", "b"), ("", "target"))
 SUPPORT = ("topk", "top", "support", "sparse", "candidate")
 """What names of several tokens of the vocabulary say."""
 INDEX = words_of("ids indices index idx inds tokens support")
+# Owners of every model alike.
+HOSTS = ("self", "trainer", "learner")
 # Of which only the shape of a value is read.
 SHAPES = ATTRIBUTES - {"T", "mT"}
 LIKE = words_of(
@@ -373,7 +375,7 @@ class Roles:
                 yield from self.graph.names.get(user, ())
 
     def _log_probs_of(self, node: Node) -> tuple[Side, str] | None:
-        """Return whose log-probs of tokens a call gives, if what is made of it by moves and a sign is called that."""
+        """Return whose log-probs of tokens, or logits, a call gives, if what is made of it by moves is called that."""
         stack = [(node, LOG_PROB)]
         for one, quantity in stack:
             for user in self._users.get(one, ()):
@@ -381,8 +383,10 @@ class Roles:
                 if user.arguments[0] is one and (denied or user.operation in MOVES | {"item"}):
                     its = {LOG_PROB: LOSS, LOSS: LOG_PROB}[quantity] if denied else quantity
                     stated = [side(name) for name in self.graph.names.get(user, ())]
-                    if (found := next((each for each in stated if each and each.quantity == "logp"), None)) is not None:
+                    if found := next((each for each in stated if each and each.quantity == "logp"), None):
                         return found, its
+                    if not denied and (found := next((each for each in stated if each), None)):
+                        return found, LOGITS if found.quantity == "logits" else ""
                     stack.append((user, its))
         return None
 
@@ -459,7 +463,7 @@ def _origin(node: Any) -> list[str]:
         found.append(own_name(node))
         found += [str(one) for one in dict(node.named).get("within", ())]
         node = next(parts_of(node), None) if node.operation == CHOICE else next(iter(node.arguments), None)
-    return [name for name in found if name]
+    return [name for name in found if name and name not in HOSTS]
 
 
 def is_counter(node: Node) -> bool:

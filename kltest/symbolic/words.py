@@ -37,6 +37,7 @@ _LOGP = re.compile(
 )
 _LOGITS = re.compile(r"\blogits?\b")
 _PROB = re.compile(r"\bprobs?\b|\bprobabilit\w*")
+_QUANTITIES = {"logp": _LOGP, "logits": _LOGITS, "prob": _PROB}
 _RUN_TOGETHER = re.compile(r"\b(ref|old|base|pi|new|teacher|student)(?=log|prob)")
 TOKENS = words_of("ids tokens actions responses labels targets label token action target")
 ADVANTAGE = ("adv", "reward", "return", "score")
@@ -69,10 +70,9 @@ def side(name: str) -> Side | None:
     if not found or _NO_SIDE.intersection(found) or name.endswith("log1p"):
         return None
     text = _RUN_TOGETHER.sub(r"\1 ", " ".join(found))
-    for quantity, pattern in (("logp", _LOGP), ("logits", _LOGITS), ("prob", _PROB)):
-        if pattern.search(text):
-            return Side(quantity, whose(text))
-    return None
+    stated = [quantity for quantity, pattern in _QUANTITIES.items() if pattern.search(text)]
+    both = "logits" in stated and "logp" in stated and "and" in found  # which of them is said where it is taken
+    return Side(stated[0], whose(text)) if stated and not both else None
 
 
 def whose(text: str) -> str | None:
