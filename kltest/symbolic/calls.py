@@ -366,6 +366,8 @@ class Calls:
         if operation is None:
             return self.opaque("method", owner, name, *arguments, **named)
         first = (arguments[0], owner, *arguments[1:]) if operation == "where" and arguments else (owner, *arguments)
+        if name == "new_tensor":
+            first = arguments
         result = self.operation(operation, first, named)
         if in_place:
             self.assign(stored(expression.value), result)

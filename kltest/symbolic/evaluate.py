@@ -37,6 +37,7 @@ from kltest.symbolic.values import (
     fixed,
     implied,
     nodes_in,
+    reached,
 )
 
 BINARY = {
@@ -421,12 +422,30 @@ class Evaluator(Calls):
             self.frame.ended = ""
         after = tuple(fixed(variables[name] if at is None else self.item(variables[name], at)) for name, at in places)
         left = [
-            self.graph.node("loop", counted, index, before, carried, after, number)
-            if one is not carried[number]
-            else before[number]
+            self._left(counted, index, before, carried, after, number) if one is not carried[number] else before[number]
             for number, one in enumerate(after)
         ]
         variables |= _gathered(places, left)
+
+    def _left(
+        self,
+        counted: Any,
+        index: Node,
+        before: Sequence[Any],
+        carried: Sequence[Node],
+        after: Sequence[Any],
+        wanted: int,
+    ) -> Node:
+        """Return what a loop leaves in one of its variables: a loop over that one and those that it is made of."""
+        at, needed = {one: number for number, one in enumerate(carried)}, {wanted}
+        waiting = [wanted]
+        for number in waiting:
+            new = {at[one] for one in reached(after[number]) if one in at} - needed
+            needed |= new
+            waiting += sorted(new)
+        kept = sorted(needed)
+        chosen = (tuple(values[number] for number in kept) for values in (before, carried, after))
+        return self.graph.node("loop", counted, index, *chosen, kept.index(wanted))
 
     def _counted(self, items: Any, index: Node) -> tuple[Any, Any]:
         """Return what an index counts through in a loop over unknown items, and the item at an index."""

@@ -26,7 +26,7 @@ FUNCTIONS = words_of(
     log10 log1p log2 log_softmax logaddexp logical_and logical_not logical_or logical_xor logit logsigmoid logsumexp
     lt masked_fill masked_scatter masked_select matmul max maximum mean median min minimum movedim mse_loss mul
     nan_to_num nanmean nansum
-    narrow ne neg new_ones new_zeros nll_loss nonzero norm numel one_hot ones ones_like outer pad
+    narrow ne neg new_full new_ones new_zeros nll_loss nonzero norm numel one_hot ones ones_like outer pad
     permute pow prod reciprocal relu repeat repeat_interleave reshape roll round rsqrt scatter scatter_add select
     sigmoid sign sin size smooth_l1_loss softmax softplus sort split sqrt square squeeze stack std sub sum
     take_along_dim tanh tensor tensor_split tile topk transpose tril triu trunc unbind unflatten unique unsqueeze var
@@ -49,7 +49,7 @@ ALIASES = {
     **{"equal": "eq", "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"},
     **dict.fromkeys(("clip",), "clamp"),
     **dict.fromkeys(("take_along_axis",), "take_along_dim"),
-    **dict.fromkeys(("array", "asarray", "as_tensor"), "tensor"),
+    **dict.fromkeys(("array", "asarray", "as_tensor", "new_tensor"), "tensor"),
     **dict.fromkeys(("reduce_sum",), "sum"),
     **dict.fromkeys(("reduce_mean",), "mean"),
 }

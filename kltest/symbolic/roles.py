@@ -60,10 +60,10 @@ INDEX = words_of("ids indices index idx inds tokens support")
 HOSTS = ("self", "trainer", "learner")
 # Of which only the shape of a value is read.
 SHAPES = ATTRIBUTES - {"T", "mT"}
-LIKE = words_of(
-    "len size dim numel zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_tensor"
-)
+LIKE = words_of("len size dim numel zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
 GATHERS = frozenset({"gather", "take_along_dim"})
+# What draws tokens, from whatever order of the vocabulary they are drawn.
+DRAWS = GATHERS | {"multinomial", "categorical", "sample", "generate", "argmax"}
 # Operations on each entry of values of one shape, and those that leave a value one side's.
 ENTRYWISE = words_of(
     "- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num"
@@ -202,7 +202,7 @@ class Roles:
                 added = self.of(node.arguments[-1])
                 return added.quantity if added.is_field and not first.sides else before
         if name in GATHERS:
-            if before in VOCABULARY and any(map(self._is_partial, reached(index_of(node)))):
+            if before in VOCABULARY and any(map(self._is_partial, _chosen(index_of(node)))):
                 return ""
             return {LOG_PROBS: LOG_PROB, LOGITS: LOGITS_AT, PROBS: PROB}.get(before, before)
         return before if name in MOVES else ""
@@ -547,6 +547,12 @@ def _gathered(node: Node) -> list[Any]:
             filled = after[place]
             entry = filled.arguments[1] if isinstance(filled, Node) and filled.operation == "appended" else None
     return [entry[key]] if isinstance(entry, tuple) and key < len(entry) else []
+
+
+def _chosen(index: Any) -> set[Node]:
+    """Return what an index of the vocabulary is made of, without that of which tokens are drawn."""
+    drawn = {one for one in reached(index) if (own_name(one) if one.operation in CALLS else one.operation) in DRAWS}
+    return reached(index, known=drawn)
 
 
 def index_of(node: Node) -> Any:
