@@ -84,6 +84,7 @@ class Tree:
         self.modules = Modules({name: (lambda s=source: s.tree) for name, source in self.sources.items()})  # type: ignore[misc]
         self.evaluator = Evaluator(self._scope_of)
         self._open: set[str] = set()
+        self._ends: dict[str, dict[int, int]] = {}
         self.lost: list[str] = []
         self._given: dict[tuple[Any, str], set[Fact]] = {}
 
@@ -104,6 +105,14 @@ class Tree:
     def places(self) -> dict[str, list[Place]]:
         """The functions of each file, inner ones first."""
         return {name: _places(source.tree) for name, source in self.sources.items()}
+
+    def end_of(self, file: str, line: int) -> int:
+        """Return the last line of a call that begins on a line; the line itself if none does."""
+        if file not in self._ends:
+            calls = [node for node in ast.walk(self.sources[file].tree) if isinstance(node, ast.Call)]
+            longest = sorted(calls, key=lambda one: one.end_lineno or 0, reverse=True)
+            self._ends[file] = {one.lineno: one.end_lineno or one.lineno for one in longest}
+        return self._ends[file].get(line, line)
 
     def _scope_of(self, importer: str, name: str) -> Scope | None:
         if name.partition(".")[0] in OUTSIDE:

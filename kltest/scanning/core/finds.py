@@ -114,7 +114,7 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> Iterator[li
                 inside |= reached(part.core) if part.place == "loss" else set()
     for (_, place), part in last.items():
         ends = leaves(entry.roles, part.core)
-        if (where := _place_of(entry, part, tree.places, ends)) is None:
+        if (where := _place_of(entry, part, tree, ends)) is None:
             continue
         file, _, function = where
         if variants := list(made(entry, part, place, tree.settings, (file, function.first, function.last))):
@@ -213,10 +213,8 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, dict | tuple | list)
 
 
-def _place_of(
-    entry: Entry, part: Part, places: Mapping[str, list[Place]], ends: Leaves
-) -> tuple[str, int, Place] | None:
-    """Return where a term stands: its file, its first line and its function."""
+def _place_of(entry: Entry, part: Part, tree: Tree, ends: Leaves) -> tuple[str, range, Place] | None:
+    """Return where a term stands: its file, the lines of its call or its line, and its function."""
     written = entry.graph.written.get(part.core, set())
     at = written or entry.graph.lines.get(part.core) or _lines(entry, part.core, ends)
     if not at:
@@ -229,18 +227,20 @@ def _place_of(
         if name == entry.function.scope.file and own.lineno <= number <= (getattr(own, "end_lineno", 0) or 0)
     }
     file, line = min(inside or at)
-    return file, line, next((one for one in places.get(file, ()) if one.first <= line <= one.last), NOWHERE)
+    function = next((one for one in tree.places.get(file, ()) if one.first <= line <= one.last), NOWHERE)
+    return file, range(line, tree.end_of(file, line) + 1), function
 
 
 def _add(
     known: dict[Any, list[Find]],
     entry: Entry,
     part: Part,
-    where: tuple[str, int, Place],
+    where: tuple[str, range, Place],
     ends: Leaves,
     variants: list[Variant],
 ) -> None:
-    file, line, function = where
+    file, rows, function = where
+    line = rows.start
     read = {name for name in ends.fields.values() if "log" in name}
     # Branches of one term may be weighted by a ratio to the sampler, or not.
     read = {name for name in read if name.startswith(REFERENCE)} or read
@@ -250,7 +250,7 @@ def _add(
         group.append(find := Find(file, function))
     lines = _lines(entry, part.core, ends, file, function)
     inner = {(name, number) for name, number in lines if name == file and function.first <= number <= function.last}
-    find.lines |= {number for _, number in inner}
+    find.lines |= {number for _, number in inner} | {number for number in rows if number <= function.last}
     find.others |= lines - inner
     find.add(entry, line, variants)
 
