@@ -77,14 +77,17 @@ class Evaluator(Calls):
         self.stores: list[Stored] = []
         self.left = BUDGET
         self.line = 0
+        # The scopes of the functions that were followed, the outermost first, by their definitions.
+        self.followed: dict[ast.AST, Scope] = {}
         self._globals: dict[int, tuple[ast.Module, Scope]] = {}
 
     # Modules and functions
 
-    def renew(self) -> None:
-        """Give the next function a graph and a budget of its own."""
-        self.graph, self.stores, self.left = Graph(), [], BUDGET
+    def renew(self, graph: Graph | None = None) -> None:
+        """Give the next function a budget and a graph of its own, or that of the function that defines it."""
+        self.graph, self.stores, self.left = graph or Graph(), [], BUDGET
         self.frames, self.within, self.detached = [], [], 0
+        self.followed.clear()
 
     def module(self, file: str, tree: ast.Module) -> Scope:
         """Return the scope of a module after its statements."""
@@ -99,6 +102,7 @@ class Evaluator(Calls):
         """Return what a function returns with its parameters filled."""
         definition = function.definition
         frame = Frame(Scope(function.scope.file, variables, function.scope), function)
+        self.followed[definition] = frame.scope
         if isinstance(definition, ast.Lambda):
             with self._inside(frame):
                 return self.value(definition.body)

@@ -63,7 +63,7 @@ ARRAYS = {
 SAME = words_of(
     """
     astype bfloat16 block_until_ready checkpoint compile contiguous cpu cuda device_get device_put double float float32
-    float64 full_tensor half item jit numpy remat requires_grad_ to to_local tolist type type_as
+    float64 full_tensor half item jit numpy pmap remat requires_grad_ to to_local tolist type type_as
     with_sharding_constraint
     """
 )

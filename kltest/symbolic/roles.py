@@ -56,8 +56,8 @@ TWINS = (("s", "t"), ("a", "b"), ("", "target"))
 SUPPORT = ("topk", "top", "support", "sparse", "candidate")
 """What names of several tokens of the vocabulary say."""
 INDEX = words_of("ids indices index idx inds tokens support")
-# Owners of every model alike.
-HOSTS = ("self", "trainer", "learner")
+# Owners of every model alike, and what loads each of them.
+HOSTS = ("self", "trainer", "learner", "from_pretrained")
 # Of which only the shape of a value is read.
 SHAPES = ATTRIBUTES - {"T", "mT"}
 LIKE = words_of("len size dim numel zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")

@@ -34,6 +34,7 @@ class Entry:
         function: itself.
         kind: the class that it is entered as a method of.
         owner: the name of its class.
+        around: the graph of the function that defines it.
         returned: what it returns.
         stores: what it and the functions that it calls store.
         failure: why it was not followed to its end.
@@ -44,6 +45,7 @@ class Entry:
     kind: Kind | None
     owner: str
     graph: Graph
+    around: Graph | None = None
     returned: Any = None
     stores: Sequence[Stored] = ()
     failure: str = ""
@@ -147,7 +149,7 @@ class Tree:
             if (wanted or runs) and (scope := self.scope(file)) is not None:
                 for function, kind in _functions(scope.variables, file):
                     if function.definition in wanted:
-                        yield self.entered(source, function, kind)
+                        yield from self._with_inner(source, function, kind, wanted)
                 if runs:
                     yield self.entered(source, _script(source.tree, scope), None)
 
@@ -165,16 +167,35 @@ class Tree:
             if len(facts) == 1:
                 (told[name],) = facts
         own = {name: entry.roles.of(entry.graph.node(INPUT, name)) for name in told}
-        return None if told == own else self.entered(entry.source, entry.function, entry.kind, told)
+        return None if told == own else self.entered(entry.source, entry.function, entry.kind, told, entry.around)
+
+    def _with_inner(
+        self, source: Source, function: Function, kind: Kind | None, wanted: list[Any], around: Graph | None = None
+    ) -> Iterator[Entry]:
+        """Yield a function, and those that it defines and only gives away: to what compiles them, or in a class."""
+        entry, followed = self.entered(source, function, kind, around=around), dict(self.evaluator.followed)
+        yield entry
+        scope = followed.get(function.definition)
+        for inner, its in _functions(scope.variables if scope else {}, function.scope.file):
+            if inner.definition in wanted and inner.definition not in followed:
+                yield from self._with_inner(source, inner, its, wanted, entry.graph)
 
     def entered(
-        self, source: Source, function: Function, kind: Kind | None, told: Mapping[str, Fact] = NO_FACTS
+        self,
+        source: Source,
+        function: Function,
+        kind: Kind | None,
+        told: Mapping[str, Fact] = NO_FACTS,
+        around: Graph | None = None,
     ) -> Entry:
-        """Return a function as it is followed with nothing known of its call but facts of its parameters."""
+        """Return a function as it is followed with nothing known of its call but facts of its parameters.
+
+        `around` is the graph of the function that defines it.
+        """
         evaluator = self.evaluator
-        evaluator.renew()
+        evaluator.renew(around.copy() if around else None)
         owner = function.owner.definition.name if function.owner else ""
-        entry = Entry(source, function, kind, owner, evaluator.graph)
+        entry = Entry(source, function, kind, owner, evaluator.graph, around)
         try:
             entry.returned = evaluator.entered(function, kind)
         except TooLargeError as error:
