@@ -30,6 +30,8 @@ from kltest.symbolic.words import (
 # Quantities of one side.
 LOGITS, LOGITS_AT, NORMALISER = "logits", "logit of the token", "log-normaliser"
 LOG_PROBS, PROBS = "log-probs", "probabilities"
+# Of a softmax that is written out: exp(logits), their sum, the largest logit.
+POWERS, TOTAL, PEAK = "exponentials of logits", "sum of exponentials", "largest logit"
 LOG_PROB, PROB, LOSS = "log-prob of the token", "probability of the token", "negative log-prob of the token"
 # Of the likeliest tokens alone, whose numbers are known: the last.
 TOP_LOG_PROBS, TOP_PROBS, TOP = "log-probs of the likeliest", "probabilities of the likeliest", "the likeliest tokens"
@@ -37,6 +39,7 @@ TOP_LOG_PROBS, TOP_PROBS, TOP = "log-probs of the likeliest", "probabilities of 
 MASK, PADDING, TOKEN, REWARD, RATIO = "mask", "padding", "token", "reward", "ratio"
 VOCABULARY = frozenset({LOGITS, LOG_PROBS, PROBS, TOP_LOG_PROBS, TOP_PROBS})
 FIELD = VOCABULARY | {LOG_PROB, PROB, LOSS}
+WRITTEN_OUT = frozenset({LOGITS_AT, NORMALISER, POWERS, TOTAL, PEAK})
 
 GUARD = 1e-4
 """The largest number that keeps a probability from zero."""
@@ -52,7 +55,9 @@ MOVES = words_of(
     """
 ) | {"while loop"}
 # Words of names that tell two parameters apart of which nothing else says whose they are; the second is the reference.
-TWINS = (("s", "t"), ("a", "b"), ("", "target"))
+TWINS = (("s", "t"), ("a", "b"))
+TARGET = "target"
+"""What a policy is drawn to, beside probabilities that are not called that."""
 SUPPORT = ("topk", "top", "support", "sparse", "candidate")
 """What names of several tokens of the vocabulary say."""
 INDEX = words_of("ids indices index idx inds tokens support")
@@ -140,7 +145,7 @@ class Roles:
         quantity = self._quantity(node, first, whole)
         if quantity in (LOG_PROBS, PROBS) and not whole.sides and (forward := _forward(node)) is not None:
             return self._of_side(forward, Side("logits", None), quantity)
-        if quantity in FIELD | {LOGITS_AT, NORMALISER} and len(whole.sides) != 1:
+        if quantity in FIELD | WRITTEN_OUT and len(whole.sides) != 1:
             quantity = ""
         if quantity in (MASK, PADDING, TOKEN) or node.operation in CONDITIONS:
             return Fact(quantity)
@@ -161,9 +166,14 @@ class Roles:
             case "logsumexp":
                 return NORMALISER if before == LOGITS else ""
             case "exp":
-                return {LOG_PROBS: PROBS, LOG_PROB: PROB, TOP_LOG_PROBS: TOP_PROBS}.get(before, "")
+                return {LOG_PROBS: PROBS, LOG_PROB: PROB, TOP_LOG_PROBS: TOP_PROBS, LOGITS: POWERS}.get(before, "")
             case "log":
-                return {PROBS: LOG_PROBS, PROB: LOG_PROB, TOP_PROBS: TOP_LOG_PROBS}.get(before, "")
+                known = {PROBS: LOG_PROBS, PROB: LOG_PROB, TOP_PROBS: TOP_LOG_PROBS, TOTAL: NORMALISER}
+                return known.get(before, "")
+            case "max" | "amax":
+                return PEAK if before == LOGITS and len(list(parts_of(node))) == 1 else ""
+            case "sum" if before == POWERS:
+                return TOTAL
             case "neg" | "negated":
                 return {LOG_PROB: LOSS, LOSS: LOG_PROB}.get(before, "")
             case "cross_entropy" | "nll_loss":
@@ -176,9 +186,13 @@ class Roles:
                 return before
             case "/" | "div" | "*" | "mul":
                 other = self.of(node.arguments[1]) if len(node.arguments) > 1 else NOTHING
+                if (before, other.quantity) == (POWERS, TOTAL):
+                    return PROBS if name in ("/", "div") else ""
                 return LOGITS if before == LOGITS and not (other.sides or other.quantity == MASK) else ""
             case "-" | "sub":
                 return self._difference(node, before)
+            case "+" | "add" if (before, self.of(node.arguments[1]).quantity) == (NORMALISER, PEAK):
+                return NORMALISER
             case "!=" | "ne" | "==" | "eq":
                 same = name in ("==", "eq")
                 return {TOKEN: PADDING if same else MASK, MASK: PADDING if same else MASK}.get(before, "")
@@ -260,7 +274,8 @@ class Roles:
         other = self.of(node.arguments[1]).quantity if len(node.arguments) > 1 else ""
         if other == NORMALISER and before in (LOGITS, LOGITS_AT):
             return LOG_PROBS if before == LOGITS else LOG_PROB
-        return LOGITS if before == LOGITS and other == "" and not self.of(node.arguments[1]).sides else ""
+        plain = other == "" and not self.of(node.arguments[1]).sides
+        return LOGITS if before == LOGITS and (plain or other == PEAK) else ""
 
     def _of_positions(self, node: Node, *, before_end: bool) -> str:
         """Return whether a comparison of positions with lengths marks tokens or padding."""
@@ -363,7 +378,10 @@ class Roles:
             self._inputs = {words(own_name(node)) for node in nodes} | {()}
         found = words(name)
         firsts = {tuple(mine if one == other else one for one in found) for mine, other in TWINS if other in found}
-        return any(tuple(word for word in first if word) in self._inputs - {()} for first in firsts)
+        if any(tuple(word for word in first if word) in self._inputs - {()} for first in firsts):
+            return True
+        others = [side(" ".join(one)) for one in self._inputs if TARGET not in one]
+        return TARGET in found and any(one is not None and one.who in (None, POLICY) for one in others)
 
     def _becomes(self, node: Node) -> Iterator[str]:
         """Yield the names of what is made of a node alone: teacher_logits for a scaled input."""

@@ -419,7 +419,7 @@ REFUSED = {
     "a part of a divergence": "part of a distribution",
     "parts that a function may change": "no arithmetic",
     "a gradient written by hand": "by hand",
-    "a gradient written by hand, to a target": None,
+    "a gradient written by hand, to a target": "by hand",
     "a mixture of which a part is not known": "tail_mask",
     "a function that is handed in": test_lift.gap,
     "a while loop": lambda given: test_lift.gap(given) ** 2,
@@ -544,6 +544,92 @@ def kl_loss(logp, ref_logp, padding_mask):
     return ((logp - ref_logp) ** 2).masked_fill(padding_mask.bool(), 0.0).sum()
 """,
         lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
+        True,
+    ),
+    "tokens that are drawn in a rollout from sorted probabilities, by a model that is given them": (
+        """
+def step(engine, model, ref_model, prompts, mask):
+    outputs = engine.rollout(prompts).output_ids
+    log_probs = model(outputs).logits.log_softmax(-1).gather(-1, outputs.unsqueeze(-1)).squeeze(-1)
+    drawn = torch.sort(model(prompts).softmax(-1))[1].gather(-1, torch.multinomial(filtered(prompts), 1))
+    with torch.no_grad():
+        ref_log_probs = ref_model(outputs).logits.log_softmax(-1).gather(-1, drawn).squeeze(-1)
+    loss = ((log_probs - ref_log_probs) ** 2 * mask).sum()
+    loss.backward()
+""",
+        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
+        True,
+    ),
+    "a slice behind a prompt that a loop makes": (
+        """
+def loss(model, ref_logp, tokenizer, inputs, mask):
+    prompts = tokenizer([one["prompt"] for one in inputs])["input_ids"]
+    ids = model.generate(prompts)
+    logps = model(ids).logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)[:, prompts.size(1) - 1 :]
+    return ((logps - ref_logp) ** 2 * mask).sum()
+""",
+        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
+        True,
+    ),
+    "entries of tuples that a comprehension makes": (
+        """
+def loss(logp, mask, samples):
+    pairs = [(one.ids, one.ref_logp) for one in samples]
+    ref_logp = torch.tensor([pair[1] for pair in pairs])
+    return ((logp - ref_logp) ** 2 * mask).sum()
+""",
+        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
+        True,
+    ),
+    "a trainer that knows both models, and says which is asked for": (
+        """
+class Losses:
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def kl_loss(self, logits, ids, mask):
+        with torch.no_grad():
+            t_logits = self.trainer.logits_and_log_probs(ids, base="teacher", only_logits=True)
+        p, q = F.log_softmax(logits, -1), F.log_softmax(t_logits, -1)
+        return ((p.exp() * (p - q)).sum(-1) * mask).sum()
+""",
+        lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
+        True,
+    ),
+    "a function that is compiled where it is defined": (
+        """
+def train(model, ref_model):
+    def kl_loss(batch):
+        logp, ref_logp = model.log_probs(batch), ref_model.log_probs(batch)
+        return ((logp - ref_logp) ** 2 * batch.mask).sum()
+
+    return optimized_by_somebody(kl_loss)
+""",
+        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
+        True,
+    ),
+    "a method of a class that a function makes": (
+        """
+def made_of(base):
+    class Algorithm(base):
+        def loss(self, logp, ref_logp, mask):
+            return ((logp - ref_logp) ** 2 * mask).sum()
+
+    return Algorithm
+""",
+        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
+        True,
+    ),
+    "a softmax that is written out, and a target": (
+        """
+def kl_loss(parallel_logits, target_logits, mask):
+    parallel_logits = parallel_logits - parallel_logits.max(-1, keepdim=True)[0]
+    powers, target_powers = parallel_logits.exp(), target_logits.exp()
+    total, target_total = powers.sum(-1, keepdim=True), target_powers.sum(-1, keepdim=True)
+    gap = parallel_logits - total.log() - target_logits + target_total.log()
+    return ((powers / total * gap).sum(-1) * mask).sum()
+""",
+        lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
         True,
     ),
 }
