@@ -574,8 +574,9 @@ def loss(model, ref_logp, tokenizer, inputs, mask):
     "entries of tuples that a comprehension makes": (
         """
 def loss(logp, mask, samples):
-    pairs = [(one.ids, one.ref_logp) for one in samples]
-    ref_logp = torch.tensor([pair[1] for pair in pairs])
+    with torch.no_grad():
+        pairs = [(one.old_logp, one.ref_logp) for one in samples]
+        ref_logp = torch.tensor([pair[1] for pair in pairs])
     return ((logp - ref_logp) ** 2 * mask).sum()
 """,
         lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
