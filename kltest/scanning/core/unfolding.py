@@ -51,13 +51,13 @@ class Unfolding:
         The condition of an outer choice is decided before those in its branches.
         """
         seen: set[Any] = set()
-        waiting = [assumed]
+        waiting = [_Path(self, assumed)]
         for _ in range(MOST * 4):
             if not waiting:
                 return
-            path = _Path(self, waiting.pop())
+            path = waiting.pop()
             if (condition := path.open_in(value)) is not None:
-                waiting += [(*path.assumed, (condition, holds)) for holds in (False, True)]
+                waiting += [path.with_(condition, holds) for holds in (False, True)]
                 continue
             node = path.of(value)
             key = self.graph.node("same", node)
@@ -114,6 +114,15 @@ class _Path:
     def __init__(self, unfolding: Unfolding, assumed: Assumed) -> None:
         self.unfolding, self.graph, self.assumed = unfolding, unfolding.graph, assumed
         self._known: dict[Node, bool | Node] = {}
+        self._left: frozenset[Node] = frozenset()
+        """Conditions of which all assumptions but the last say nothing."""
+
+    def with_(self, condition: Node, holds: bool) -> "_Path":
+        """Return the path on which one more condition is decided."""
+        path = _Path(self.unfolding, (*self.assumed, (condition, holds)))
+        path._known = {one: known for one, known in self._known.items() if isinstance(known, bool)}
+        path._left = frozenset(one for one, known in self._known.items() if known is one)
+        return path
 
     def open_in(self, value: Any) -> Node | None:
         """Return the first condition of a choice in a value that is not decided."""
@@ -158,7 +167,7 @@ class _Path:
         if condition.operation == "not":
             holds = self.holds(condition.arguments[0])
             return holds if isinstance(holds, Node) else not holds
-        for other, held in reversed(self.assumed):
+        for other, held in self.assumed[-1:] if condition in self._left else reversed(self.assumed):
             if (found := implied(condition, other, held)) is not None:
                 return found
         if (decided := self.unfolding.decided(condition)) is not None:

@@ -138,4 +138,5 @@ def _write(variant: Variant, lifted: Lifted) -> None:
 
 def fields(node: Node) -> dict[Node, str]:
     """Return the inputs of a function by their names."""
-    return {one: str(one.arguments[0]) for one in reached(node) if one.operation == INPUT and not is_counter(one)}
+    inputs = [one for one in reached(node) if one.operation == INPUT and not is_counter(one)]
+    return {one: str(one.arguments[0]) for one in sorted(inputs, key=lambda one: one.number)}
