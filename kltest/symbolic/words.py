@@ -30,7 +30,7 @@ METRICS = words_of(
 )
 # Of preference pairs, whose log-ratios are no penalties.
 _PREFERENCE = words_of("chosen rejected preferred dispreferred win lose winner loser")
-_RATIO = words_of("ratio ratios importance sampling is token policy coef")
+_RATIO = words_of("ratio ratios importance sampling is token policy coef weight weights")
 _KL = words_of("kl kls kld klds jsd divergence kullback")
 _LOGP = re.compile(
     r"log ?probs?|\bl ?probs?\b|log ?ps?\b|\blps?\b|log ?probabilit\w*|log ?pi\b|log ?likelihoods?|log ?dist\w*"
@@ -94,7 +94,8 @@ def is_mask(name: str) -> bool:
 def is_ratio(name: str) -> bool:
     """Return True for names of the importance ratio between policy and sampler: importance_ratio, is_ratios."""
     found = set(words(name))
-    return bool({"ratio", "ratios"} & found) and found <= _RATIO
+    weighs = bool({"weight", "weights"} & found and {"importance", "is"} & found)
+    return (weighs or bool({"ratio", "ratios"} & found)) and found <= _RATIO
 
 
 def is_logged(name: str) -> bool:

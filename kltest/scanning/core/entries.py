@@ -3,7 +3,7 @@
 import ast
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -167,6 +167,8 @@ class Tree:
             if len(facts) == 1:
                 (told[name],) = facts
         own = {name: entry.roles.of(entry.graph.node(INPUT, name)) for name in told}
+        # A name that says whose something is says it for all callers.
+        told = {name: replace(fact, sides=own[name].sides or fact.sides) for name, fact in told.items()}
         return None if told == own else self.entered(entry.source, entry.function, entry.kind, told, entry.around)
 
     def _with_inner(

@@ -184,9 +184,12 @@ class Lifting:
         """Return what stands for a number that nothing computes, by what a term is as a function of it."""
         name = name_of(number)
         known = self.graph.defaults.get(number, self.settings.get(own_name(number), UNSET))
-        if known in (UNSET, None) and (far := _far(node, number)):
+        if _is_limit(node, number):  # whatever it would be beside others that are not known either
+            if isinstance(known, int | float):
+                notes.append(f"{name} keeps its default, {known!r}")
+                return known
             notes.append(f"{name} is taken to limit nothing")
-            return far
+            return _far(node, number)
 
         def at(value: float) -> float:
             return value_of(of_slots, Rollouts(2), {slot: value}).item()
@@ -217,9 +220,6 @@ class Lifting:
         if is_constant(known) and known is not None:
             notes.append(f"{name} keeps its default, {known!r}")
             return known
-        if any(each.operation in LIMITS and number in reached(each.arguments[1:]) for each in reached(node)):
-            notes.append(f"{name} is taken to limit nothing")
-            return FAR
         if any(_is_rest_of(number, each) for each in reached(node)):
             notes.append(f"{name} is taken to be 0.5")
             return 0.5
@@ -240,12 +240,18 @@ def _is_rest_of(number: Node, node: Node) -> bool:
     return other is number
 
 
+def _is_limit(node: Node, number: Node) -> bool:
+    """Return True for a number that a value is limited to, or that says how far from another."""
+    limits = (one for one in reached(node) if one.operation in LIMITS)
+    return any(number in reached((*each.arguments[1:], *(value for _, value in each.named))) for each in limits)
+
+
 def _far(node: Node, number: Node) -> float:
-    """Return what limits nothing in the place of a limit, from below or from above; 0 for a number that is none."""
+    """Return what limits nothing in the place of a limit, from below or from above."""
     clamps = [each for each in reached(node) if each.operation == "clamp"]
     limits = [dict(zip(("min", "max"), each.arguments[1:], strict=False)) | dict(each.named) for each in clamps]
     sides = {one for each in limits for one in ("min", "max") if each.get(one) is number}
-    return {frozenset({"min"}): -FAR, frozenset({"max"}): FAR}.get(frozenset(sides), 0.0)
+    return {frozenset({"min"}): -FAR, frozenset({"max"}): FAR}.get(frozenset(sides), FAR)
 
 
 def _fields(node: Node) -> set[str]:
