@@ -367,7 +367,7 @@ class Calls:
             return self.opaque("method", owner, name, *arguments, **named)
         first = (arguments[0], owner, *arguments[1:]) if operation == "where" and arguments else (owner, *arguments)
         if name == "new_tensor":
-            first = arguments
+            first = tuple(arguments)
         result = self.operation(operation, first, named)
         if in_place:
             self.assign(stored(expression.value), result)
