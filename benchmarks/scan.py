@@ -47,9 +47,9 @@ from scipy.optimize import linear_sum_assignment
 
 import kltest
 from benchmarks.measure import record
-from kltest.scanning.core.search import Search as NewSearch
-from kltest.scanning.search import Search, Store
+from kltest.scanning.core.search import Search
 from kltest.scanning.sources import contents
+from kltest.scanning.store import Store
 
 LABELS = Path(__file__).parents[1] / "tests" / "scan"
 RECORD = Path(__file__).parent / "scan.csv"
@@ -205,9 +205,9 @@ def meet(spans: Sequence[Span], others: Sequence[Span]) -> bool:
     )
 
 
-def scanned(root: Path, *, graded: bool = True, core: Any = Search) -> Iterator[tuple[list[Span], list[Any]]]:
+def scanned(root: Path, *, graded: bool = True) -> Iterator[tuple[list[Span], list[Any]]]:
     """Yield what the scan finds in a repository: its lines in one or more files, and a row a variant."""
-    rows = kltest.scan(root, jobs=2, core=core).rows if graded else core(list(contents([root], [])), Store(None))
+    rows = kltest.scan(root, jobs=2).rows if graded else Search(list(contents([root], [])), Store(None))
     for (parts, _), own in groupby(rows, key=lambda row: (row.parts, row.function)):
         yield [(str(Path(file).relative_to(root)), first, last) for file, first, last in parts], list(own)
 
@@ -265,7 +265,6 @@ def main(
     *,
     write: Annotated[bool, typer.Option("--record", help="Write the counts to scan.csv.")] = False,
     only: Annotated[str, typer.Option(help="Repositories whose name contains this.")] = "",
-    new: Annotated[bool, typer.Option("--new", help="With the core on the symbolic evaluator.")] = False,
     search: Annotated[
         bool, typer.Option("--found", help="Only search: what is found, and what is not liftable.")
     ] = False,
@@ -279,7 +278,7 @@ def main(
         if only in repository:
             began = time.monotonic()
             root = (folder / repository.replace("/", "+")).resolve()
-            count = compare(known, list(scanned(root, graded=not search, core=NewSearch if new else Search)))
+            count = compare(known, list(scanned(root, graded=not search)))
             place = {"date": f"{date.today()}", "half": half, "repository": repository}
             numbers = {name: count[name] for name in shown}
             counted.append({**place, **numbers, "seconds": round(time.monotonic() - began)})

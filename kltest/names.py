@@ -76,7 +76,7 @@ WHOSE = {
         *("inference", "generation", "generator", "vllm", "sglang"),
     ),
 }
-"""Words that say whose log-probs a name means, by the prefix of the field. `words.toml` of the scan adds some."""
+"""Words that say whose log-probs a name means, by the prefix of the field. `kltest.symbolic.words` adds some."""
 _PREFIX = {word: prefix for prefix, words in WHOSE.items() for word in words} | {"gen": "old_"}
 # Words of the current policy, unless a word of _ROLES stands beside them: old_policy_logps.
 _ANY_POLICY = frozenset({"policy", "actor", "pi", "theta"})
@@ -142,7 +142,7 @@ _NO_KL = re.compile(
 def says_kl(name: str) -> bool:
     """Return True for `kl`, `mean_kl`, `approxkl`, `klToRef`, not for `kl_loss`, `kl_coef` or `kl_max`.
 
-    The scan looks for terms, and so for `kl_loss` and `k3` as well: `kltest.scanning.sides.says_kl`.
+    The scan looks for terms, and so for `kl_loss` and `k3` as well: `kltest.symbolic.words.says_kl`.
     """
     words = _words(name)
     return any(map(_KL.fullmatch, words)) and not any(map(_NO_KL.fullmatch, words))

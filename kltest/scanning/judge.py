@@ -11,11 +11,8 @@ from kltest.grading.isolated import Child, Children, Step
 from kltest.grading.jobs import Job, in_child
 from kltest.grading.options import checked
 from kltest.render.words import VALUES, cosine
-from kltest.scanning.arithmetic import imports
-from kltest.scanning.conditions import COUNTED, UNMASKED
-from kltest.scanning.lift import NAME
-from kltest.scanning.rows import Row
-from kltest.scanning.search import Store
+from kltest.scanning.rows import NAME, UNMASKED, Row
+from kltest.scanning.store import Store
 from kltest.truth import render
 
 TIMEOUT = 60.0
@@ -69,7 +66,7 @@ class Judge:
             if row.why:
                 row.state = "not run"
                 yield row
-            elif not row.runs_more and (known := self.store.read(key)):
+            elif known := self.store.read(key):
                 yield filled(row, known)
             elif key in answers:
                 self.asked += 1
@@ -97,8 +94,7 @@ class Judge:
             rows = self._waiting.pop(key)
             self.done += 1
             answers[key] = report
-            # What the tree makes of a term that imports it may change with any of its files.
-            if report["lasts"] and not rows[0].runs_more:
+            if report["lasts"]:
                 self.store.write(key, report)
             yield from (filled(row, report) for row in rows)
 
@@ -115,8 +111,7 @@ def grade(file: Path, row: Row, timeout: float) -> Generator[Child, Step, Report
 
     What nothing says to be stale is judged on-policy, and what it follows with stale rollouts is told.
     """
-    text = f"{imports(row.source)}\n{row.source}\n"
-    file.write_text(text, encoding="utf-8")
+    file.write_text(row.source, encoding="utf-8")
 
     def ask(expected: str, sampler: str = "current" if row.fresh else "both", **more: Any) -> Any:
         given = {"expect": expected, **options(row.place), "sampler": sampler, "timeout": timeout, **more}
@@ -127,13 +122,8 @@ def grade(file: Path, row: Row, timeout: float) -> Generator[Child, Step, Report
         kept["error"] = " ".join(error.split())
         return {**kept, "lasts": kind in ("value", "usage", "failed") or "(--timeout)" in kept["error"]}
 
-    if "import jax" in text:  # compiled once for each shape, it is graded several times as fast
-        file.write_text(f"{text}\nimport jax\n{NAME} = jax.jit({NAME})\n", encoding="utf-8")
     wanted = "zero" if row.place == "logged" else row.declared or "reverse_kl"
     first: Report = yield from ask(wanted)
-    if first["verdict"] == "error" and "import jax" in text:  # it may ask for values, as float(x) does
-        file.write_text(text, encoding="utf-8")
-        first = yield from ask(wanted)
     names = {name for each in first["gradients"] for name in each["identified"] or {}}
     if not row.declared and "local_reverse_kl" in names and names <= {"reverse_kl", "local_reverse_kl"}:
         first = yield from ask(wanted := "local_reverse_kl")
@@ -158,8 +148,6 @@ def filled(row: Row, report: Report) -> Row:
     graded = report["gradients"]
     deciding = [each for each in graded if each["sampler"] == "current"] if row.fresh else graded
     failed = [check for check in report["checks"] if check["status"] == "fail"]
-    if any(note.endswith(COUNTED) for note in row.notes):  # the number is of the whole batch, however that is cut
-        failed = [check for check in failed if check["code"] != "KL206"]
     if row.place == "logged":
         failed = [check for check in failed if check["code"].startswith("KL6")]
     padded = [check for check in failed if check["code"] in ("KL501", "KL502")] if UNMASKED in row.notes else []
@@ -182,9 +170,6 @@ def filled(row: Row, report: Report) -> Row:
         row.state = {"confirmed": "passed", "refuted": "finding"}.get(report["verdict"], "inconclusive")
         if padded and not codes:
             row.state = "passed"
-    elif row.halved and all("zero" in (each["identified"] or {}) for each in deciding):
-        row.state, row.why, row.warnings = "not run", "only what it is worth reaches the loss, as part of a reward", []
-        return row
     elif "unnamed" in (gradients[each["sampler"]] for each in deciding):
         row.state = "unnamed"
     else:

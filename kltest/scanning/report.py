@@ -27,7 +27,6 @@ FOLLOWS = {
 }
 """Words for gradients that have some; others are told by their formulas."""
 BY_HAND = "Not run? Write it as a function of log-probs: `kltest grade FILE.py:FUNCTION`."
-RUN = "Not run, as it may do more than arithmetic? --run imports the tree and runs them."
 MORE = "`kltest explain CODE` says what a code means; --verbose how each was graded."
 
 
@@ -43,8 +42,8 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
         names = names if terminal.verbose else textwrap.shorten(names, terminal.width, placeholder=" … (--verbose)")
         tail += wrap(f"named KL and not recognised: {names}", terminal)
     hints = wrap(MORE, terminal) if scan.findings and not terminal.verbose else []
-    if left := [row for row in scan.rows if row.status == "not run"]:
-        hints += wrap(RUN if any(row.runs_more for row in left) else BY_HAND, terminal)
+    if any(row.status == "not run" for row in scan.rows):
+        hints += wrap(BY_HAND, terminal)
     tail += scan.summary
     most = max(MOST, 2 * len({row.spot for row in scan.rows}))
     room = math.inf if terminal.verbose else max(most - len(tail), most // 2)

@@ -8,6 +8,10 @@ from typing import Any
 
 from kltest.scanning.declarations import Key, key
 
+NAME = "kl_term"
+"""What the function of a row's source is called."""
+UNMASKED = "no mask is known here: numbers at padded positions are in it unless its caller leaves them out"
+"""Said of a term whose function has nothing to do with masks; it is no finding."""
 OPEN = frozenset({"not run", "unnamed", "inconclusive", "failed"})
 """States of terms of which nothing is held against anybody."""
 _SHOWN = (
@@ -26,8 +30,8 @@ class Row:
     it was not run or failed. `gradients` are the names followed by sampler, and `fits` the rows behind them;
     `directions` are the least cosines with named gradients of what has no name itself. `found` are the errors that
     apply, `warnings` the warnings, and `noted` the errors that only stale rollouts would make; `logs` says which KL a
-    term is that is only logged. `runs_more` is true of more than arithmetic. `parts` are the lines of the term by file,
-    and `depends` those of the functions that it depends on.
+    term is that is only logged. `parts` are the lines of the term by file, and `depends` those of the functions that it
+    depends on.
     """
 
     file: str
@@ -41,9 +45,6 @@ class Row:
     source: str = ""
     why: str = ""
     notes: Sequence[str] = ()
-    guess: str = ""
-    halved: bool = False
-    runs_more: bool = False
     comments: Sequence[tuple[str, str]] = ()
     parts: Sequence[tuple[str, int, int]] = ()
     depends: Sequence[tuple[str, int, int]] = ()
@@ -112,7 +113,7 @@ class Row:
         told += [f"with stale rollouts {' '.join(self.noted)}"] if self.noted else []
         told += [f"declared: {self.declared}"] if self.declared else []
         told += ["in the baseline"] if self.status == "known" else []
-        return ", ".join([*told, *([f"guessed: {self.guess}"] if self.guess and not self.why else [])]) or "–"
+        return ", ".join(told) or "–"
 
     @property
     def sentence(self) -> str:
@@ -140,7 +141,7 @@ class Row:
         """Return the row as JSON has it."""
         return {
             **{name: getattr(self, name) for name in _SHOWN},
-            "guessed": bool(self.guess),
+            "guessed": bool(self.notes),
             "errors": self.codes,
             "declared": self.declared or None,
         }

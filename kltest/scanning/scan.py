@@ -3,13 +3,13 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from kltest.scanning.core.search import Search
 from kltest.scanning.declarations import Key, Rules, said, speaks_of
 from kltest.scanning.judge import TIMEOUT, Judge
 from kltest.scanning.rows import Row, Scan
-from kltest.scanning.search import Search, Store
 from kltest.scanning.sources import contents
+from kltest.scanning.store import Store
 
 
 class Interrupted(KeyboardInterrupt):
@@ -32,12 +32,11 @@ def scan(
     run: bool = False,
     logged: bool = False,
     progress: Callable[[Row, int, int], None] = lambda row, done, total: None,
-    core: Callable[..., Any] | None = None,
 ) -> Scan:
     """Find every KL term in source files, lift each into a function of rollout fields, and grade it.
 
-    Nothing of the tree is imported. What is lifted runs in a child process, and without `run`
-    only if it is tensor arithmetic.
+    Nothing of the tree is imported or run: what is graded is tensor arithmetic that was written from it, in a child
+    process.
 
     Args:
         paths: files and folders.
@@ -48,9 +47,8 @@ def scan(
         expect: what every term declares of which nothing else is said.
         rules: what a configuration says of files.
         changed: changed lines by the real path of their file; only terms that depend on one of them are graded.
-        run: grade what is more than arithmetic, too: it runs in its child process as it is, and imports the tree.
+        run: does nothing, as nothing of the tree is run.
         logged: list what is only logged as well, and ask whether it is a KL.
-        core: what finds the terms, if not `kltest.scanning.search.Search`.
         progress: called with a row as soon as it is graded, how many are, and of how many that are known so far.
 
     Returns:
@@ -64,7 +62,7 @@ def scan(
     left_out: list[str] = []
     files = list(contents([Path(path) for path in paths], left_out, rules.excludes))
     store = Store(cache)
-    search = (core or Search)(files, store, run=run, logged=logged)
+    search = Search(files, store, logged=logged)
     found = Scan([], files=len(files))
     known = frozenset(baseline)
 
@@ -79,7 +77,6 @@ def scan(
         with Judge(jobs or os.cpu_count() or 1, timeout, store) as judge:
             done = 0
             for row in judge.judged(wanted()):
-                row.known = _is_known(row, known)
                 if judge.done > done:
                     done = judge.done
                     progress(row, done, judge.asked + search.left)
@@ -90,9 +87,10 @@ def scan(
     finally:
         found.lines, found.left_out = search.lines, [*left_out, *search.left_out]
         found.files -= len(search.left_out)
+        _mark_known(found.rows, known)
     if changed is None:
         found.notes = [*_loose(search, found), *_stale(known, found)]
-        found.unread = getattr(search, "unread", ())  # of a search that notes them
+        found.unread = search.unread
     return found
 
 
@@ -112,10 +110,17 @@ def _is_changed(row: Row, changed: Mapping[str, Sequence[range]]) -> bool:
     return any(span.start <= last and first < span.stop for first, last, span in lines)
 
 
-def _is_known(row: Row, known: Iterable[Key]) -> bool:
-    """Return True for a row of the baseline, which may have lost errors since."""
-    names = row.key[:-1]
-    return any(each[:-1] == names and set(row.codes) <= set(each[-1].split(",")) for each in known)
+def _mark_known(rows: Sequence[Row], known: Iterable[Key]) -> None:
+    """Mark the rows of the baseline, which may have lost errors since.
+
+    An entry that no row is may be one of the same function that another version of kltest wrote otherwise.
+    """
+    names = {row.key[:-1] for row in rows}
+    others = [each for each in known if each[:-1] not in names]
+    for row in rows:
+        own = [each for each in known if each[:-1] == row.key[:-1]]
+        own = own or [each for each in others if each[:2] == row.key[:2]]
+        row.known = any(set(row.codes) <= set(each[-1].split(",")) for each in own)
 
 
 def _loose(search: Search, found: Scan) -> Iterator[str]:

@@ -302,6 +302,11 @@ class Calls:
                     return owner[key]
         if isinstance(owner, Node) and owner.operation == "tuple" and isinstance(key, int):
             return self.item(owner.arguments[0], key)
+        if isinstance(owner, dict) and isinstance(key, Node) and _is_table(owner):
+            found: Any = self.graph.node("raises")
+            for name, one in reversed(owner.items()):
+                found = self.graph.choice(self.graph.node("==", key, name), one, found)
+            return found
         if isinstance(owner, Thing) and (getter := owner.kind.lookup("__getitem__")) is not None:
             return self.call(self._bound(getter, owner), (key,), {})
         return self.made("item", self._described(owner), key)
@@ -591,6 +596,11 @@ def _is_of_objects(value: Any) -> bool:
     """Return True for a choice of which some branches are objects, functions or containers."""
     chosen = isinstance(value, Node) and value.operation == CHOICE
     return chosen and any(not isinstance(one, Node) and not is_constant(one) for one in _branches_of(value))
+
+
+def _is_table(value: dict[Any, Any]) -> bool:
+    """Return True for functions, classes or constants by the words of an option."""
+    return bool(value) and all(isinstance(name, str) and not isinstance(one, Node) for name, one in value.items())
 
 
 def _default_of(value: Any, graph: Graph) -> Any:

@@ -214,6 +214,8 @@ class Evaluator(Calls):
         for decorator in statement.decorator_list:
             if _last_name(decorator) in DECORATORS:
                 value = Builtin(_last_name(decorator), lambda inner=value: inner)
+            elif self.frame.scope.outer is None and isinstance(found := self.value(decorator), Function):
+                self.call(found, (value,), {})  # which may keep it in a table
         self.frame.scope.variables[statement.name] = value
 
     _asyncfunctiondef = _functiondef

@@ -17,11 +17,12 @@ from kltest.cli.application import app
 from kltest.render.tables import Terminal
 from kltest.scanning.annotations import github
 from kltest.scanning.annotations import sarif as sarif_of
+from kltest.scanning.core.search import Search
 from kltest.scanning.judge import Judge, filled
 from kltest.scanning.report import FORMATS, text
 from kltest.scanning.rows import Row, Scan
-from kltest.scanning.search import Search, Store
 from kltest.scanning.sources import Source, sources
+from kltest.scanning.store import Store
 
 K2 = "def loss(logp, ref_logp):\n    return ((logp - ref_logp) ** 2 / 2).mean()\n"
 HELPED = "from means import mean\n\n\ndef loss(logp, ref_logp):\n    return mean((logp - ref_logp) ** 2 / 2)\n"
@@ -73,7 +74,7 @@ def git(*arguments, at="."):
 
 UNNAMED, NOT_RUN = (
     report(None, ["KL105"]),
-    "def loss(logp, ref_logp):\n    return torch.load((logp - ref_logp).square())\n",
+    "def loss(logp, ref_logp, power):\n    return ((logp - ref_logp).abs() ** power).mean()\n",
 )
 EXITS = {
     "right": (K2, report(RIGHT), 0, 0),
@@ -88,7 +89,12 @@ EXITS = {
     "failed": (K2, report(None, verdict="error"), 4, 4),
     "not run": (NOT_RUN, UNNAMED, 4, 4),
     "one of two not run": (f"{K2}\n\n{NOT_RUN.replace('loss', 'other')}", report(RIGHT), 0, 4),
-    "the other sign beside one not run": (f"{K2}\n\n{NOT_RUN}", report({"reverse_kl": -1.0}), 1, 1),
+    "the other sign beside one not run": (
+        f"{K2}\n\n{NOT_RUN.replace('loss', 'other')}",
+        report({"reverse_kl": -1.0}),
+        1,
+        1,
+    ),
     "as declared": (f"{K2}  # kltest: expect=zero".replace("\n  #", "  #"), report(ZERO, verdict="confirmed"), 0, 0),
     "not as declared": (f"{K2}  # kltest: expect=zero".replace("\n  #", "  #"), report(RIGHT), 1, 1),
     "not decided": (
@@ -257,6 +263,11 @@ def test_a_baseline_is_made_used_renewed_and_told_when_it_is_stale(tree):
     code, text = scan("--baseline", "known.json")
     assert code == 0
     assert "note: code.py: loss (loss): baseline entry KL102 no longer occurs" in " ".join(text.split())
+    tree["report"] = report({"forward_kl": 1.0}, ["KL102"])  # of another version, which wrote formulas otherwise
+    Path("old.json").write_text(Path("more.json").read_text().replace('"formula": "', '"formula": "x'))
+    assert scan("--baseline", "old.json")[0] == 0
+    Path("old.json").write_text(Path("old.json").read_text().replace('"function": "', '"function": "x'))
+    assert scan("--baseline", "old.json")[0] == 1
     Path("broken.json").write_text("[]")
     assert scan("--baseline", "broken.json")[0] == 2
 
@@ -622,7 +633,7 @@ def test_no_more_results_than_are_read(tree, monkeypatch):
 def test_a_term_of_a_notebook_is_annotated_on_its_line_of_the_file(tree):
     Path("code.py").unlink()
     tree["report"] = report({"forward_kl": 1.0}, ["KL102"])
-    lines = ["%%bash\n", "ls\n"], ["%pip install x\n", *K2.splitlines(keepends=True)]
+    lines = ["%%bash\n", "ls\n"], ["broken ("], ["%pip install x\n", *K2.splitlines(keepends=True)]
     cells = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": each} for each in lines]
     Path("a.ipynb").write_text(json.dumps({"cells": cells, "nbformat": 4}, indent=1))
     line = next(
@@ -632,7 +643,7 @@ def test_a_term_of_a_notebook_is_annotated_on_its_line_of_the_file(tree):
     )
     assert places(sarif()) == [("a.ipynb", line)]
     assert f"file=a.ipynb,line={line},endLine={line}," in scan("--output", "github")[1]
-    assert "a.ipynb:cell 2:3" in scan()[1]
+    assert "a.ipynb:cell 3:3" in scan()[1]
     Path("a.ipynb").write_text(json.dumps({"cells": cells}))  # a file of one line
     assert places(sarif()) == [("a.ipynb", 1)]
 

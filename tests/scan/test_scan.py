@@ -5,16 +5,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from scan.reading import found, parameters, variants
 from typer.testing import CliRunner
 
 from kltest.cli.application import app
-from kltest.scanning.conditions import UNMASKED
-from kltest.scanning.follow import tree_of
+from kltest.scanning.core.search import Search
 from kltest.scanning.judge import filled
-from kltest.scanning.lift import Lifted, lifted
-from kltest.scanning.search import Search, Store
-from kltest.scanning.sources import contents, sources
-from kltest.scanning.terms import terms
+from kltest.scanning.sources import contents
+from kltest.scanning.store import Store
 
 SMALL = """import torch
 
@@ -68,47 +66,33 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def variants(folder: Path) -> list[Lifted]:
-    tree = tree_of(list(sources([folder], [])))
-    return [variant for term in terms(tree) for variant in lifted(tree, term)]
-
-
-def lift_one(folder: Path, text: str) -> list[Lifted]:
-    (folder / "one.py").write_text("import torch\nimport torch.nn.functional as F\n\n" + text)
-    return variants(folder)
-
-
-def test_every_configuration_that_changes_a_helper_is_a_variant(small: Path) -> None:
-    helper = [variant for variant in variants(small) if variant.place == "helper"]
-    assert [variant.variant for variant in helper] == ["kind='k1'", "kind='k2'"]
-    assert [variant.formula for variant in helper] == ["log π - log ref", "(log π - log ref)² / 2"]
-    rewarded = [variant.variant for variant in variants(small) if variant.place == "reward"]
-    assert rewarded == ["kind='k1'", "kind='k2'"]
-    (small / "trainer.py").write_text(SMALL.replace("rewards = scores - kl_coef * kl", "rewards = scores"))
-    assert {variant.place for variant in variants(small)} == {"helper", "loss"}
-
-
-def test_a_term_of_a_method_is_lifted_to_the_loss_with_its_helpers(small: Path) -> None:
-    (inline,) = [variant for variant in variants(small) if variant.place == "loss"]
-    assert inline.refused == ""
-    assert set(inline.fields) == {"logp", "ref_logp", "beta", "mask"}
-    assert "def masked_mean" in inline.source
-    assert "advantage" not in inline.source  # summands that the term does not flow into are left out
-    assert any("self.beta" in note for note in inline.notes)
+def test_every_configuration_of_a_helper_is_told_with_what_it_becomes(small: Path) -> None:
+    (_, helped), (_, inline) = found(small)
+    assert [(each.place, each.name, each.formula) for each in helped] == [
+        ("loss", "", "mean(log π − log ref)"),
+        ("reward", "", "β·(log π − log ref)"),
+        ("helper", "kind='k2'", "(log π − log ref)² / 2"),
+    ]
+    assert [each.called for each in helped] == [True, True, False]
+    (only,) = inline
+    assert (only.why, parameters(only)) == ("", {"logp", "ref_logp", "beta", "mask"})
+    assert "beta is filled as the coefficient" in only.notes
 
 
 def test_an_option_keeps_its_default_and_is_said(tmp_path: Path) -> None:
     text = """
 class Loss:
-    def __init__(self, scale=3.0):
-        self.scale = scale
+    def __init__(self, share=0.25):
+        self.share = share
 
-    def forward(self, logp, ref_logp):
-        return (self.scale * (logp - ref_logp).square()).mean()
+    def forward(self, logits, ref_logits, mask):
+        p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+        mixed = torch.log(self.share * p.exp() + (1 - self.share) * q.exp())
+        return ((p.exp() * (p - mixed)).sum(-1) * mask).sum()
 """
-    (only,) = lift_one(tmp_path, text)
-    assert "3.0" in only.source
-    assert only.notes == ["self.scale keeps its default, 3.0", UNMASKED]
+    (only,) = variants(tmp_path, text)
+    assert "0.25" in only.program
+    assert only.notes == ["share keeps its default, 0.25"]
 
 
 def test_a_method_is_not_what_it_gives_and_a_term_ends_where_it_is_differentiated(tmp_path: Path) -> None:
@@ -125,8 +109,8 @@ class Trainer:
         loss.backward()
         return {"loss": loss.item()}
 """
-    (only,) = lift_one(tmp_path, text)
-    assert (only.refused, set(only.fields)) == ("", {"logp", "ref_logp", "beta", "mask"})
+    (only,) = variants(tmp_path, text)
+    assert (only.why, parameters(only)) == ("", {"logp", "ref_logp", "beta", "mask"})
 
 
 def test_a_share_of_an_interpolation_is_no_coefficient(tmp_path: Path) -> None:
@@ -137,24 +121,7 @@ def jsd_loss(student_logits, teacher_logits, beta=0.5):
     other = F.kl_div(t, s, reduction="none", log_target=True).sum(-1)
     return (beta * one + (1 - beta) * other).mean()
 """
-    assert all("beta" not in variant.fields for variant in lift_one(tmp_path, text))
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("def loss(logp, ref_logp):\n    open('x', 'w')\n    return weigh(logp - ref_logp).square().mean()\n", "weigh"),
-        ("def loss(logp, ref_logp):\n    return torch.load((logp - ref_logp).square())\n", "torch.load"),
-        (
-            "def loss(topk_logps, teacher_topk_logps):\n    return (topk_logps - teacher_topk_logps).square().sum()\n",
-            "part",
-        ),
-    ],
-)
-def test_what_is_not_run_says_why(text: str, reason: str, tmp_path: Path) -> None:
-    (only,) = lift_one(tmp_path, text)
-    assert reason in only.refused
-    assert only.source == ""
+    assert all("beta" not in parameters(variant) for variant in variants(tmp_path, text))
 
 
 def scan(*arguments: str) -> tuple[int, str]:
@@ -176,17 +143,15 @@ def test_the_command_names_gradients_and_exits_1(small: Path) -> None:
         "text",
     )
     assert code == 1, text
-    found = json.loads(Path("scan.json").read_text())
-    assert found["schema"] == "kltest.scan/1"
-    told = {(term["place"], term["variant"]): term for term in found["terms"]}
-    assert told["helper", "kind='k1'"]["gradients"]["current"] == "zero"
-    assert told["helper", "kind='k2'"]["gradients"] == {
-        "current": "local_reverse_kl",
-        "stale": "local_reverse_kl@rollouts",
-    }
+    written = json.loads(Path("scan.json").read_text())
+    assert written["schema"] == "kltest.scan/1"
+    told = {(term["function"], term["place"]): term for term in written["terms"]}
     # One method puts the helper's value into its loss, another one into rewards: it is graded as both.
-    assert told["reward", "kind='k1'"]["gradients"]["current"] == "reverse_kl"
-    (loss,) = [term for term in found["terms"] if term["place"] == "loss"]
+    assert told["kl_penalty", "loss"]["gradients"]["current"] == "zero"
+    assert told["kl_penalty", "reward"]["gradients"]["current"] == "reverse_kl"
+    other = told["kl_penalty", "helper"]["gradients"]
+    assert other == {"current": "local_reverse_kl", "stale": "local_reverse_kl@rollouts"}
+    loss = told["Trainer.compute_loss", "loss"]
     assert loss["gradients"]["current"].startswith("local_forward_kl (its size moves")
     assert "KL102" in loss["errors"]
     assert (loss["file"], loss["line"]) == (
@@ -232,22 +197,17 @@ WEIGHTS = """class Weigher:
 """
 
 
-def test_what_imports_its_tree_runs_only_if_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_the_tree_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / "package" / "deep"
     deep.mkdir(parents=True)
-    for folder in (deep, deep.parent):
-        (folder / "__init__.py").write_text("")
     (deep.parent / "losses.py").write_text(NEEDS_ITS_TREE)
     (deep / "weights.py").write_text(WEIGHTS)
     monkeypatch.chdir(tmp_path)
-    _, text = scan("package", "--no-cache")
-    assert "--run imports the tree and runs them" in text
-    assert not Path("mark").exists()
     code, text = scan("package", "--no-cache", "--run", "--output", "json:scan.json")
-    assert "kltest: --run: terms import the tree" in text
+    assert "kltest: --run does nothing" in text
     (term,) = json.loads(Path("scan.json").read_text())["terms"]
     assert term["gradients"]["current"].endswith("local_reverse_kl"), term
-    assert (code, Path("mark").exists()) == (0, True)
+    assert (code, Path("mark").exists()) == (0, False)
 
 
 @pytest.mark.parametrize(("residual", "state"), [(1e-12, "finding"), (1e-6, "unnamed")])

@@ -10,18 +10,20 @@ from typing import Any
 from kltest.scanning.core.measured import FAILURES
 from kltest.scanning.core.unfolding import Unfolding
 from kltest.scanning.sources import Source
-from kltest.symbolic.evaluate import Evaluator
+from kltest.symbolic.evaluate import BUDGET, Evaluator
 from kltest.symbolic.modules import Modules
 from kltest.symbolic.operations import MODULES
 from kltest.symbolic.roles import Fact, Roles
 from kltest.symbolic.values import INPUT, Builtin, External, Function, Graph, Kind, Scope, Stored, TooLargeError
-from kltest.symbolic.words import says_kl, side
+from kltest.symbolic.words import is_mask, says_kl, side
 
 MODULE = "<module>"
 """The title of a module's own statements."""
 OUTSIDE = sys.stdlib_module_names | {module.partition(".")[0] for module in MODULES}
 """Packages that a tree imports from outside, though a file of it may be called the same."""
 NO_FACTS: Mapping[str, Fact] = {}
+A_STATEMENT = 10
+"""What each statement of a module adds to the budget of what is followed of it."""
 DEFINITIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 
 
@@ -59,6 +61,11 @@ class Entry:
     def roles(self) -> Roles:
         """Facts of the nodes of its graph."""
         return Roles(self.graph)
+
+    @cached_property
+    def sees_masks(self) -> bool:
+        """Whether the function speaks of masks."""
+        return any(map(is_mask, _names(self.function.definition)))
 
     @cached_property
     def unfolding(self) -> Unfolding:
@@ -123,16 +130,18 @@ class Tree:
         return None if file is None else self.scope(file)
 
     def scope(self, file: str) -> Scope | None:
-        """Return the variables of a module; None while it is being read itself, or if it is too large."""
+        """Return the variables of a module, of one that is too large the first of them; None while it is being read."""
         if file in self._open:
             return None
         self._open.add(file)
         before = self.evaluator.left, self.evaluator.frames
-        self.evaluator.frames = []
+        tree = self.sources[file].tree
+        self.evaluator.frames, self.evaluator.left = [], BUDGET + A_STATEMENT * len(tree.body)
         try:
-            return self.evaluator.module(file, self.sources[file].tree)
+            return self.evaluator.module(file, tree)
         except (TooLargeError, RecursionError):
-            return None
+            self.lost.append(f"{self.sources[file].place(1)}: its own statements are followed in part")
+            return self.evaluator.module(file, tree)
         finally:
             self.evaluator.left, self.evaluator.frames = before
             self._open.discard(file)
@@ -224,12 +233,15 @@ def _script(tree: ast.Module, scope: Scope) -> Function:
 
 def speaks_of_probabilities(node: ast.AST) -> bool:
     """Return True if a name, attribute or key in it says log-probs, logits or KL."""
-    return any(
-        says_kl(name) or side(name) is not None
-        for inner in ast.walk(node)
-        for name in (getattr(inner, field, None) for field in ("id", "attr", "arg", "value", "name"))
-        if isinstance(name, str) and name.isidentifier()
-    )
+    return any(says_kl(name) or side(name) is not None for name in _names(node))
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Yield the names, attributes and keys in a piece of code."""
+    for inner in ast.walk(node):
+        for name in (getattr(inner, part, None) for part in ("id", "attr", "arg", "value", "name")):
+            if isinstance(name, str) and name.isidentifier():
+                yield name
 
 
 def _functions(variables: Mapping[str, Any], file: str) -> Iterator[tuple[Function, Kind | None]]:

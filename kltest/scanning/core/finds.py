@@ -29,6 +29,7 @@ class Find:
         function: the function that it stands in.
         lines: its lines there.
         others: its lines in other functions.
+        depends: the lines of what it is computed from, and of what it becomes.
         made: its variants, from each entry.
         starts: the lines of those that stand in its place.
         latest: the entry from which it was found last, and its variants from there.
@@ -38,6 +39,7 @@ class Find:
     function: Place
     lines: set[int] = field(default_factory=set)
     others: set[tuple[str, int]] = field(default_factory=set)
+    depends: set[tuple[str, int]] = field(default_factory=set)
     made: list[Variant] = field(default_factory=list)
     starts: set[int] = field(default_factory=set)
     latest: tuple[Entry | None, list[Variant]] = (None, [])
@@ -58,12 +60,12 @@ class Find:
         self.made += variants
 
 
-def finds(tree: Tree) -> list[Find]:
-    """Return the KL terms of a tree, in the order of files and lines."""
+def finds(tree: Tree, *, logged: bool = False) -> list[Find]:
+    """Return the KL terms of a tree in the order of files and lines; if `logged`, also those that are only logged."""
     known: dict[Any, list[Find]] = {}
     alone: list[tuple[Entry, list[Variant]]] = []
     for entry in tree.entries():
-        made_there = _looked(tree, entry, known)
+        made_there = _looked(tree, entry, known, logged=logged)
         tree.remember(entry)
         if any(one.place == "helper" for one in made_there):
             alone.append((entry, made_there))
@@ -71,8 +73,10 @@ def finds(tree: Tree) -> list[Find]:
         if (told := tree.otherwise(entry)) is not None:
             for one in (one for group in known.values() for one in group):
                 one.made = [each for each in one.made if not any(each is other for other in before)]
-            _looked(tree, told, known)
+            _looked(tree, told, known, logged=logged)
     for group in known.values():
+        for one in group:  # what is only logged is nothing else
+            one.made = [each for each in one.made if each.place != "logged"] or one.made
         title = group[0].function.title
         uses = [each for one in group for each in one.made if each.place != "helper"]
         used = any(each.entry == title for each in uses)
@@ -88,11 +92,11 @@ def finds(tree: Tree) -> list[Find]:
     return sorted(found, key=lambda one: (order.get(one.file, 0), min(one.lines, default=0)))
 
 
-def _looked(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> list[Variant]:
+def _looked(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: bool) -> list[Variant]:
     """Add the terms that are found from one function, and return their variants."""
     found: list[Variant] = []
     try:
-        for variants in _look(tree, entry, known):
+        for variants in _look(tree, entry, known, logged=logged):
             found += variants
     except (*FAILURES, RecursionError) as error:  # one function that is stumbled over ends no scan
         place = entry.source.place(entry.function.definition.lineno)
@@ -100,19 +104,24 @@ def _looked(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> list[Vari
     return found
 
 
-def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> Iterator[list[Variant]]:
+def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: bool) -> Iterator[list[Variant]]:
     """Add the terms that are found from one function, and yield the variants of each."""
     parts, last, inside = Parts(entry.unfolding), dict[tuple[Node, str], Part](), set[Node]()
     starts = sorted(roots(entry), key=lambda one: one[1] in REWARDS)
     margins = _margins(entry, [root for root, _ in starts])
+    starts += ((value, "logged") for value in _logged(entry) if logged)
     for root, place in starts:
         if place in REWARDS and not inside.isdisjoint(nodes_in(root)):
             continue  # what is called a reward is a factor of a term of the loss
         for part in parts.of(root, place):
+            if place == "logged" and (part.place != place or REFERENCE not in entry.roles.of(part.core).sides):
+                continue
             if place == "loss" or not _is_preferred(entry, part, margins):
                 last[part.core, "helper" if place == "helper" else part.place] = part
                 inside |= reached(part.core) if part.place == "loss" else set()
-    for (_, place), part in last.items():
+    for (core, place), part in last.items():
+        if place == "advantage" and (core, "reward") in last:
+            continue  # it is made of the reward
         ends = leaves(entry.roles, part.core)
         if (where := _place_of(entry, part, tree, ends)) is None:
             continue
@@ -120,6 +129,16 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]]) -> Iterator[li
         if variants := list(made(entry, part, place, tree.settings, (file, function.first, function.last))):
             _add(known, entry, part, where, ends, variants)
             yield variants
+
+
+def _logged(entry: Entry) -> Iterator[Any]:
+    """Yield what is stored under a name that says KL, or handed on under such a key."""
+    for stored in entry.stores:
+        if says_kl(stored.name):
+            listed = isinstance(stored.value, Node) and stored.value.operation == "appended"
+            yield stored.value.arguments[-1] if listed else stored.value
+    values = [part for node in entry.graph.nodes for part in node.arguments if isinstance(part, dict)]
+    yield from (value for name, value in _keyed([*values, entry.returned]) if says_kl(name))
 
 
 def _is_kl(find: Find) -> bool:
@@ -147,7 +166,8 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
     """Yield what a function returns, stores as a loss or reward, and differentiates, with its place."""
     named = list(_returned(entry.returned, entry.graph.names))
     losses = [value for name, value in named if says(name, *LOSS) and not is_logged(name)]
-    yield from ((value, "helper") for name, value in named if not losses or says_kl(name))
+    logs = set(nodes_in([one for _, one in _keyed(entry.returned)])) if losses else set()
+    yield from ((value, "helper") for name, value in named if not losses or (says_kl(name) and value not in logs))
     for stored in entry.stores:
         name = stored.name
         if says(name, *LOSS) and not _is_aside(name):
@@ -209,6 +229,15 @@ def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = 
         yield " ".join([name, *names.get(value, ())]), value
 
 
+def _keyed(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of dictionaries in a value."""
+    if isinstance(value, dict):
+        yield from ((str(name), one) for name, one in value.items())
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _keyed(one)
+
+
 def _is_container(value: Any) -> bool:
     return isinstance(value, dict | tuple | list)
 
@@ -252,6 +281,12 @@ def _add(
     inner = {(name, number) for name, number in lines if name == file and function.first <= number <= function.last}
     find.lines |= {number for _, number in inner} | {number for number in rows if number <= function.last}
     find.others |= lines - inner
+    find.depends |= {
+        one
+        for node in (*part.above, *reached(part.core))
+        for each in (entry.graph.lines, entry.graph.written)
+        for one in each.get(node, ())
+    }
     find.add(entry, line, variants)
 
 

@@ -28,7 +28,6 @@ from kltest.symbolic.roles import MOVES, own_name
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached
 from kltest.symbolic.words import says
 
-NAME = "kl_term"
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty", "scale", "eta")
 REWARDS = ("reward", "advantage")
 FAR = 1e4
@@ -85,6 +84,8 @@ class Lifting:
         positive = sign(part) > 0
         if excluded(branches, branches):
             return
+        known = self.unfolding.decided
+        branches = tuple(one for one in branches if one[0].operation != "call" or known(one[0]) is not one[1])
         for case in self.unfolding.cases(part.core, branches):
             if not isinstance(case.node, Node) or len(self.roles.of(case.node).sides) < 2:
                 continue
@@ -130,7 +131,7 @@ class Lifting:
         else:
             if zero and not why:
                 raise zero
-            if place == "advantage":  # of a token, or of all that follow it?
+            if place in ("advantage", "logged"):  # of a token, or of all that follow it? of which number?
                 raise NotLiftedError(f"nothing says what becomes of it: {why}")
             found.notes = [f"only the term itself, without what becomes of it: {why}"]
             found.node, found.whole = self.filled(core, found.notes), False
@@ -303,6 +304,13 @@ def plain(condition: Any, holds: bool) -> Iterator[tuple[Node, bool]]:
         yield condition, holds
 
 
+def _said(option: Any) -> str:
+    """Return an option in words: of one that is taken from elsewhere if it is None, its name."""
+    while isinstance(option, Node) and option.operation == CHOICE:
+        option = option.arguments[2]
+    return text(option)
+
+
 def asked(graph: Graph, file: str, first: int, last: int) -> dict[Node, tuple[str, bool]]:
     """Return the conditions by which lines ask whether a variable is None: which, and if it is something then."""
     found: dict[Node, tuple[str, bool]] = {}
@@ -323,7 +331,7 @@ def choices(case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, b
             name, given = known[condition]
             found[f"{name} is None"] = f"{'with' if given == holds else 'without'} {name}"
         elif condition.operation == "==" and is_constant(condition.arguments[1]):
-            name = text(condition.arguments[0])
+            name = _said(condition.arguments[0])
             if holds:
                 found[name] = f"{name}={condition.arguments[1]!r}"
             else:

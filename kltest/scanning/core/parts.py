@@ -95,8 +95,10 @@ class _Walk:
 
     def on(self, node: Node, parts: Iterable[Any]) -> None:
         """Go on to parts of a node."""
-        for part in list(parts):
+        found = list(parts)
+        for part in found:
             self.link(node, part)
+        for part in reversed(found):  # the first of them is looked at first
             self.stack.extend(nodes_in(part))
 
     def part(self, at: Node, core: Node) -> Part:
@@ -209,7 +211,8 @@ class Parts:
         others = [one for one in addends if one not in two and not self.roles.of(one[1]).rewarded]
         for group in self._groups(two):
             (_, first), *rest = group
-            if not rest and self._descends(first) and not (others and self._needs(group, others)):
+            whole = self._descends(first) or self.is_zero(first)
+            if not rest and whole and not (others and self._needs(group, others)):
                 walk.into([first])
             elif core := self._core(node, group, others, len(addends)):
                 yield walk.part(node, core)

@@ -1,33 +1,58 @@
 """Searching a source tree: its KL terms as rows that are not graded yet, kept by the content of the files."""
 
+import gc
+import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 
-from kltest.scanning import search
 from kltest.scanning.core.entries import Tree
 from kltest.scanning.core.finds import Find, finds
 from kltest.scanning.core.variants import told
 from kltest.scanning.declarations import comments
 from kltest.scanning.rows import Row
-from kltest.scanning.search import relative
 from kltest.scanning.sources import parsed
+from kltest.scanning.store import Store
 from kltest.symbolic.words import says_kl
 
+KEPT = ("lines", "left_out", "loose", "unread")
+"""What is kept of a search beside its rows."""
 
-class Search(search.Search):
-    """The terms of some files by the symbolic evaluator; `unread` are names that say KL of which nothing was found.
 
-    Nothing of the tree is run, whatever `run` says, and what is only logged is no term, whatever `logged` says.
+class Search:
+    """The terms of some files. Iterating lifts them one by one; `left` terms of them are not lifted yet.
+
+    `loose` are comments that stand on no term, with their places, and `unread` names that say KL of which nothing was
+    found. With `logged` what is only logged is a term, too.
     """
 
-    name = "terms"
-    kept = ("lines", "left_out", "loose", "unread")
-    unread: Sequence[str] = ()
+    def __init__(self, files: Sequence[tuple[Path, bytes]], store: Store, *, logged: bool = False) -> None:
+        self._files, self._root, self._store, self._logged = files, Path.cwd(), store, logged
+        digests = [(str(path), hashlib.sha256(content).hexdigest()) for path, content in files]
+        self._key = store.key("terms", str(self._root), digests, logged)
+        self.known = store.read(self._key)
+        self.left, self.lines = 0, 0
+        self.left_out: list[str] = []
+        self.loose: Sequence[tuple[str, str]] = []
+        self.unread: Sequence[str] = []
+        for name, value in (self.known or {}).items():
+            if name in KEPT:
+                setattr(self, name, value)
+
+    def __iter__(self) -> Iterator[Row]:
+        if self.known:
+            for number, row in enumerate(self.known["rows"], 1):
+                self.left = len(self.known["rows"]) - number
+                yield Row(**row)
+            return
+        with _uncollected():
+            yield from self._searched()
 
     def _searched(self) -> Iterator[Row]:
         sources = {str(source.path): source for source in parsed(self._files, self.left_out)}
         tree = Tree(sources)
-        found = finds(tree)
+        found = finds(tree, logged=self._logged)
         self.lines = sum(source.text.count("\n") for source in sources.values())
         said = {name: list(comments(source)) for name, source in sources.items()}
         rows, used = [], set()
@@ -45,7 +70,7 @@ class Search(search.Search):
             if (name, line) not in used
         ]
         self.unread = [*tree.lost, *_unread(tree, found)]
-        self._keep(rows)
+        self._store.write(self._key, {**{name: getattr(self, name) for name in KEPT}, "rows": rows})
 
     def _rows(self, tree: Tree, find: Find, said: Sequence[tuple[int, str]]) -> Iterator[Row]:
         source = tree.sources[find.file]
@@ -64,12 +89,30 @@ class Search(search.Search):
                 why=variant.why,
                 notes=variant.notes,
                 form=variant.form,
-                used=variant.used,
+                used=[use for use in variant.used if not use.startswith(f"{find.function.title}, ")],
                 called=variant.called,
                 comments=[(source.place(line), words) for line, words in said],
                 parts=list(_spans(tree, find)),
-                depends=list(_functions(tree, find)),
+                depends=list(_depends(tree, find)),
             )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Stop looking for garbage among syntax trees and graphs: it takes much of the time of a search."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def relative(path: Path, root: Path) -> str:
+    """Return a path from the root, as it is if it lies elsewhere."""
+    resolved = path.resolve()
+    return resolved.relative_to(root).as_posix() if resolved.is_relative_to(root) else path.as_posix()
 
 
 def _unread(tree: Tree, found: Sequence[Find]) -> Iterator[str]:
@@ -104,15 +147,19 @@ def _spans(tree: Tree, find: Find) -> Iterator[tuple[str, int, int]]:
             span = file, span[1], line
         else:
             if span:
-                source = tree.sources[span[0]]
-                yield str(source.path.resolve()), source.line(span[1]), source.line(span[2])
+                yield _in_file(tree, *span)
             span = (file, line, line) if file else None
 
 
-def _functions(tree: Tree, find: Find) -> Iterator[tuple[str, int, int]]:
-    """Yield the lines of the function of a term, and of those parts of it that stand elsewhere."""
-    source = tree.sources[find.file]
-    place = find.function
-    first, last = (place.first, place.last) if place.last else (min(find.lines), max(find.lines))
-    yield str(source.path.resolve()), source.line(first), source.line(last)
-    yield from _spans(tree, find)
+def _depends(tree: Tree, find: Find) -> Iterator[tuple[str, int, int]]:
+    """Yield the lines of the functions that a term is computed in, and of those that make something of it."""
+    found: dict[tuple[str, int, int], None] = {}
+    for file, line in sorted({*find.depends, *((find.file, line) for line in find.lines)}):
+        own = (one for one in tree.places.get(file, ()) if one.first <= line <= one.last)
+        found[file, *next(((one.first, one.last) for one in own), (line, line))] = None
+    yield from (_in_file(tree, *span) for span in found)
+
+
+def _in_file(tree: Tree, name: str, first: int, last: int) -> tuple[str, int, int]:
+    source = tree.sources[name]
+    return str(source.path.resolve()), source.line(first), source.line(last)

@@ -99,6 +99,9 @@ class Unfolding:
         if condition.operation == "is" and condition.arguments[1] is None:
             inner = self.roles.of(condition.arguments[0])
             return False if inner.is_field or inner.quantity in (MASK, PADDING, TOKEN) else None
+        if condition.operation == "call" and condition.arguments[0] == "isinstance":
+            value, kind = condition.arguments[1:]
+            return "Tensor" in kind if isinstance(value, Node) and self.roles.of(value).sides else None
         ends = leaves(self.roles, condition)
         if ends.fields and not ends.unknown:
             try:

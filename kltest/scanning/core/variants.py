@@ -7,14 +7,15 @@ from typing import Any
 from kltest.errors import KltestError
 from kltest.scanning.core.entries import Entry
 from kltest.scanning.core.forms import form_of, signature, worth
-from kltest.scanning.core.lifting import NAME, REWARDS, Lifted, Lifting, asked, choices, names
+from kltest.scanning.core.lifting import REWARDS, Lifted, Lifting, asked, choices, names
 from kltest.scanning.core.parts import Part
 from kltest.scanning.core.unfolding import Assumed
+from kltest.scanning.rows import NAME, UNMASKED
 from kltest.symbolic.roles import is_counter
 from kltest.symbolic.values import INPUT, Graph, Node, reached
 from kltest.symbolic.written import formula, program
 
-PLACES = ("loss", *REWARDS, "helper")
+PLACES = ("loss", *REWARDS, "helper", "logged")
 MOST = 48
 """Variants of one term that are told."""
 
@@ -24,7 +25,7 @@ class Variant:
     """One variant of a term as it is told and graded.
 
     Attributes:
-        place: loss, reward, advantage or helper.
+        place: loss, reward, advantage, helper or logged.
         name: its configuration.
         key: what tells terms apart that compute something else.
         worth: what tells those apart that have other values, whatever their gradient.
@@ -107,9 +108,11 @@ def made(
         variant = Variant(
             place, "", "", why=one.refused, notes=one.notes, choices=choices(one.assumed, known), assumed=one.assumed
         )
-        variant.used = [use] if place != "helper" else []
+        variant.used = [use] if place not in ("helper", "logged") else []
         variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
         _write(variant, one)
+        if one.node is not None and "mask" not in fields(one.node).values() and not entry.sees_masks:
+            variant.notes.append(UNMASKED)
         if entry.failure:
             variant.program, variant.why = "", entry.failure
         variant.key = variant.key or one.refused
@@ -122,7 +125,8 @@ def _write(variant: Variant, lifted: Lifted) -> None:
         return
     try:
         variant.key, variant.worth = signature(lifted.core), worth(lifted.core)
-        variant.program = program(lifted.node, fields(lifted.node), NAME)
+        graded = _beside_nothing(lifted.node) if variant.place == "logged" else lifted.node
+        variant.program = program(graded, fields(lifted.node), NAME)
         variant.formula = formula(lifted.node, fields(lifted.node))
         variant.form = form_of(lifted.core)
         if not variant.form and variant.place in REWARDS:
@@ -134,6 +138,12 @@ def _write(variant: Variant, lifted: Lifted) -> None:
         variant.program, variant.why = "", "both sides look like one: nothing says whose probabilities are which"
     elif variant.place in ("loss", "helper") and "" not in sides:
         variant.program, variant.why = "", "nothing of the policy is in it"
+
+
+def _beside_nothing(node: Node) -> tuple[Node, dict[str, Node]]:
+    """Return a number as a loss of zero logs it."""
+    _, policy = min((name, one) for one, name in fields(node).items() if "log" in name)
+    return Graph().node("*", 0.0, Graph().node("sum", policy)), {"kl": node}
 
 
 def fields(node: Node) -> dict[Node, str]:
