@@ -71,7 +71,7 @@ def test_every_configuration_of_a_helper_is_told_with_what_it_becomes(small: Pat
     assert [(each.place, each.name, each.formula) for each in helped] == [
         ("loss", "", "mean(log π − log ref)"),
         ("reward", "", "β·(log π − log ref)"),
-        ("helper", "kind='k2'", "(log π − log ref)² / 2"),
+        ("helper", "", "(log π − log ref)² / 2"),
     ]
     assert [each.called for each in helped] == [True, True, False]
     (only,) = inline
