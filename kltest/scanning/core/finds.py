@@ -119,9 +119,7 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
             if place == "loss" or not _is_preferred(entry, part, margins):
                 last[part.core, "helper" if place == "helper" else part.place] = part
                 inside |= reached(part.core) if part.place == "loss" else set()
-    for (core, place), part in last.items():
-        if place == "advantage" and (core, "reward") in last:
-            continue  # it is made of the reward
+    for (_, place), part in last.items():
         ends = leaves(entry.roles, part.core)
         if (where := _place_of(entry, part, tree, ends)) is None:
             continue
