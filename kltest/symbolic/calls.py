@@ -554,8 +554,7 @@ class Calls:
         """Return whether a value is of a type; a condition, where nothing says it."""
         name = (kind.path if isinstance(kind, External) else getattr(kind, "name", "")).rpartition(".")[2]
         if isinstance(value, Node) and value.operation == CHOICE:
-            condition, *branches = value.arguments
-            return self.graph.choice(condition, *(self._is_instance(one, kind) for one in branches))
+            return self._branchwise(value, lambda one: self._is_instance(one, kind))
         if name == "Tensor" and _is_tensor(value):
             return True
         if is_constant(value) and name in TYPES:

@@ -665,8 +665,7 @@ class Evaluator(Calls):
         if name == "is" and right is None and not self._may_be_none(left):
             return left is None
         if name == "is" and right is None and left.operation == CHOICE:
-            condition, *branches = left.arguments
-            return self.graph.choice(condition, *(self._compared(name, one, None) for one in branches))
+            return self._branchwise(left, lambda one: self._compared(name, one, None))
         if name == "in" and isinstance(right, dict) and is_constant(left):
             return left in right
         if name == "in" and isinstance(right, list | tuple) and all(map(is_constant, right)) and isinstance(left, Node):
