@@ -37,6 +37,7 @@ LOG_PROB, PROB, LOSS = "log-prob of the token", "probability of the token", "neg
 TOP_LOG_PROBS, TOP_PROBS, TOP = "log-probs of the likeliest", "probabilities of the likeliest", "the likeliest tokens"
 # Others.
 MASK, PADDING, TOKEN, REWARD, RATIO = "mask", "padding", "token", "reward", "ratio"
+INFINITE = "marks of infinite logits"
 VOCABULARY = frozenset({LOGITS, LOG_PROBS, PROBS, TOP_LOG_PROBS, TOP_PROBS})
 FIELD = VOCABULARY | {LOG_PROB, PROB, LOSS}
 WRITTEN_OUT = frozenset({LOGITS_AT, NORMALISER, POWERS, TOTAL, PEAK})
@@ -330,6 +331,9 @@ class Roles:
             return self._of_side(node, Side("logits", None))
         for name in self.names(node):
             if is_mask(name):
+                joined = [user for user in self._users.get(node, ()) if user.operation == "|"]
+                if any(one.operation == "isinf" for one in reached(joined)):
+                    return Fact(INFINITE)
                 return Fact(PADDING if says(name, "pad", "invalid") else MASK)
             if is_ratio(name):
                 return Fact(RATIO, frozenset({POLICY, SAMPLER}))

@@ -342,6 +342,18 @@ def made_of(base):
         lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
         True,
     ),
+    "cross-entropy minus entropy, without the tokens of a mask of infinite logits": (
+        """
+def entropy(logits, other, inf_mask):
+    inf_mask = torch.isinf(logits) | torch.isinf(other) | inf_mask
+    return -(logits.softmax(-1) * other.log_softmax(-1).masked_fill(inf_mask.bool(), 0)).sum(-1)
+
+def kl_loss(logits, ref_logits, inf_mask, mask):
+    return ((entropy(logits, ref_logits, inf_mask) - entropy(logits, logits, inf_mask)) * mask).sum()
+""",
+        lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
+        True,
+    ),
     "a softmax that is written out, and a target": (
         """
 def kl_loss(parallel_logits, target_logits, mask):

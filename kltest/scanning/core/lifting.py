@@ -24,7 +24,7 @@ from kltest.scanning.core.measured import (
 from kltest.scanning.core.parts import LIMITS, NEGATIONS, Part, projected, sign
 from kltest.scanning.core.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
-from kltest.symbolic.roles import MOVES, own_name
+from kltest.symbolic.roles import INFINITE, MOVES, own_name
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached
 from kltest.symbolic.words import says
 
@@ -162,7 +162,8 @@ class Lifting:
 
     def _filled(self, node: Node, notes: list[str], *, shaped: bool) -> Node:
         found: list[str] = []
-        unknown = leaves(self.roles, node, shaped=shaped).unknown
+        ends = leaves(self.roles, node, shaped=shaped).unknown
+        unknown = [one for one in ends if self.roles.of(one).quantity != INFINITE]
         several = supports(node)
         counts = {end: LIKELIEST for end in unknown if end in several}
         found += [f"{name_of(end)} is taken to be {LIKELIEST}" for end in counts]

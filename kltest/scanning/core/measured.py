@@ -13,6 +13,7 @@ from kltest.symbolic.computed import evaluate
 from kltest.symbolic.operations import words_of
 from kltest.symbolic.roles import (
     GATHERS,
+    INFINITE,
     LOSS,
     MASK,
     PADDING,
@@ -243,6 +244,8 @@ def filled(
         if at is not None and node not in ends.fields and roles.of(node.arguments[at]).quantity in (MASK, PADDING):
             return conditioned(node, at)
         if node not in ends.fields:
+            if roles.of(node).quantity == INFINITE:
+                return graph.node("!=", graph.node("tensor", 0), 0)  # rollouts have none
             return numbers.get(node, LIKELIEST if node in several else SOME) if node in unknown else node
         name = ends.fields[node]
         stands = graph.node(INPUT, name)
