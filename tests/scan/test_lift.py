@@ -151,7 +151,7 @@ def kl_penalty(logp, ref_logp, kind):
             raise ValueError(kind)
 """
     found = {variant.name: computed(variant) for variant in variants(tmp_path, text)}
-    assert sorted(found) == ["kind='k1' or kind='kl'", "kind='k2'"]
+    assert sorted(found) == ["kind='k1' or 'kl'", "kind='k2'"]
     torch.testing.assert_close(found["kind='k2'"], k2(rollouts()))
 
 

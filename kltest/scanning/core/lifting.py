@@ -324,17 +324,37 @@ def asked(graph: Graph, file: str, first: int, last: int) -> dict[Node, tuple[st
     return found
 
 
-def choices(case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, bool]]) -> dict[str, str]:
+def values_of(condition: Any) -> tuple[Any, list[Any]]:
+    """Return the symbol that a condition compares with constants, and those; None and none if it does something else.
+
+    `x == 1 or x == 2` is a choice of the first, where that is true, and of the second.
+    """
+    if not isinstance(condition, Node):
+        return None, []
+    if condition.operation == "==" and is_constant(condition.arguments[1]):
+        return condition.arguments[0], [condition.arguments[1]]
+    if condition.operation == CHOICE and condition.arguments[1] in (True, condition.arguments[0]):
+        (one, first), (other, rest) = values_of(condition.arguments[0]), values_of(condition.arguments[2])
+        if condition.arguments[2] is False:
+            return one, first
+        if first and rest and one is other:
+            return one, first + rest
+    return None, []
+
+
+def choices(case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, bool]], graph: Graph) -> dict[str, str]:
     """Return what was chosen in a configuration in words, by the option; `known` are those in words of the term."""
     found: dict[str, str] = {}
     for condition, holds in (one for pair in case for one in plain(*pair)):
+        symbol, values = values_of(condition)
         if condition in known:
             name, given = known[condition]
             found[f"{name} is None"] = f"{'with' if given == holds else 'without'} {name}"
-        elif condition.operation == "==" and is_constant(condition.arguments[1]):
-            name = _said(condition.arguments[0])
+        elif values:
+            name = next(iter(graph.names.get(symbol, ())), "") if symbol.operation == CHOICE else ""
+            name = name or _said(symbol)
             if holds:
-                found[name] = f"{name}={condition.arguments[1]!r}"
+                found[name] = f"{name}={' or '.join(map(repr, values))}"
             else:
                 found.setdefault(name, f"{name} otherwise")
         elif condition.operation == "is" and condition.arguments[1] is None:

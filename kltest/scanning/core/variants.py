@@ -89,12 +89,13 @@ def _common(configurations: Sequence[Mapping[str, str]]) -> dict[str, str]:
         if any(name not in one for one in configurations):
             continue
         said = list(dict.fromkeys(one[name] for one in configurations))
-        values = [words for words in said if words.startswith(f"{name}=")]
+        values = [words.removeprefix(f"{name}=") for words in said if words.startswith(f"{name}=")]
         others = [words.removeprefix(f"{name} ") for words in said if words == f"{name} otherwise"]
         if len(said) == 1:
             found[name] = said[0]
         elif len(said) == len([*values, *others]):
-            found[name] = " or ".join([values[0], *(words.removeprefix(f"{name}=") for words in values[1:]), *others])
+            each = dict.fromkeys(one for several in values for one in several.split(" or "))
+            found[name] = f"{name}={' or '.join([*each, *others])}"
     return found
 
 
@@ -106,7 +107,13 @@ def made(
     use = f"{entry.title}, {entry.source.place(entry.function.definition.lineno)}"
     for one in Lifting(entry.unfolding, settings).of(part, place):
         variant = Variant(
-            place, "", "", why=one.refused, notes=one.notes, choices=choices(one.assumed, known), assumed=one.assumed
+            place,
+            "",
+            "",
+            why=one.refused,
+            notes=one.notes,
+            choices=choices(one.assumed, known, entry.graph),
+            assumed=one.assumed,
         )
         variant.used = [use] if place not in ("helper", "logged") else []
         variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
