@@ -85,6 +85,7 @@ def command(
                 rules=rules,
                 changed=changed,
                 logged=logged,
+                reading=lambda file, number, total: bar.say(f"reading {file} ({number} of {total})"),
                 progress=lambda row, done, total: _advance(bar, f"{row.spot}: {row.follows[0]}", total),
             )
         except Interrupted as error:

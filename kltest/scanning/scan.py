@@ -32,6 +32,7 @@ def scan(
     run: bool = False,
     logged: bool = False,
     progress: Callable[[Row, int, int], None] = lambda row, done, total: None,
+    reading: Callable[[str, int, int], None] = lambda file, number, total: None,
 ) -> Scan:
     """Find every KL term in source files, lift each into a function of rollout fields, and grade it.
 
@@ -49,6 +50,7 @@ def scan(
         changed: changed lines by the real path of their file; only terms that depend on one of them are graded.
         run: does nothing, as nothing of the tree is run.
         logged: list what is only logged as well, and ask whether it is a KL.
+        reading: called with the file of each function that is followed, its number, and how many files there are.
         progress: called with a row as soon as it is graded, how many are, and of how many that are known so far.
 
     Returns:
@@ -62,7 +64,7 @@ def scan(
     left_out: list[str] = []
     files = list(contents([Path(path) for path in paths], left_out, rules.excludes))
     store = Store(cache)
-    search = Search(files, store, logged=logged)
+    search = Search(files, store, logged=logged, reading=reading)
     found = Scan([], files=len(files))
     known = frozenset(baseline)
 

@@ -4,6 +4,9 @@ import sys
 import time
 from typing import Any, Self, TextIO
 
+PAUSE = 5.0
+"""Seconds between two lines that say what is under way."""
+
 
 class Progress:
     """Progress of `total` steps, as a context manager. Steps that were `done` before are shown but not timed."""
@@ -12,6 +15,7 @@ class Progress:
         self.label, self.total, self.done = label, total, done
         self.stream = stream if stream is not None else sys.stderr
         self._before, self._started, self._shown = done, time.monotonic(), -1
+        self._next = self._started + 1
         self._bar = self._drawn() if self.stream.isatty() else None
 
     def __enter__(self) -> Self:
@@ -37,6 +41,15 @@ class Progress:
             left = f", {self._left()} left" if self.done < self.total else ""
             line = f"{self.label}: {percent:3d} % ({self.done} of {self.total}{left}) {what}"
             print(line.rstrip(), file=self.stream, flush=True)
+
+    def say(self, what: str) -> None:
+        """Show what is under way, which is no step yet; where nothing is drawn, a line every `PAUSE` seconds."""
+        now = time.monotonic()
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], what=what)
+        elif now >= self._next:
+            self._next = now + PAUSE
+            print(f"{self.label}: {what}", file=self.stream, flush=True)
 
     def _left(self) -> str:
         speed = (time.monotonic() - self._started) / max(self.done - self._before, 1)

@@ -42,8 +42,8 @@ class Node:
         self.parts = tuple(nodes_in((*arguments, *(value for _, value in named))))
 
     def __repr__(self) -> str:
-        words = [*map(repr, self.arguments), *(f"{name}={value!r}" for name, value in self.named)]
-        return f"{self.operation}({', '.join(words)})"
+        """Return the operation and the number: written out, a graph is longer than any memory."""
+        return f"{self.operation}#{self.number}"
 
 
 def nodes_in(value: Any) -> Iterator[Node]:

@@ -64,7 +64,8 @@ def scan(*arguments):
 
 
 def rows(*arguments):
-    return json.loads(scan("--output", "json", *arguments)[1])["terms"]
+    done = CliRunner().invoke(app, ["scan", "--output", "json", *map(str, arguments)])
+    return json.loads(done.stdout)["terms"]
 
 
 def git(*arguments, at="."):
@@ -696,6 +697,27 @@ def test_ctrl_c_shows_and_keeps_what_was_graded(tmp_path, monkeypatch):
     assert len(list(Path("kept").glob("*.json"))) == 1
     assert scan()[0] == 0
     assert len(list(Path("kept").glob("*.json"))) == 3  # the other one, and what was searched
+
+
+def test_ctrl_c_while_files_are_read_shows_what_was_found(tmp_path, monkeypatch):
+    def interrupt(self, what):
+        read.append(what)
+        if len(read) > 1:
+            raise KeyboardInterrupt
+
+    read: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KLTEST_SCAN_CACHE", "kept")
+    for name, power in (("a.py", 2), ("b.py", 4)):
+        Path(name).write_text(K2.replace("** 2", f"** {power}"))
+    monkeypatch.setattr("kltest.sweeps.progress.Progress.say", interrupt)
+    code, text = scan("--output", "json:scan.json")
+    assert (code, "interrupted; 1 of 1 variants found so far not graded" in text) == (130, True)
+    assert [(term["file"], term["status"]) for term in json.loads(Path("scan.json").read_text())["terms"]] == [
+        ("a.py", "not graded")
+    ]
+    assert read == ["reading a.py (1 of 2)", "reading b.py (2 of 2)"]
+    assert not Path("kept").exists()
 
 
 # Bad input.

@@ -84,10 +84,13 @@ class Place:
 
 @dataclass
 class Tree:
-    """The files of a tree, by the paths that their functions are known by; `lost` are functions that were not read."""
+    """The files of a tree, by the paths that their functions are known by; `lost` are functions that were not read.
+
+    `interrupted` is true if not all of them were."""
 
     sources: Mapping[str, Source]
     evaluator: Evaluator = field(init=False)
+    interrupted: bool = False
 
     def __post_init__(self) -> None:
         self.modules = Modules({name: (lambda s=source: s.tree) for name, source in self.sources.items()})  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """The KL terms of a tree: where each stands, what it becomes there, and in which configurations."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,11 +60,32 @@ class Find:
         self.made += variants
 
 
-def finds(tree: Tree, *, logged: bool = False) -> list[Find]:
-    """Return the KL terms of a tree in the order of files and lines; if `logged`, also those that are only logged."""
+def finds(
+    tree: Tree, *, logged: bool = False, reading: Callable[[str, int], None] = lambda file, number: None
+) -> list[Find]:
+    """Return the KL terms of a tree in the order of files and lines.
+
+    A search that is interrupted returns what it has found, and `tree.interrupted` is true then.
+
+    Args:
+        tree: the files.
+        logged: return those that are only logged as well.
+        reading: called with the file of each function that is followed, and its number.
+    """
     known: dict[Any, list[Find]] = {}
+    try:
+        _follow(tree, known, logged, reading)
+    except KeyboardInterrupt:
+        tree.interrupted = True
+    return _settled(tree, known)
+
+
+def _follow(tree: Tree, known: dict[Any, list[Find]], logged: bool, reading: Callable[[str, int], None]) -> None:
+    """Add the terms that are found from the functions of a tree."""
     alone: list[tuple[Entry, list[Variant]]] = []
+    numbers = {name: number for number, name in enumerate(tree.sources, 1)}
     for entry in tree.entries():
+        reading(str(entry.source.path), numbers[entry.function.scope.file])
         made_there = _looked(tree, entry, known, logged=logged)
         tree.remember(entry)
         if any(one.place == "helper" for one in made_there):
@@ -74,6 +95,10 @@ def finds(tree: Tree, *, logged: bool = False) -> list[Find]:
             for one in (one for group in known.values() for one in group):
                 one.made = [each for each in one.made if not any(each is other for other in before)]
             _looked(tree, told, known, logged=logged)
+
+
+def _settled(tree: Tree, known: dict[Any, list[Find]]) -> list[Find]:
+    """Return what is told of the terms that were found: those of helpers, only where their uses do not say it."""
     for group in known.values():
         for one in group:  # what is only logged is nothing else
             one.made = [each for each in one.made if each.place != "logged"] or one.made
@@ -109,7 +134,8 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
     parts, last, inside = Parts(entry.unfolding), dict[tuple[Node, str], Part](), set[Node]()
     starts = sorted(roots(entry), key=lambda one: one[1] in REWARDS)
     margins = _margins(entry, [root for root, _ in starts])
-    starts += ((value, "logged") for value in _logged(entry) if logged)
+    if logged:
+        starts += ((value, "logged") for value in _logged(entry))
     for root, place in starts:
         if place in REWARDS and not inside.isdisjoint(nodes_in(root)):
             continue  # what is called a reward is a factor of a term of the loss
@@ -230,7 +256,7 @@ def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = 
 def _keyed(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the entries of dictionaries in a value."""
     if isinstance(value, dict):
-        yield from ((str(name), one) for name, one in value.items())
+        yield from ((name, one) for name, one in value.items() if isinstance(name, str))
     elif isinstance(value, tuple | list):
         for one in value:
             yield from _keyed(one)

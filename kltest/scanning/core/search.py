@@ -2,7 +2,7 @@
 
 import gc
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,10 +24,19 @@ class Search:
     """The terms of some files. Iterating lifts them one by one; `left` terms of them are not lifted yet.
 
     `loose` are comments that stand on no term, with their places, and `unread` names that say KL of which nothing was
-    found. With `logged` what is only logged is a term, too.
+    found. With `logged` what is only logged is a term, too. `reading` is called with the file of each function that is
+    followed, its number, and how many there are. Interrupted, it yields what it has found before it raises that.
     """
 
-    def __init__(self, files: Sequence[tuple[Path, bytes]], store: Store, *, logged: bool = False) -> None:
+    def __init__(
+        self,
+        files: Sequence[tuple[Path, bytes]],
+        store: Store,
+        *,
+        logged: bool = False,
+        reading: Callable[[str, int, int], None] = lambda file, number, total: None,
+    ) -> None:
+        self._reading = reading
         self._files, self._root, self._store, self._logged = files, Path.cwd(), store, logged
         digests = [(str(path), hashlib.sha256(content).hexdigest()) for path, content in files]
         self._key = store.key("terms", str(self._root), digests, logged)
@@ -52,7 +61,11 @@ class Search:
     def _searched(self) -> Iterator[Row]:
         sources = {str(source.path): source for source in parsed(self._files, self.left_out)}
         tree = Tree(sources)
-        found = finds(tree, logged=self._logged)
+        found = finds(
+            tree,
+            logged=self._logged,
+            reading=lambda file, number: self._reading(relative(Path(file), self._root), number, len(sources)),
+        )
         self.lines = sum(source.text.count("\n") for source in sources.values())
         said = {name: list(comments(source)) for name, source in sources.items()}
         rows, used = [], set()
@@ -63,6 +76,8 @@ class Search:
             for row in self._rows(tree, find, own):
                 rows.append(asdict(row))  # before it is graded
                 yield row
+        if tree.interrupted:  # what it found is told, and nothing of it kept as all of it
+            raise KeyboardInterrupt
         self.loose = [
             (source.place(line), words)
             for name, source in sources.items()
