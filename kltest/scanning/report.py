@@ -75,7 +75,8 @@ def _blocks(scan: Scan, terminal: Terminal, *, whole: bool) -> list[tuple[list[R
         for row in rows:
             place = f"{row.spot} {row.title}: {row.formula}" if formulas else f"{row.spot} {row.function}"
             more = [f" [{row.variant}]"] if row.variant and not formulas else []
-            uses = [f" ({use})" for use in row.uses if rank < 2]
+            others = f", and {len(row.uses) - 1} more" if len(row.uses) > 1 else ""
+            uses = [f" ({use}{others})" for use in row.uses[:1] if rank < 2]
             found[place] = "".join([found.get(place, ""), *more, *uses])
         places = [f"{place}{more}" for place, more in found.items()]
         words = said if whole else f"{said} – {'; '.join(places)}"

@@ -128,7 +128,8 @@ NUMBERS: Mapping[str, Callable[..., Any]] = {
 
 def _written(tensor: Tensor, key: Any, value: Any) -> Any:
     changed = tensor.clone() if isinstance(tensor, Tensor) else list(tensor)
-    changed[key] = value
+    several = isinstance(key, list) and not all(isinstance(one, int) for one in key)
+    changed[tuple(key) if several else key] = value
     return changed
 
 

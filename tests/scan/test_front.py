@@ -322,7 +322,9 @@ def test_a_finding_is_told_where_it_is_used(tree):
         if form is not FORMATS["json"]:
             assert told in " ".join(form(Scan([found])).split())
     assert json.loads(FORMATS["json"](Scan([found])))["terms"][0]["used"] == used
-    assert "PPO.step puts k1 into the reward, ppo.py:7" in text(Scan([replace(found, place="reward")]))
+    rewards = Scan([replace(found, place="reward")])
+    assert "compute_loss puts k1 into the reward, trl/x.py:3071, and 1 more)" in " ".join(text(rewards).split())
+    assert "PPO.step puts k1 into the loss, ppo.py:7" in " ".join(text(Scan([found]), Terminal(verbose=True)).split())
 
 
 def test_names_of_a_kl_in_which_nothing_was_recognised_are_listed_and_counted(tree, monkeypatch):
