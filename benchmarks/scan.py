@@ -47,7 +47,7 @@ from scipy.optimize import linear_sum_assignment
 
 import kltest
 from benchmarks.measure import record
-from kltest.scanning.core.search import Search
+from kltest.scanning.search import Search
 from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 

@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from kltest.scanning.core.search import Search
 from kltest.scanning.declarations import Key, Rules, said, speaks_of
 from kltest.scanning.judge import TIMEOUT, Judge
 from kltest.scanning.rows import Row, Scan
+from kltest.scanning.search import Search
 from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 

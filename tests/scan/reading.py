@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kltest.scanning.core.entries import Tree
-from kltest.scanning.core.finds import Find, finds
-from kltest.scanning.core.variants import Variant, told
+from kltest.scanning.entries import Tree
+from kltest.scanning.finds import Find, finds
 from kltest.scanning.rows import NAME
 from kltest.scanning.sources import sources
+from kltest.scanning.variants import Variant, told
 
 HEAD = "import optax\nimport torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n\n"
 Fields = dict[str, Any]

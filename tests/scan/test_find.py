@@ -9,7 +9,7 @@ import pytest
 from scan.reading import cases, found
 
 from kltest.estimators import registry
-from kltest.scanning.core.search import Search
+from kltest.scanning.search import Search
 from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 
@@ -473,7 +473,7 @@ PACKAGE = Path(__file__).parents[2] / "kltest"
 LISTED = """
 import sys
 from pathlib import Path
-from kltest.scanning.core.search import Search
+from kltest.scanning.search import Search
 from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 print([row.to_dict() for row in Search(list(contents(map(Path, sys.argv[1:]), [])), Store(None))])

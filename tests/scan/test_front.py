@@ -17,10 +17,10 @@ from kltest.cli.application import app
 from kltest.render.tables import Terminal
 from kltest.scanning.annotations import github
 from kltest.scanning.annotations import sarif as sarif_of
-from kltest.scanning.core.search import Search
 from kltest.scanning.judge import Judge, filled
 from kltest.scanning.report import FORMATS, text
 from kltest.scanning.rows import Row, Scan
+from kltest.scanning.search import Search
 from kltest.scanning.sources import Source, sources
 from kltest.scanning.store import Store
 

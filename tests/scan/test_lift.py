@@ -23,7 +23,7 @@ from scan.reading import (
     variants,
 )
 
-from kltest.scanning.core.variants import Variant
+from kltest.scanning.variants import Variant
 from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS
 
 LIFTED_NOT_YET = {

@@ -9,8 +9,8 @@ from scan.reading import found, parameters, variants
 from typer.testing import CliRunner
 
 from kltest.cli.application import app
-from kltest.scanning.core.search import Search
 from kltest.scanning.judge import filled
+from kltest.scanning.search import Search
 from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 

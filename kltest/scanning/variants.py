@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kltest.errors import KltestError
-from kltest.scanning.core.entries import Entry
-from kltest.scanning.core.forms import form_of, signature, worth
-from kltest.scanning.core.lifting import REWARDS, Lifted, Lifting, asked, choices, names
-from kltest.scanning.core.parts import Part
-from kltest.scanning.core.unfolding import Assumed
+from kltest.scanning.entries import Entry
+from kltest.scanning.forms import form_of, signature, worth
+from kltest.scanning.lifting import REWARDS, Lifted, Lifting, asked, choices, names
+from kltest.scanning.parts import Part
 from kltest.scanning.rows import NAME, UNMASKED
+from kltest.scanning.unfolding import Assumed
 from kltest.symbolic.roles import is_counter
 from kltest.symbolic.values import INPUT, Graph, Node, reached
 from kltest.symbolic.written import formula, program

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kltest.scanning.core.measured import FAILURES, LOOPING, Rollouts, field_of, filled, is_settled, leaves, value_of
+from kltest.scanning.measured import FAILURES, LOOPING, Rollouts, field_of, filled, is_settled, leaves, value_of
 from kltest.symbolic.operations import OPERATORS, constant_of, is_constant
 from kltest.symbolic.roles import MASK, PADDING, TOKEN, Roles, own_name
 from kltest.symbolic.values import CHOICE, INPUT, Node, implied, nodes_in

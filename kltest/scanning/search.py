@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from kltest.scanning.core.entries import Tree
-from kltest.scanning.core.finds import Find, finds
-from kltest.scanning.core.variants import told
 from kltest.scanning.declarations import comments
+from kltest.scanning.entries import Tree
+from kltest.scanning.finds import Find, finds
 from kltest.scanning.rows import Row
 from kltest.scanning.sources import parsed
 from kltest.scanning.store import Store
+from kltest.scanning.variants import told
 from kltest.symbolic.words import says_kl
 
 KEPT = ("lines", "left_out", "loose", "unread")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from kltest.scanning.core.measured import FAILURES, Rollouts, computed_of
+from kltest.scanning.measured import FAILURES, Rollouts, computed_of
 from kltest.symbolic.values import Node
 from kltest.symbolic.words import SAMPLER
 

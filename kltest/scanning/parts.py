@@ -6,8 +6,8 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from kltest.scanning.core.measured import leaves, source_of, vanishes
-from kltest.scanning.core.unfolding import Assumed, Unfolding
+from kltest.scanning.measured import leaves, source_of, vanishes
+from kltest.scanning.unfolding import Assumed, Unfolding
 from kltest.symbolic.operations import words_of
 from kltest.symbolic.roles import MOVES, parts_of
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kltest.scanning.core.entries import MODULE, Entry, Place, Tree
-from kltest.scanning.core.lifting import REWARDS
-from kltest.scanning.core.measured import FAILURES, Leaves, leaves
-from kltest.scanning.core.parts import Part, Parts
-from kltest.scanning.core.unfolding import excluded
-from kltest.scanning.core.variants import Variant, made
+from kltest.scanning.entries import MODULE, Entry, Place, Tree
+from kltest.scanning.lifting import REWARDS
+from kltest.scanning.measured import FAILURES, Leaves, leaves
+from kltest.scanning.parts import Part, Parts
+from kltest.scanning.unfolding import excluded
+from kltest.scanning.variants import Variant, made
 from kltest.symbolic.calls import BACKWARD_OF
 from kltest.symbolic.values import CHOICE, Node, Thing, nodes_in, reached
 from kltest.symbolic.words import REFERENCE, is_logged, is_preference, says, says_kl

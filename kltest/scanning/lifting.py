@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kltest.errors import KltestError
-from kltest.scanning.core.measured import (
+from kltest.scanning.measured import (
     FAILURES,
     LIKELIEST,
     NUMBER,
@@ -21,8 +21,8 @@ from kltest.scanning.core.measured import (
     supports,
     value_of,
 )
-from kltest.scanning.core.parts import LIMITS, NEGATIONS, Part, projected, sign
-from kltest.scanning.core.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
+from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
+from kltest.scanning.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
 from kltest.symbolic.roles import INFINITE, MOVES, own_name
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from kltest.scanning.core.measured import FAILURES
-from kltest.scanning.core.unfolding import Unfolding
+from kltest.scanning.measured import FAILURES
 from kltest.scanning.sources import Source
+from kltest.scanning.unfolding import Unfolding
 from kltest.symbolic.evaluate import BUDGET, Evaluator
 from kltest.symbolic.modules import Modules
 from kltest.symbolic.operations import MODULES

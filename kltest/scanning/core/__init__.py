@@ -1,1 +1,0 @@
-"""The core of the scan on the symbolic evaluator: from files to the terms of a tree and their programs."""
