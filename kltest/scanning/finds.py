@@ -239,7 +239,7 @@ def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = 
     """Yield the entries of what is returned, with what they are called."""
     if isinstance(value, dict):
         for key, one in value.items():
-            yield from _returned(one, names, str(key))
+            yield from _returned(one, names, key if isinstance(key, str) else "")
     elif isinstance(value, tuple | list):
         for one in value:
             yield from _returned(one, names, name)
