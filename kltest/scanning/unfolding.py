@@ -101,7 +101,8 @@ class Unfolding:
             return False if inner.is_field or inner.quantity in (MASK, PADDING, TOKEN) else None
         if condition.operation == "call" and condition.arguments[0] == "isinstance":
             value, kind = condition.arguments[1:]
-            return "Tensor" in kind if isinstance(value, Node) and self.roles.of(value).sides else None
+            named = isinstance(kind, str) and isinstance(value, Node) and self.roles.of(value).sides
+            return "Tensor" in kind if named else None
         ends = leaves(self.roles, condition)
         if ends.fields and not ends.unknown:
             try:

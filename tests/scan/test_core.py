@@ -354,6 +354,16 @@ def kl_loss(logits, ref_logits, inf_mask, mask):
         lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
         True,
     ),
+    "a sum that is checked to be of a class that nobody knows": (
+        """
+def kl_loss(logp, ref_logp, mask, kinds):
+    gap = logp - ref_logp
+    term = gap.value**2 if isinstance(gap, kinds.boxed) else gap**2
+    return (term * mask).sum()
+""",
+        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
+        True,
+    ),
     "a softmax that is written out, and a target": (
         """
 def kl_loss(parallel_logits, target_logits, mask):
