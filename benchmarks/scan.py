@@ -9,7 +9,7 @@ the policy is the labelled one, up to a positive factor; "not run" and "unnamed"
 nothing is graded. `--record` writes the counts of each repository to `scan.csv`, from which the documentation shows
 them. Its rows `first` are those of `later`, as the scan of revision 320d790 saw them: the labels were made before that,
 and the scan was changed for them after it. Its rows `opened` are the first look at those six, as the scan of revision
-15e596d saw them, without JAX.
+15e596d saw them, without JAX; `unopened` are the one look of the scan on the symbolic evaluator, of revision 50f4d2f.
 
 Which row of the scan stands for which labelled variant:
 

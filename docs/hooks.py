@@ -238,10 +238,11 @@ def scan() -> list[dict[str, str]]:
         "later": "the same nineteen, after changes for them",
         "held": "six that the scan had not seen",
         "opened": "six new ones, before any change for them",
+        "unopened": "six that the present scan had not seen",
     }
     for half, name in names.items():
         own = counted[counted["half"] == half]
-        if half in ("first", "later", "opened") and own.empty:
+        if half in ("first", "later", "opened", "unopened") and own.empty:
             continue
         numbers = {what: f"{own[part].sum()} of {own[whole].sum()}" for what, (part, whole) in shares.items()}
         dated = {"repositories": name, "measured": own["date"].max()}

@@ -228,7 +228,7 @@ def filled(
     """Return a value as a function of inputs that are named as fields, with numbers for what is not known."""
     ends = leaves(roles, value, shaped=shaped)
     graph, unknown = roles.graph, set(ends.unknown)
-    several = supports(value)
+    several = supports(value) | _exponents(value)
 
     def conditioned(node: Node, at: int) -> Node:
         arguments = [graph.rewritten(one, replace) for one in node.arguments]
@@ -253,6 +253,12 @@ def filled(
         return graph.node("detach", stands) if name in ("logp", "logits") and True not in roles.flows(node) else stands
 
     return graph.rewritten(value, replace)
+
+
+def _exponents(value: Any) -> set[Node]:
+    """Return what says to which power something is raised: of a negative number that is known for whole ones alone."""
+    powers = [one for one in reached(value) if one.operation in ("**", "pow")]
+    return reached([each for one in powers for each in one.arguments[1:2]])
 
 
 def supports(value: Any) -> set[Node]:
