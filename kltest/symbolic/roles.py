@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kltest.symbolic.operations import ATTRIBUTES, words_of
+from kltest.symbolic.operations import ATTRIBUTES, is_constant, words_of
 from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Graph, Node, nodes_in, reached
 from kltest.symbolic.words import (
     ADVANTAGE,
@@ -402,6 +402,8 @@ class Roles:
         for one, quantity in stack:
             for user in self._users.get(one, ()):
                 denied = user.operation in ("neg", "negated")
+                if user.operation == "item" and is_constant(user.arguments[1]):
+                    continue  # what one entry is called says nothing of the others
                 if user.arguments[0] is one and (denied or user.operation in MOVES | {"item"}):
                     its = {LOG_PROB: LOSS, LOSS: LOG_PROB}[quantity] if denied else quantity
                     stated = [side(name) for name in self.graph.names.get(user, ())]

@@ -14,6 +14,19 @@ from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 
 TERMS = {
+    "entries of what a loader gives, of which one is called log-probs": (
+        """
+from torch.utils.data import DataLoader
+
+def learn(memories, model, tokens):
+    for masks, old_probs, old_logps in DataLoader(memories):
+        probs = model(tokens).logits.softmax(-1)
+        kl = (old_probs * (old_probs.log() - probs.log())).sum(-1)
+        loss = (kl * masks).sum()
+        loss.backward()
+""",
+        "loss",
+    ),
     "k3 in the loss": (
         """
 def loss(logprobs, ref_logprobs, advantages, beta):
