@@ -87,7 +87,6 @@ def _follow(tree: Tree, known: dict[Any, list[Find]], logged: bool, reading: Cal
     for entry in tree.entries():
         reading(str(entry.source.path), numbers[entry.function.scope.file])
         made_there = _looked(tree, entry, known, logged=logged)
-        tree.remember(entry)
         if any(one.place == "helper" for one in made_there):
             alone.append((entry, made_there))
     for entry, before in alone:
@@ -123,6 +122,7 @@ def _looked(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: b
     try:
         for variants in _look(tree, entry, known, logged=logged):
             found += variants
+        tree.remember(entry)
     except (*FAILURES, RecursionError) as error:  # one function that is stumbled over ends no scan
         place = entry.source.place(entry.function.definition.lineno)
         tree.lost.append(f"{place} {entry.title}: it cannot be read: {error}"[:200])

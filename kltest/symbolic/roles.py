@@ -192,7 +192,7 @@ class Roles:
                 return LOGITS if before == LOGITS and not (other.sides or other.quantity == MASK) else ""
             case "-" | "sub":
                 return self._difference(node, before)
-            case "+" | "add" if (before, self.of(node.arguments[1]).quantity) == (NORMALISER, PEAK):
+            case "+" | "add" if (before, self.of(node.arguments[-1]).quantity) == (NORMALISER, PEAK):
                 return NORMALISER
             case "!=" | "ne" | "==" | "eq":
                 same = name in ("==", "eq")
@@ -275,13 +275,13 @@ class Roles:
         other = self.of(node.arguments[1]).quantity if len(node.arguments) > 1 else ""
         if other == NORMALISER and before in (LOGITS, LOGITS_AT):
             return LOG_PROBS if before == LOGITS else LOG_PROB
-        plain = other == "" and not self.of(node.arguments[1]).sides
+        plain = other == "" and not self.of(node.arguments[-1]).sides
         return LOGITS if before == LOGITS and (plain or other == PEAK) else ""
 
     def _of_positions(self, node: Node, *, before_end: bool) -> str:
         """Return whether a comparison of positions with lengths marks tokens or padding."""
-        one, other = (isinstance(each, Node) and _is_position(each) for each in node.arguments[:2])
-        return "" if one == other else MASK if one == before_end else PADDING
+        one, *others = (isinstance(each, Node) and _is_position(each) for each in node.arguments)
+        return "" if one in others or not others else MASK if one == before_end else PADDING
 
     def _of_joined(self, node: Node) -> str:
         parts = [one for one in parts_of(node) if one.arguments != (ABSENT,)]

@@ -14,6 +14,17 @@ from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 
 TERMS = {
+    "beside operations of a name whose operand is not given": (
+        """
+def track(one, other, third):
+    return one
+
+def loss(logits, labels, logp, ref_logp, mask):
+    progress = track(logits.add(), logits.sub(), labels.lt())
+    return ((logp - ref_logp) ** 2 * mask).sum() + progress
+""",
+        "loss",
+    ),
     "entries of what a loader gives, of which one is called log-probs": (
         """
 from torch.utils.data import DataLoader
