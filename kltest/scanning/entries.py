@@ -86,7 +86,8 @@ class Place:
 class Tree:
     """The files of a tree, by the paths that their functions are known by; `lost` are functions that were not read.
 
-    `interrupted` is true if not all of them were."""
+    `interrupted` is true if not all of them were.
+    """
 
     sources: Mapping[str, Source]
     evaluator: Evaluator = field(init=False)
@@ -112,6 +113,11 @@ class Tree:
                     if isinstance(default, ast.Constant):
                         found.setdefault(node.target.id, set()).add(default.value)
         return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of each file, from 1."""
+        return {name: number for number, name in enumerate(self.sources, 1)}
 
     @cached_property
     def places(self) -> dict[str, list[Place]]:

@@ -83,16 +83,15 @@ def finds(
 def _follow(tree: Tree, known: dict[Any, list[Find]], logged: bool, reading: Callable[[str, int], None]) -> None:
     """Add the terms that are found from the functions of a tree."""
     alone: list[tuple[Entry, list[Variant]]] = []
-    numbers = {name: number for number, name in enumerate(tree.sources, 1)}
     for entry in tree.entries():
-        reading(str(entry.source.path), numbers[entry.function.scope.file])
+        reading(str(entry.source.path), tree.numbers[entry.function.scope.file])
         made_there = _looked(tree, entry, known, logged=logged)
         if any(one.place == "helper" for one in made_there):
             alone.append((entry, made_there))
     for entry, before in alone:
         if (told := tree.otherwise(entry)) is not None:
             for one in (one for group in known.values() for one in group):
-                one.made = [each for each in one.made if not any(each is other for other in before)]
+                one.made = [each for each in one.made if each not in before]
             _looked(tree, told, known, logged=logged)
 
 
@@ -112,8 +111,7 @@ def _settled(tree: Tree, known: dict[Any, list[Find]]) -> list[Find]:
             one.made = [each for each in one.made if each.place != "helper" or each.entry == title] or one.made
     everything = [one for group in known.values() for one in group if one.made]
     found = [one for one in everything if any(each.place != "helper" for each in one.made) or _is_kl(one)]
-    order = {name: number for number, name in enumerate(tree.sources)}
-    return sorted(found, key=lambda one: (order.get(one.file, 0), min(one.lines, default=0)))
+    return sorted(found, key=lambda one: (tree.numbers.get(one.file, 0), min(one.lines, default=0)))
 
 
 def _looked(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: bool) -> list[Variant]:

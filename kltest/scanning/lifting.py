@@ -25,7 +25,7 @@ from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
 from kltest.scanning.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
 from kltest.symbolic.roles import INFINITE, MOVES, own_name
-from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached
+from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached, under
 from kltest.symbolic.words import says
 
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty", "scale", "eta")
@@ -237,9 +237,7 @@ def _is_rest_of(number: Node, node: Node) -> bool:
         other = node.arguments[1]
     else:
         return False
-    while isinstance(other, Node) and other.operation in MOVES:
-        other = other.arguments[0]
-    return other is number
+    return under(other, MOVES) is number
 
 
 def _is_limit(node: Node, number: Node) -> bool:

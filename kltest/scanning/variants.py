@@ -20,7 +20,7 @@ MOST = 48
 """Variants of one term that are told."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Variant:
     """One variant of a term as it is told and graded.
 

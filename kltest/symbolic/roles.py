@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from kltest.symbolic.operations import ATTRIBUTES, is_constant, words_of
-from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Graph, Node, nodes_in, reached
+from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Graph, Node, nodes_in, reached, under
 from kltest.symbolic.words import (
     ADVANTAGE,
     POLICY,
@@ -466,17 +466,13 @@ def own_name(node: Node) -> str:
 
 def _is_generated(node: Node) -> bool:
     """Return True for the logits of a model that generates, which are called scores."""
-    owner, name = node.arguments
-    while isinstance(owner, Node) and owner.operation in MOVES | {"detach"}:
-        owner = owner.arguments[0]
+    owner, name = under(node.arguments[0], MOVES | {"detach"}), node.arguments[1]
     return name == "scores" and isinstance(owner, Node) and owner.operation in CALLS and own_name(owner) == "generate"
 
 
 def _forward(node: Node) -> Node | None:
     """Return the unknown call, as that of a model, of which a node is the softmax; None if it is of something else."""
-    inner: Any = node
-    while isinstance(inner, Node) and inner.operation in MOVES | {"log_softmax", "softmax", "/", "div"}:
-        inner = inner.arguments[0]
+    inner = under(node, MOVES | {"log_softmax", "softmax", "/", "div"})
     return inner if isinstance(inner, Node) and inner.operation in CALLS else None
 
 
@@ -557,9 +553,7 @@ def _is_distribution(node: Node) -> bool:
 
 def _gathered(node: Node) -> list[Any]:
     """Return what an item of an entry of a list may be that a loop fills with tuples."""
-    owner, key = node.arguments
-    while isinstance(owner, Node) and owner.operation == "detach":
-        owner = owner.arguments[0]
+    owner, key = under(node.arguments[0], {"detach"}), node.arguments[1]
     if not (isinstance(key, int) and isinstance(owner, Node) and owner.operation == "item"):
         return []
     items, entry = owner.arguments[0], None

@@ -46,6 +46,13 @@ class Node:
         return f"{self.operation}#{self.number}"
 
 
+def under(value: Any, operations: Collection[str]) -> Any:
+    """Return what a value was before some operations were applied to it, one after the other."""
+    while isinstance(value, Node) and value.operation in operations:
+        value = value.arguments[0]
+    return value
+
+
 def nodes_in(value: Any) -> Iterator[Node]:
     """Yield the nodes in a value, at any depth of tuples, lists, dictionaries and slices."""
     if isinstance(value, Node):
