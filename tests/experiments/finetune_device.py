@@ -1,10 +1,12 @@
 """Runs of the language-model runner on a device that is not the CPU give the CPU's numbers.
 
 `test_finetune_device.py` runs these tests in a process of their own: once torch has a device that is not the CPU,
-forked children of its process cannot differentiate.
+forked children of its process cannot differentiate. The device is a stand-in, or the one that KLTEST_DEVICE names.
 """
 
+import contextlib
 import math
+import os
 from dataclasses import replace
 
 import accelerator
@@ -22,6 +24,15 @@ from kltest.language_models.models import tiny_model
 SIZES = {"model": "tiny:30k", "task": "addition:1", "steps": 3, "prompts": 4, "group_size": 2, "reference_steps": 200}
 MEASURED = {"eval_every": 2, "eval_prompts": 16, "gradient_every": 2, "gradient_chunks": 3, "gradient_batches": 1}
 CPU = Settings(**SIZES, **MEASURED, reference_reward=0.3, learning_rate=1e-3, kl="k3-loss", device="cpu")
+
+
+DEVICE = os.environ.get("KLTEST_DEVICE", "fake")
+stand_in_only = pytest.mark.skipif(DEVICE != "fake", reason="counts what the stand-in alone counts")
+
+
+def device():
+    """A context in which the device exists."""
+    return accelerator.Accelerator() if DEVICE == "fake" else contextlib.nullcontext()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,10 +57,10 @@ def models_folder(tmp_path_factory):
 def test_a_run_on_a_device_is_that_on_the_cpu(changes, tmp_path):
     settings = replace(CPU, **changes)
     expected = run(settings, quiet=True)
-    with accelerator.Accelerator():
-        found = run(replace(settings, device="fake"), tmp_path, quiet=True)
+    with device():
+        found = run(replace(settings, device=DEVICE), tmp_path, quiet=True)
         # A finished run is read again, onto the device.
-        assert run(replace(settings, device="fake"), tmp_path, quiet=True) == found
+        assert run(replace(settings, device=DEVICE), tmp_path, quiet=True) == found
     # In bfloat16 other tokens are drawn, and what the comparison of gradients can tell of them differs.
     optional = {one for one in METRICS if one.startswith("kl_gradient")} if settings.dtype == "bfloat16" else set()
     assert [record.keys() - optional for record in found] == [record.keys() - optional for record in expected]
@@ -66,36 +77,38 @@ def test_a_run_on_a_device_is_that_on_the_cpu(changes, tmp_path):
 def test_an_audit_on_a_device_is_that_on_the_cpu():
     """With a sampler of its own, so that every estimator is at work."""
 
-    def audited(device):
+    def audited(where):
         roles = ("model", "ref", "sampler")
-        policy, ref, sampler = (load("tiny:20k", role, seed=0, dtype="float64", device=device) for role in roles)
+        policy, ref, sampler = (load("tiny:20k", role, seed=0, dtype="float64", device=where) for role in roles)
         prompts = {"prompts": ["1+2=", "3"], "units": 8, "max_new_tokens": 3, "group_size": 2}
         found = audit("k3-ratio", policy, ref, sampler=sampler, **prompts)
         return found.distance.value, found.distance.low, found.signal_to_noise, found.tokens
 
     expected = audited("cpu")
-    with accelerator.Accelerator():
-        found = audited("fake")
+    with device():
+        found = audited(DEVICE)
     # Sums in another order, in float64.
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+@stand_in_only
 def test_a_token_waits_for_the_device_once_in_eight():
     """What is read from the device, and how many operations a layer and token cost there."""
     torch.manual_seed(0)
     model = tiny_model(30_000, 20, 19, 0).eval()
-    with accelerator.Accelerator() as device:
+    with accelerator.Accelerator() as stand_in:
         policy = LanguageModel(model.to("fake"), None, (19,), 0)
         counts = []
         for tokens in (8, 16):
-            device.counts.clear()
+            stand_in.counts.clear()
             generate(policy, [[3, 4]] * 2, torch.zeros(4, tokens))
-            launched = sum(count for name, count in device.counts.items() if name not in accelerator.VIEWS)
-            counts.append((device.counts["_local_scalar_dense"], launched))
+            launched = sum(count for name, count in stand_in.counts.items() if name not in accelerator.VIEWS)
+            counts.append((stand_in.counts["_local_scalar_dense"], launched))
     assert counts[1][0] - counts[0][0] == 1
     assert (counts[1][1] - counts[0][1]) / 8 < 50 * model.config.num_hidden_layers + 40
 
 
+@stand_in_only
 def test_devices_are_not_mixed():
     with accelerator.Accelerator():
         one = torch.ones(2, device="fake")
