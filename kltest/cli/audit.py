@@ -19,7 +19,10 @@ SHARED = ("expect", "placement", "credit", "arguments", "margin", "group_size")
 def command(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A loss, as for `kltest grade`.", show_default=False)],
     model: Annotated[
-        str, typer.Option(metavar="MODEL", help="The policy: tiny, tiny:SIZE, a folder, or the id of one on the hub.")
+        str,
+        typer.Option(
+            "--model", metavar="MODEL", help="The policy: tiny, tiny:SIZE, a folder, or the id of one on the hub."
+        ),
     ],
     ref: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The reference [default for a tiny model: one near it].")
@@ -37,8 +40,10 @@ def command(
     units: Annotated[int, typer.Option(metavar="N", min=8, help="Most prompts to draw, each with its rollouts.")] = 256,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Longest rollout, in tokens.")] = 16,
     temperature: Annotated[float, typer.Option(metavar="T", help="Divisor of the logits of all models.")] = 1.0,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, …")] = "cpu",
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="float32, float64, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option("--device", metavar="DEVICE", help="cpu, cuda, …")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="float32, float64, bfloat16 or float16.")
+    ] = "float32",
     output: Annotated[
         list[str] | None, typer.Option(metavar="FORMAT[:PATH]", help="text or json; repeatable [default: text].")
     ] = None,

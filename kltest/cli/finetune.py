@@ -65,11 +65,13 @@ def _interval(record: Mapping[str, Any], name: str) -> str:
 def command(
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="tiny, tiny:SIZE (as tiny:1M), a folder, or a hub id [default: tiny]"),
+        typer.Option(
+            "--model", metavar="MODEL", help="tiny, tiny:SIZE (as tiny:1M), a folder, or a hub id [default: tiny]"
+        ),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="TASK", help="addition, jsonl:PATH, FILE.py:NAME [default: addition]"),
+        typer.Option("--task", metavar="TASK", help="addition, jsonl:PATH, FILE.py:NAME [default: addition]"),
     ] = None,
     kl: Annotated[
         str | None,

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 SIZE = 2**17 - 1
-# Entries that are folded at a time: few enough for a processor's cache.
-BLOCK = 2**18
+# Entries that are folded at a time: few enough for a processor's cache, and on a device, where each block costs
+# launches, for its memory.
+BLOCK, LARGE = 2**18, 2**25
 
 
 class Sketch:
@@ -64,7 +65,8 @@ class Sketch:
         # What goes beyond the last place is brought round at the end: remainders of indices cost more than the sum.
         turns = 1 + -(-columns // self.size)
         spread = into.new_zeros(turns * self.size)
-        for part in map(slice, range(0, rows, step := max(1, BLOCK // columns)), range(step, rows + step, step)):
+        step = max(1, (BLOCK if gradient.is_cpu else LARGE) // columns)
+        for part in map(slice, range(0, rows, step), range(step, rows + step, step)):
             signed = (gradient[part].to(self.dtype) * row_signs[part, None]).mul_(column_signs)
             spread.index_add_(0, (shift[part, None] + place).flatten(), signed.flatten())
         into += spread.view(turns, self.size).sum(0)

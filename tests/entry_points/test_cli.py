@@ -1,5 +1,7 @@
 """The command line: every exit code, every bad input answered with one message, nothing lost, nothing heavy loaded."""
 
+import importlib
+import inspect
 import json
 import os
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import typer
 from doors import GRADED, SCHEMA, call, canned, graded
 from processes import ran
 
@@ -331,6 +334,17 @@ def test_version_and_help():
     for command in COMMANDS:
         call(command, "--help", code=0)
         assert command in listed
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for name, (module, _) in COMMANDS.items()])
+def test_no_option_may_take_its_name_from_its_metavar(module, name):
+    """Typer 0.27 does where both have the same letters: `--MODEL`."""
+    found = vars(importlib.import_module(f"kltest.cli.{module}"))
+    parameters = inspect.signature(found.get("command") or found[name], eval_str=True).parameters.values()
+    for one in parameters:
+        for written in getattr(one.annotation, "__metadata__", ()):
+            if isinstance(written, typer.models.OptionInfo) and (written.metavar or "").lower() == one.name:
+                assert written.default == f"--{one.name}"
 
 
 HEAVY = {"torch", "numpy", "scipy", "pandas", "matplotlib"}
