@@ -96,6 +96,8 @@ class Lifting:
                 continue
             core = case.node if positive else self.graph.node("negated", case.node)
             try:
+                if place == "helper" and self.roles.flows(core) == {False}:
+                    raise NotLiftedError("it carries no gradient, and nothing says what becomes of it")
                 found.core = self.filled(core, [])
                 self._place(found, core, chain([first], outer), place)
             except NotLiftedError as error:

@@ -127,9 +127,7 @@ class Parts:
                 continue
             seen.add(node)
             fact = self.roles.of(node)
-            if len(fact.sides) < 2 or fact.is_field or (node.operation == "detach" and place == "loss"):
-                continue
-            if node.operation in COMPARED:
+            if len(fact.sides) < 2 or fact.is_field or node.operation in COMPARED:
                 continue
             if node.operation in SUMS:
                 yield from self._of_sum(node, walk)
@@ -137,8 +135,10 @@ class Parts:
                 yield from self._of_product(node, walk)
             elif node.operation in ("/", "div") and not self.roles.of(node.arguments[1]).sides:
                 walk.on(node, node.arguments[:1])
+            elif node.operation in ("call", "method"):  # a number that is handed on is a weight, if anything
+                walk.on(node, (one for one in node.parts if place != "loss" or one.operation != "detach"))
             elif node.operation in LINEAR or node.operation == "detach":
-                walk.on(node, node.parts if node.operation in ("call", "method") else parts_of(node))
+                walk.on(node, parts_of(node))
             elif not fact.rewarded and self.is_zero(node):
                 yield walk.part(node, node)
             elif node.operation in LIMITS:

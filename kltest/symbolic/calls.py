@@ -307,6 +307,8 @@ class Calls:
             for name, one in reversed(owner.items()):
                 found = self.graph.choice(self.graph.node("==", key, name), one, found)
             return found
+        if _is_of_objects(owner):
+            return self._branchwise(owner, lambda one: self.item(one, key))
         if isinstance(owner, Thing) and (getter := owner.kind.lookup("__getitem__")) is not None:
             return self.call(self._bound(getter, owner), (key,), {})
         return self.made("item", self._described(owner), key)

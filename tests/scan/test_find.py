@@ -274,7 +274,6 @@ def loss(kind, logp, ref_logp, mask):
 }
 TERMS_NOT_YET = {
     "stored, and subtracted from the reward elsewhere": "a field that another function stores",
-    "under no_grad, in the loss all the same": "a term of a loss that is detached as a whole is told as a helper's",
 }
 NONE = {
     "the ratio of a clip": """
