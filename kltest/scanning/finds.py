@@ -143,7 +143,10 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
             if place == "loss" or not _is_preferred(entry, part, margins):
                 last[part.core, "helper" if place == "helper" else part.place] = part
                 inside |= reached(part.core) if part.place == "loss" else set()
-    for (_, place), part in last.items():
+    for (core, place), part in last.items():
+        reward = last.get((core, "reward"))
+        if place == "advantage" and reward and part.holds(reward.root):
+            continue  # what becomes of a reward is known by that
         ends = leaves(entry.roles, part.core)
         if (where := _place_of(entry, part, tree, ends)) is None:
             continue

@@ -73,7 +73,7 @@ def truth(value: Any) -> bool:
 
 
 def _valued(argument: Any, values: Mapping[Node, Any]) -> Any:
-    """Return an argument with values in place of nodes; entries that are absent are left out of lists."""
+    """Return an argument with values in place of nodes, in lists without what is absent and with what is starred."""
     if isinstance(argument, Node):
         return values[argument]
     if isinstance(argument, slice):
@@ -82,8 +82,13 @@ def _valued(argument: Any, values: Mapping[Node, Any]) -> Any:
         return {name: _valued(one, values) for name, one in argument.items()}
     if isinstance(argument, list | tuple):
         found = [_valued(one, values) for one in argument]
-        return type(argument)(one for one in found if not (isinstance(one, str) and one == ABSENT))
+        each = (one if isinstance(one, _Entries) else [one] for one in found)
+        return type(argument)(one for several in each for one in several if not (isinstance(one, str) and one == ABSENT))
     return argument
+
+
+class _Entries(tuple[Any, ...]):
+    """What stands for as many arguments or entries as it has."""
 
 
 def _computed(node: Node, values: Mapping[Node, Any]) -> Any:
@@ -110,7 +115,10 @@ def _called(name: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> 
         return NUMBERS[name](*arguments, **named)
     if name in ("tensor", "detach", "clone") and isinstance(arguments[0], int | float):
         return arguments[0]
-    for owner in (torch.nn.functional, torch, Tensor) if name in FUNCTIONAL else (torch, torch.nn.functional, Tensor):
+    # A method takes the numbers of a shape one by one as well.
+    owners: tuple[Any, ...] = (Tensor,) if arguments and isinstance(arguments[0], Tensor) else ()
+    owners = (torch.nn.functional, torch, *owners) if name in FUNCTIONAL else (*owners, torch, torch.nn.functional)
+    for owner in owners:
         if hasattr(owner, name):
             return getattr(owner, name)(*arguments, **named)
     raise KltestError(f"torch has no {name}")
@@ -147,6 +155,7 @@ OWN: Mapping[str, Callable[..., Any]] = {
     "appended": lambda items, value: [*items, value],
     "list": lambda items: list(items),
     "tuple": lambda items: tuple(items),
+    "starred": lambda items: _Entries(items),
     "len": len,
     "range": range,
     "zip": lambda *items, **_: list(zip(*items, strict=False)),

@@ -39,6 +39,7 @@ TEMPLATES = {
     "range": ("range({all})", "numbers"),
     "list": ("list({all})", "list"),
     "tuple": ("tuple({all})", "list"),
+    "starred": ("*{all}", "list"),
     "zip": ("list(zip({all}))", "list"),
     "enumerate": ("list(enumerate({all}))", "list"),
     "reversed": ("list({all})[::-1]", "list"),
