@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from kltest.scanning.measured import FAILURES
@@ -40,6 +41,7 @@ class Entry:
         returned: what it returns.
         stores: what it and the functions that it calls store.
         failure: why it was not followed to its end.
+        options: the values that an attribute of a name may have.
     """
 
     source: Source
@@ -51,6 +53,7 @@ class Entry:
     returned: Any = None
     stores: Sequence[Stored] = ()
     failure: str = ""
+    options: Mapping[str, frozenset[Any]] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -70,7 +73,7 @@ class Entry:
     @cached_property
     def unfolding(self) -> Unfolding:
         """Configurations of what is in its graph."""
-        return Unfolding(self.roles)
+        return Unfolding(self.roles, self.options)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,17 @@ class Tree:
                     if isinstance(default, ast.Constant):
                         found.setdefault(node.target.id, set()).add(default.value)
         return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
+
+    @cached_property
+    def options(self) -> dict[str, frozenset[Any]]:
+        """The values that attributes may have by their annotation, of each name that is always annotated with some."""
+        found: dict[str, list[list[Any]]] = {}
+        for source in self.sources.values():
+            for owner in (one for one in ast.walk(source.tree) if isinstance(one, ast.ClassDef)):
+                for one in owner.body:
+                    if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+                        found.setdefault(one.target.id, []).append(_literals(one.annotation))
+        return {name: frozenset(chain(*several)) for name, several in found.items() if all(several)}
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -215,7 +229,7 @@ class Tree:
         evaluator = self.evaluator
         evaluator.renew(around.copy() if around else None)
         owner = function.owner.definition.name if function.owner else ""
-        entry = Entry(source, function, kind, owner, evaluator.graph, around)
+        entry = Entry(source, function, kind, owner, evaluator.graph, around, options=self.options)
         try:
             entry.returned = evaluator.entered(function, kind)
         except TooLargeError as error:
@@ -251,6 +265,21 @@ def _names(node: ast.AST) -> Iterator[str]:
         for name in (getattr(inner, part, None) for part in ("id", "attr", "arg", "value", "name")):
             if isinstance(name, str) and name.isidentifier():
                 yield name
+
+
+def _literals(annotation: ast.expr) -> list[Any]:
+    """Return the constants that an annotation names with `Literal`; none if it allows something else."""
+    match annotation:
+        case ast.Subscript(value=ast.Name(id="Literal") | ast.Attribute(attr="Literal"), slice=inner):
+            values = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            found = [one.value for one in values if isinstance(one, ast.Constant)]
+            return found if len(found) == len(values) else []
+        case ast.Subscript(value=ast.Name(id="Optional") | ast.Attribute(attr="Optional"), slice=inner):
+            return [*found, None] if (found := _literals(inner)) else []
+        case ast.BinOp(left=one, op=ast.BitOr(), right=ast.Constant(value=None)):
+            return [*found, None] if (found := _literals(one)) else []
+        case _:
+            return []
 
 
 def _functions(variables: Mapping[str, Any], file: str) -> Iterator[tuple[Function, Kind | None]]:

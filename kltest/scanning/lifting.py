@@ -82,7 +82,7 @@ class Lifting:
         """Yield the configurations of a term as it comes to the loss or reward; alone, where that is not known."""
         whole, branches = projected(self.graph, part)
         positive = sign(part) > 0
-        if excluded(branches, branches):
+        if excluded(branches, branches) or any(holds and self.unfolding.is_impossible(one) for one, holds in branches):
             return
         known = self.unfolding.decided
         branches = tuple(one for one in branches if one[0].operation != "call" or known(one[0]) is not one[1])

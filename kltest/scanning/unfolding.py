@@ -1,6 +1,6 @@
 """Choices of a part of a graph, unfolded: one graph without choices for each configuration that changes it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +38,15 @@ def excluded(one: Assumed, other: Assumed) -> bool:
 
 
 class Unfolding:
-    """Unfolds parts of one graph; remembers what conditions are decided by themselves."""
+    """Unfolds parts of one graph; remembers what conditions are decided by themselves.
 
-    def __init__(self, roles: Roles) -> None:
-        self.roles, self.graph = roles, roles.graph
+    Args:
+        roles: facts of the nodes of the graph.
+        options: the values that an attribute of a name may have.
+    """
+
+    def __init__(self, roles: Roles, options: Mapping[str, frozenset[Any]] | None = None) -> None:
+        self.roles, self.graph, self.options = roles, roles.graph, options or {}
         self._decided: dict[Node, bool | None] = {}
         self._free: dict[Node, bool] = {}
 
@@ -92,10 +97,19 @@ class Unfolding:
             self._decided[condition] = self._decide(condition)
         return self._decided[condition]
 
+    def is_impossible(self, condition: Node) -> bool:
+        """Return True for an option that would have another value than it may have."""
+        match condition.operation, condition.arguments:
+            case "==", (Node(operation="attribute", arguments=(_, name)), value) if is_constant(value):
+                return value not in self.options.get(name, (value,))
+        return False
+
     def _decide(self, condition: Node) -> bool | None:
         fact = self.roles.of(condition)
         if self.roles.of(condition).is_field or fact.quantity in (MASK, PADDING):
             return True
+        if self.is_impossible(condition):
+            return False
         if condition.operation == "is" and condition.arguments[1] is None:
             inner = self.roles.of(condition.arguments[0])
             return False if inner.is_field or inner.quantity in (MASK, PADDING, TOKEN) else None

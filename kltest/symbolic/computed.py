@@ -83,7 +83,9 @@ def _valued(argument: Any, values: Mapping[Node, Any]) -> Any:
     if isinstance(argument, list | tuple):
         found = [_valued(one, values) for one in argument]
         each = (one if isinstance(one, _Entries) else [one] for one in found)
-        return type(argument)(one for several in each for one in several if not (isinstance(one, str) and one == ABSENT))
+        return type(argument)(
+            one for several in each for one in several if not (isinstance(one, str) and one == ABSENT)
+        )
     return argument
 
 

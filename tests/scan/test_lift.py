@@ -343,6 +343,33 @@ class Trainer:
         torch.testing.assert_close(computed(each), 0.7 * row_means(expected[each.name])(rollouts()))
 
 
+@pytest.mark.parametrize(
+    ("annotation", "kinds"),
+    [
+        ("str", ["'abs'", "'mse'", " otherwise"]),
+        ('Literal["kl", "abs"]', ["'abs'", " otherwise"]),
+        ('Optional[typing.Literal["kl", "mse"]]', ["'mse'", " otherwise"]),
+        ('Literal["kl", "mse"] | None', ["'mse'", " otherwise"]),
+        ("Literal[KINDS]", ["'abs'", "'mse'", " otherwise"]),
+    ],
+)
+def test_an_option_has_the_values_of_its_annotation_alone(annotation: str, kinds: list[str], tmp_path: Path) -> None:
+    text = f"""
+class Config:
+    kind: {annotation} = "kl"
+
+def loss(logp, ref_logp, mask, config):
+    gap = logp - ref_logp
+    if config.kind == "abs":
+        gap = gap.abs()
+    elif config.kind == "mse":
+        gap = gap.square() / 2
+    return (gap * mask).sum()
+"""
+    named = sorted(each.name.replace("kind=", "").removeprefix("kind") for each in variants(tmp_path, text))
+    assert named == sorted(kinds)
+
+
 def test_an_optional_ratio_makes_two_variants(tmp_path: Path) -> None:
     text = """
 def kl_of(logp, ref_logp, importance_ratio=None):
