@@ -24,12 +24,13 @@ from kltest.scanning.measured import (
 from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
 from kltest.scanning.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
-from kltest.symbolic.roles import INFINITE, MOVES, own_name
+from kltest.symbolic.roles import INFINITE, MASK, MOVES, PADDING, own_name
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached, under
 from kltest.symbolic.words import says
 
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty", "scale", "eta")
 REWARDS = ("reward", "advantage")
+MASKS = (MASK, PADDING)
 FAR = 1e4
 """What stands for a limit that nothing says, so that it limits nothing."""
 TOLERANCE = 1e-9
@@ -120,7 +121,8 @@ class Lifting:
         for one in outer:
             found.notes = []
             try:
-                found.node = self.filled(one.node, found.notes, loops=place not in REWARDS)
+                scored = self.graph.rewritten(one.node, self._of_tokens) if place in REWARDS else one.node
+                found.node = self.filled(scored, found.notes, loops=place not in REWARDS)
                 if place in REWARDS and not computed_of(found.node, Rollouts(2)).dim():
                     raise NotLiftedError("one number of all rollouts is a statistic, and none's reward")
                 if place in REWARDS and found.core and not _fields(found.core) <= _fields(found.node):
@@ -141,6 +143,13 @@ class Lifting:
             found.whole = False
         if place in REWARDS:
             found.node = self.graph.node("negated", found.node)
+
+    def _of_tokens(self, node: Node) -> Any:
+        """Return what is selected with a mask as a number of each token, which is 0 where the mask is."""
+        match node.operation, node.arguments:
+            case "item" | "masked_select", (owner, Node() as mask) if self.roles.of(mask).quantity in MASKS:
+                return self.graph.node("*", owner, mask)
+        return node
 
     def filled(self, node: Node, notes: list[str], *, loops: bool = True) -> Node:
         """Return a term as a function of inputs that are named as fields; it is computed once.
