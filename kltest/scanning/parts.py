@@ -8,7 +8,7 @@ from typing import Any
 
 from kltest.scanning.measured import leaves, source_of, vanishes
 from kltest.scanning.unfolding import Assumed, Unfolding
-from kltest.symbolic.operations import words_of
+from kltest.symbolic.operations import CONDITIONS, words_of
 from kltest.symbolic.roles import MOVES, parts_of
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in
 from kltest.symbolic.words import POLICY
@@ -25,7 +25,6 @@ LINEAR = (
 SUMS = frozenset({"+", "-", "add", "sub", "added up"})
 NEGATIONS = frozenset({"neg", "negated"})
 PRODUCTS = frozenset({"*", "mul", "@", "matmul", "bmm"})
-COMPARED = words_of("== != < <= > >= eq ne lt le gt ge isclose")
 LIMITS = frozenset({"max", "min", "maximum", "minimum", "clamp", "largest", "smallest", "fmin", "fmax"})
 
 
@@ -127,7 +126,7 @@ class Parts:
                 continue
             seen.add(node)
             fact = self.roles.of(node)
-            if len(fact.sides) < 2 or fact.is_field or node.operation in COMPARED:
+            if len(fact.sides) < 2 or fact.is_field or node.operation in CONDITIONS:
                 continue
             if node.operation in SUMS:
                 yield from self._of_sum(node, walk)
@@ -168,7 +167,7 @@ class Parts:
         rewarded = [one for one in factors if self.roles.of(one).rewarded]
         if len({*sided, *rewarded}) == 1:
             walk.into(sided[:1])
-        elif not rewarded and self.is_zero(node):
+        elif not rewarded and (self.is_zero(node) or self._is_weighted(sided)):
             yield walk.part(node, node)
         elif len(factors) > 1:
             for one in rewarded:
@@ -176,6 +175,11 @@ class Parts:
                     yield from self.of(one, "advantage")
                 else:  # a loss that is weighted
                     walk.into([one])
+
+    def _is_weighted(self, factors: Sequence[Node]) -> bool:
+        """Return True for a term with weights that carry no gradient, which may be nothing where its sides agree."""
+        carrying = [one for one in factors if True in self.roles.flows(one)]
+        return len(carrying) == 1 and self.is_zero(carrying[0])
 
     def _carries(self, node: Node) -> bool:
         """Return True for what a gradient of the policy's probabilities flows through."""

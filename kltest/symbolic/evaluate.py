@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import Any
 
 from kltest.symbolic.calls import Calls, stored
-from kltest.symbolic.operations import constant_of, is_constant, words_of
+from kltest.symbolic.operations import CONDITIONS, constant_of, is_constant, words_of
 from kltest.symbolic.values import (
     ABSENT,
     CHOICE,
@@ -686,6 +686,8 @@ class Evaluator(Calls):
             return arguments[0] + arguments[1]
         if (known := constant_of(name, given)) is not NotImplemented:
             return known
+        if name == "-" and given[0] == 1 and isinstance(given[1], Node) and given[1].operation in CONDITIONS:
+            return self.made("not", given[1])  # casts of truths to numbers are none here
         return self.made(name, *given)
 
     def made(self, operation: str, *arguments: Any, **named: Any) -> Any:

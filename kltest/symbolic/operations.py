@@ -83,6 +83,8 @@ ARRAY_MODULES = words_of(
     "numpy jax jax.numpy jax.nn jax.lax jax.scipy.special scipy.special flax.nnx nnx jax.ad_checkpoint"
 )
 MODULES = words_of("torch torch.nn.functional torch.special torch.func math") | ARRAY_MODULES
+# Conditions, whose values say nothing of whose something is.
+CONDITIONS = words_of("== != < <= > >= eq ne lt le gt ge isclose isinf isnan isfinite any all")
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     "+": operator.add,
     "-": operator.sub,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kltest.symbolic.operations import ATTRIBUTES, is_constant, words_of
+from kltest.symbolic.operations import ATTRIBUTES, CONDITIONS, is_constant, words_of
 from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Graph, Node, nodes_in, reached, under
 from kltest.symbolic.words import (
     ADVANTAGE,
@@ -74,8 +74,6 @@ DRAWS = GATHERS | {"multinomial", "categorical", "sample", "generate", "argmax"}
 ENTRYWISE = words_of(
     "- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num"
 )
-# Conditions, whose values say nothing of whose something is.
-CONDITIONS = words_of("== != < <= > >= eq ne lt le gt ge isinf isnan isfinite any all")
 STEPS = words_of("log_softmax softmax log exp / div * mul clamp") | MOVES
 
 

@@ -187,6 +187,16 @@ def loss(logp, ref_logp, beta):
 """,
         "loss",
     ),
+    "weights that are nothing over nothing where both agree": (
+        """
+def loss(logits, teacher_logits, cut):
+    p, q = logits.softmax(-1), teacher_logits.softmax(-1)
+    tail = (q.cumsum(-1) <= 0.5).float()
+    head, rest = (((p - q).abs() * part).sum(-1).detach() for part in (1 - tail, tail))
+    return (head / (head + rest) * (p * (p.log() - q.log())).sum(-1)).mean()
+""",
+        "loss",
+    ),
     "a method called like a function of the tree": (
         """
 def mean(values):
