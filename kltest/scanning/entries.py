@@ -53,7 +53,7 @@ class Entry:
     returned: Any = None
     stores: Sequence[Stored] = ()
     failure: str = ""
-    options: Mapping[str, frozenset[Any]] = field(default_factory=dict)
+    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -118,7 +118,7 @@ class Tree:
         return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
 
     @cached_property
-    def options(self) -> dict[str, frozenset[Any]]:
+    def options(self) -> dict[str, list[Any]]:
         """The values that attributes may have by their annotation, of each name that is always annotated with some."""
         found: dict[str, list[list[Any]]] = {}
         for source in self.sources.values():
@@ -126,7 +126,7 @@ class Tree:
                 for one in owner.body:
                     if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
                         found.setdefault(one.target.id, []).append(_literals(one.annotation))
-        return {name: frozenset(chain(*several)) for name, several in found.items() if all(several)}
+        return {name: list(dict.fromkeys(chain(*several))) for name, several in found.items() if all(several)}
 
     @cached_property
     def numbers(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
 from kltest.scanning.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
 from kltest.symbolic.roles import INFINITE, MASK, MOVES, PADDING, own_name
-from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached, under
+from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached, under, values_of
 from kltest.symbolic.words import says
 
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty", "scale", "eta")
@@ -333,43 +333,37 @@ def asked(graph: Graph, file: str, first: int, last: int) -> dict[Node, tuple[st
     return found
 
 
-def values_of(condition: Any) -> tuple[Any, list[Any]]:
-    """Return the symbol that a condition compares with constants, and those; None and none if it does something else.
-
-    `x == 1 or x == 2` is a choice of the first, where that is true, and of the second.
-    """
-    if not isinstance(condition, Node):
-        return None, []
-    if condition.operation == "==" and is_constant(condition.arguments[1]):
-        return condition.arguments[0], [condition.arguments[1]]
-    if condition.operation == CHOICE and condition.arguments[1] in (True, condition.arguments[0]):
-        (one, first), (other, rest) = values_of(condition.arguments[0]), values_of(condition.arguments[2])
-        if condition.arguments[2] is False:
-            return one, first
-        if first and rest and one is other:
-            return one, first + rest
-    return None, []
-
-
-def choices(case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, bool]], graph: Graph) -> dict[str, str]:
+def choices(
+    case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, bool]], unfolding: Unfolding
+) -> dict[str, str]:
     """Return what was chosen in a configuration in words, by the option; `known` are those in words of the term."""
     found: dict[str, str] = {}
+    others: dict[str, tuple[Any, list[Any]]] = {}
     for condition, holds in (one for pair in case for one in plain(*pair)):
         symbol, values = values_of(condition)
         if condition in known:
             name, given = known[condition]
             found[f"{name} is None"] = f"{'with' if given == holds else 'without'} {name}"
         elif values:
-            name = next(iter(graph.names.get(symbol, ())), "") if symbol.operation == CHOICE else ""
+            name = next(iter(unfolding.graph.names.get(symbol, ())), "") if symbol.operation == CHOICE else ""
             name = name or _said(symbol)
             if holds:
-                found[name] = f"{name}={' or '.join(map(repr, values))}"
+                found[name] = _one_of(name, values)
             else:
                 found.setdefault(name, f"{name} otherwise")
+                others.setdefault(name, (symbol, []))[1].extend(values)
         elif condition.operation == "is" and condition.arguments[1] is None:
             name = text(condition.arguments[0])
             found[f"{name} is None"] = f"{'without' if holds else 'with'} {name}"
         else:
             name = text(condition)
             found[name] = name if holds else f"not {name}"
+    for name, (symbol, excluded_) in others.items():
+        left = [one for one in unfolding.options_of(symbol) or () if one not in excluded_]
+        if left and found[name] == f"{name} otherwise":
+            found[name] = _one_of(name, left)
     return found
+
+
+def _one_of(name: str, values: Sequence[Any]) -> str:
+    return f"{name}={' or '.join(map(repr, values))}"

@@ -1,13 +1,13 @@
 """Choices of a part of a graph, unfolded: one graph without choices for each configuration that changes it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kltest.scanning.measured import FAILURES, LOOPING, Rollouts, field_of, filled, is_settled, leaves, value_of
 from kltest.symbolic.operations import OPERATORS, constant_of, is_constant
 from kltest.symbolic.roles import MASK, PADDING, TOKEN, Roles, own_name
-from kltest.symbolic.values import CHOICE, INPUT, Node, implied, nodes_in
+from kltest.symbolic.values import CHOICE, INPUT, Node, implied, nodes_in, values_of
 
 MOST = 48
 """Configurations that are unfolded of one part."""
@@ -45,7 +45,7 @@ class Unfolding:
         options: the values that an attribute of a name may have.
     """
 
-    def __init__(self, roles: Roles, options: Mapping[str, frozenset[Any]] | None = None) -> None:
+    def __init__(self, roles: Roles, options: Mapping[str, Sequence[Any]] | None = None) -> None:
         self.roles, self.graph, self.options = roles, roles.graph, options or {}
         self._decided: dict[Node, bool | None] = {}
         self._free: dict[Node, bool] = {}
@@ -97,12 +97,17 @@ class Unfolding:
             self._decided[condition] = self._decide(condition)
         return self._decided[condition]
 
+    def options_of(self, symbol: Node) -> Sequence[Any] | None:
+        """Return the values that an option may have: by its annotation, or because others raise; None if any."""
+        if symbol.operation == "attribute" and symbol.arguments[1] in self.options:
+            return self.options[symbol.arguments[1]]
+        return self.graph.options.get(symbol)
+
     def is_impossible(self, condition: Node) -> bool:
         """Return True for an option that would have another value than it may have."""
-        match condition.operation, condition.arguments:
-            case "==", (Node(operation="attribute", arguments=(_, name)), value) if is_constant(value):
-                return value not in self.options.get(name, (value,))
-        return False
+        symbol, values = values_of(condition)
+        options = self.options_of(symbol) if values else None
+        return options is not None and not any(one in options for one in values)
 
     def _decide(self, condition: Node) -> bool | None:
         fact = self.roles.of(condition)

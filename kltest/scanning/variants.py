@@ -112,7 +112,7 @@ def made(
             "",
             why=one.refused,
             notes=one.notes,
-            choices=choices(one.assumed, known, entry.graph),
+            choices=choices(one.assumed, known, entry.unfolding),
             assumed=one.assumed,
         )
         variant.used = [use] if place not in ("helper", "logged") else []

@@ -15,7 +15,7 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from kltest.symbolic.calls import Calls, stored
@@ -38,6 +38,7 @@ from kltest.symbolic.values import (
     implied,
     nodes_in,
     reached,
+    values_of,
 )
 
 BINARY = {
@@ -300,6 +301,8 @@ class Evaluator(Calls):
             one, ended_one = self._assuming(condition, True, [*statement.body, *rest])
             leaves = True
         for ended, state, holds in ((ended_one, other, False), (ended_other, one, True)):
+            if ended == "raise":
+                self._remember_options([*self.frame.path, (condition, not holds)])
             if ended in ("return", "raise"):
                 self.restore(state)
                 self.frame.ended = ended_other if holds is False else ended_one
@@ -308,6 +311,14 @@ class Evaluator(Calls):
         self._join(condition, one, other)
         self.frame.ended = ended_one if ended_one == ended_other else ""
         return leaves
+
+    def _remember_options(self, path: Sequence[tuple[Any, bool]]) -> None:
+        """Remember what a symbol is compared with before something raises, if that is what the last condition does."""
+        denied = [(one.arguments[0], not holds) if one.operation == "not" else (one, holds) for one, holds in path]
+        compared = [values_of(one) if not holds else (None, []) for one, holds in denied]
+        symbol, _ = compared[-1]
+        if isinstance(symbol, Node):
+            self.graph.options.setdefault(symbol, list(chain(*(values for one, values in compared if one is symbol))))
 
     def _asked(self, test: ast.expr) -> Any:
         """Return the value of a condition, and remember which variable it asks for."""

@@ -114,6 +114,7 @@ class Graph:
         facts: what callers say of inputs (`roles.Fact`).
         asked: conditions of branches that ask whether a variable is None: by the place where, which variable, and
             whether it is something if they hold.
+        options: constants that a symbol is compared with before anything else raises.
     """
 
     _known: dict[Any, Node] = field(default_factory=dict)
@@ -124,6 +125,7 @@ class Graph:
     given: dict[tuple[Any, str], dict[Node, None]] = field(default_factory=dict)
     facts: dict[Node, Any] = field(default_factory=dict)
     asked: dict[Node, dict[tuple[str, int], tuple[str, bool]]] = field(default_factory=dict)
+    options: dict[Node, list[Any]] = field(default_factory=dict)
 
     def copy(self) -> "Graph":
         """Return a graph with the same nodes, to which others are added than to this one."""
@@ -131,7 +133,8 @@ class Graph:
         names = {node: dict(given) for node, given in self.names.items()}
         given = {parameter: dict(values) for parameter, values in self.given.items()}
         asked = {node: dict(places) for node, places in self.asked.items()}
-        return Graph(dict(self._known), lines, written, names, dict(self.defaults), given, dict(self.facts), asked)
+        rest = dict(self.defaults), given, dict(self.facts), asked, dict(self.options)
+        return Graph(dict(self._known), lines, written, names, *rest)
 
     def node(self, operation: str, *arguments: Any, **named: Any) -> Node:
         """Return the node of an operation, the one that is there if it was made before."""
@@ -257,6 +260,24 @@ def implied(value: Node, condition: Node, holds: bool) -> bool | None:
     if holds and (found := _with_symbol(value, condition)) is not None:
         return found
     return False if _with_symbol(condition, value) is (not holds) else None
+
+
+def values_of(condition: Any) -> tuple[Any, list[Any]]:
+    """Return the symbol that a condition compares with constants, and those; None and none if it does something else.
+
+    `x == 1 or x == 2` is a choice of the first, where that is true, and of the second.
+    """
+    if not isinstance(condition, Node):
+        return None, []
+    if condition.operation == "==" and is_constant(condition.arguments[1]):
+        return condition.arguments[0], [condition.arguments[1]]
+    if condition.operation == CHOICE and condition.arguments[1] in (True, condition.arguments[0]):
+        (one, first), (other, rest) = values_of(condition.arguments[0]), values_of(condition.arguments[2])
+        if condition.arguments[2] is False:
+            return one, first
+        if first and rest and one is other:
+            return one, first + rest
+    return None, []
 
 
 def _with_symbol(condition: Node, equality: Node) -> bool | None:

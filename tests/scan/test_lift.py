@@ -307,7 +307,7 @@ def test_a_choice_that_matters_is_found_among_many_that_do_not(tmp_path):
     given = rollouts()
     ratio = torch.exp(given["logp"] - given["old_logp"])
     whole = torch.exp((given["logp"] - given["old_logp"]).sum(-1, keepdim=True))
-    ratios = {"not corrected": 1.0, "corrected, kind='token'": ratio, "corrected, kind otherwise": whole}
+    ratios = {"not corrected": 1.0, "corrected, kind='token'": ratio, "corrected, kind='sequence'": whole}
     for name, each in ratios.items():
         (one,) = [variant for variant in found if name in variant.name]
         torch.testing.assert_close(computed(one), given["beta"] * (each * k3(given) * given["mask"]).sum())
@@ -347,9 +347,9 @@ class Trainer:
     ("annotation", "kinds"),
     [
         ("str", ["'abs'", "'mse'", " otherwise"]),
-        ('Literal["kl", "abs"]', ["'abs'", " otherwise"]),
-        ('Optional[typing.Literal["kl", "mse"]]', ["'mse'", " otherwise"]),
-        ('Literal["kl", "mse"] | None', ["'mse'", " otherwise"]),
+        ('Literal["kl", "abs"]', ["'abs'", "'kl'"]),
+        ('Optional[typing.Literal["kl", "mse"]]', ["'kl' or None", "'mse'"]),
+        ('Literal["kl", "mse"] | None', ["'kl' or None", "'mse'"]),
         ("Literal[KINDS]", ["'abs'", "'mse'", " otherwise"]),
     ],
 )
@@ -368,6 +368,28 @@ def loss(logp, ref_logp, mask, config):
 """
     named = sorted(each.name.replace("kind=", "").removeprefix("kind") for each in variants(tmp_path, text))
     assert named == sorted(kinds)
+
+
+@pytest.mark.parametrize(
+    ("before", "branch", "after"),
+    [
+        ("", 'elif kind in ("kl", "k1"):', "else:\n        raise ValueError(kind)"),
+        ("", 'elif kind == "kl" or kind == "k1":', "else:\n        raise ValueError(kind)"),
+        ('if kind not in ("abs", "kl", "k1"):\n        raise ValueError(kind)', "else:", ""),
+    ],
+)
+def test_of_what_raises_otherwise_all_values_are_said(before: str, branch: str, after: str, tmp_path: Path) -> None:
+    text = f"""
+def loss(logp, ref_logp, mask, kind):
+    {before}
+    if kind == "abs":
+        gap = (logp - ref_logp).abs()
+    {branch}
+        gap = logp - ref_logp
+    {after}
+    return (gap * mask).sum()
+"""
+    assert sorted(each.name for each in variants(tmp_path, text)) == ["kind='abs'", "kind='kl' or 'k1'"]
 
 
 def test_an_optional_ratio_makes_two_variants(tmp_path: Path) -> None:
