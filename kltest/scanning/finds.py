@@ -130,7 +130,7 @@ def _looked(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: b
 def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: bool) -> Iterator[list[Variant]]:
     """Add the terms that are found from one function, and yield the variants of each."""
     parts, last, inside = Parts(entry.unfolding), dict[tuple[Node, str], Part](), set[Node]()
-    starts = sorted(_differentiated(entry), key=lambda one: one[1] in REWARDS)
+    starts = sorted((one for one in roots(entry) if not _is_number(*one)), key=lambda one: one[1] in REWARDS)
     margins = _margins(entry, [root for root, _ in starts])
     if logged:
         starts += ((value, "logged") for value in _logged(entry))
@@ -187,14 +187,9 @@ def _is_preferred(entry: Entry, part: Part, margins: set[Node]) -> bool:
     return named or all(node in margins for node in fields)
 
 
-def _differentiated(entry: Entry) -> Iterator[tuple[Any, str]]:
-    """Yield the roots of a function without numbers that it stores or returns beside a loss that has a gradient."""
-    found = list(roots(entry))
-    still = [
-        place == "loss" and all(entry.roles.flows(one) == {False} for one in nodes_in(root)) for root, place in found
-    ]
-    has_loss = any(place == "loss" and not number for (_, place), number in zip(found, still, strict=True))
-    yield from (one for one, number in zip(found, still, strict=True) if not (number and has_loss))
+def _is_number(root: Any, place: str) -> bool:
+    """Return True for what is called a loss and was made without a gradient: a metric."""
+    return place == "loss" and isinstance(root, Node) and root.operation == "detach"
 
 
 def roots(entry: Entry) -> Iterator[tuple[Any, str]]:

@@ -99,8 +99,8 @@ def is_ratio(name: str) -> bool:
 
 
 def is_logged(name: str) -> bool:
-    """Return True for names of what is only logged."""
-    return bool(METRICS.intersection(words(name)))
+    """Return True for names of what is only logged: `loss/policy` is an entry of a table of metrics."""
+    return "/" in name or bool(METRICS.intersection(words(name)))
 
 
 def says_kl(name: str) -> bool:
