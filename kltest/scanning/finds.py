@@ -188,8 +188,10 @@ def _is_preferred(entry: Entry, part: Part, margins: set[Node]) -> bool:
 
 
 def _is_number(root: Any, place: str) -> bool:
-    """Return True for what is called a loss and was made without a gradient: a metric."""
-    return place == "loss" and isinstance(root, Node) and root.operation == "detach"
+    """Return True for what is called a loss and was made without a gradient, in whatever branch: a metric."""
+    if isinstance(root, Node) and root.operation == CHOICE:
+        return all(_is_number(one, place) for one in root.arguments[1:])
+    return place == "loss" and (not isinstance(root, Node) or root.operation == "detach")
 
 
 def roots(entry: Entry) -> Iterator[tuple[Any, str]]:

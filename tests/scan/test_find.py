@@ -286,6 +286,16 @@ TERMS_NOT_YET = {
     "stored, and subtracted from the reward elsewhere": "a field that another function stores",
 }
 NONE = {
+    "the loss of an evaluation, and metrics of a loss": """
+def evaluate(logp, ref_logp, stats, squared):
+    with torch.no_grad():
+        if squared:
+            loss = ((logp - ref_logp) ** 2).mean()
+        else:
+            loss = (logp - ref_logp).abs().mean()
+        stats["loss/total"] = 2 * loss
+    stats["loss/squared"] = (logp - ref_logp).square().mean()
+""",
     "the ratio of a clip": """
 def policy_loss(logprobs, old_logprobs, advantages):
     ratio = torch.exp(logprobs - old_logprobs)
