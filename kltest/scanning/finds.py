@@ -129,7 +129,7 @@ def _looked(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: b
 
 def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: bool) -> Iterator[list[Variant]]:
     """Add the terms that are found from one function, and yield the variants of each."""
-    parts, last, inside = Parts(entry.unfolding), dict[tuple[Node, str], Part](), set[Node]()
+    parts, found, inside = Parts(entry.unfolding), dict[tuple[Node, str], list[Part]](), set[Node]()
     starts = sorted((one for one in roots(entry) if not _is_number(*one)), key=lambda one: one[1] in REWARDS)
     margins = _margins(entry, [root for root, _ in starts])
     if logged:
@@ -141,19 +141,22 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
             if place == "logged" and (part.place != place or REFERENCE not in entry.roles.of(part.core).sides):
                 continue
             if place == "loss" or not _is_preferred(entry, part, margins):
-                last[part.core, "helper" if place == "helper" else part.place] = part
+                found.setdefault((part.core, "helper" if place == "helper" else part.place), []).append(part)
                 inside |= reached(part.core) if part.place == "loss" else set()
-    for (core, place), part in last.items():
-        reward = last.get((core, "reward"))
-        if place == "advantage" and reward and part.holds(reward.root):
+    for (core, place), several in found.items():
+        rewards = [one.root for one in found.get((core, "reward"), ())]
+        if place == "advantage" and any(one.holds(root) for one in several for root in rewards):
             continue  # what becomes of a reward is known by that
-        ends = leaves(entry.roles, part.core)
-        if (where := _place_of(entry, part, tree, ends)) is None:
+        ends = leaves(entry.roles, core)
+        if (where := _place_of(entry, several[-1], tree, ends)) is None:
             continue
         file, _, function = where
-        if variants := list(made(entry, part, place, tree.settings, (file, function.first, function.last))):
-            _add(known, entry, part, where, ends, variants)
-            yield variants
+        lines = file, function.first, function.last
+        for part in reversed(several):  # the last is known best, unless nothing can be made of it
+            if variants := list(made(entry, part, place, tree.settings, lines)):
+                _add(known, entry, part, where, ends, variants)
+                yield variants
+                break
 
 
 def _logged(entry: Entry) -> Iterator[Any]:

@@ -295,6 +295,8 @@ class Calls:
         """Return an entry of a value."""
         if isinstance(owner, dict) and is_constant(key) and key in owner:
             return owner[key]
+        if isinstance(owner, dict) and is_constant(key) and (rest := rest_of(owner)) is not None:
+            return self.item(rest, key)
         if isinstance(owner, list | tuple | str | range):
             whole = isinstance(key, slice) and all(one is None or isinstance(one, int) for one in _ends(key))
             if whole or (isinstance(key, int) and not isinstance(key, bool)):
@@ -408,11 +410,15 @@ class Calls:
                 if not is_constant(key):
                     return self.opaque("method", owner, name, *arguments)
                 default = arguments[1] if len(arguments) > 1 else None
+                if key not in owner and (rest := rest_of(owner)) is not None:
+                    return self.item(rest, key)
                 return owner.setdefault(key, default) if name == "setdefault" else owner.get(key, default)
             case "update":
                 for given in (*arguments, named):
-                    owner.update(given if isinstance(given, dict) else {})
+                    merge(owner, given, self.graph)
                 return None
+            case "items" | "keys" | "values" if rest_of(owner) is not None:
+                return self.opaque("method", owner, name)
             case "items":
                 return list(owner.items())
             case "keys":
@@ -591,6 +597,20 @@ def _branches_of(value: Any) -> list[Any]:
             stack += [branch for branch in one.arguments[1:] if id(branch) not in found]
             found |= {id(branch): branch for branch in one.arguments[1:]}
     return [one for one in found.values() if not (isinstance(one, Node) and one.operation == CHOICE)]
+
+
+def merge(owner: dict[Any, Any], given: Any, graph: Graph) -> None:
+    """Add the entries of another dictionary; one that is not known stands for whatever else there is."""
+    if isinstance(given, dict):
+        owner.update(given)
+    elif isinstance(given, Node):
+        owner[graph.node("rest", given)] = given
+
+
+def rest_of(owner: dict[Any, Any]) -> Node | None:
+    """Return the dictionary whose entries are in another, too, and not known; None if there is none."""
+    keys = (one for one in reversed(owner) if isinstance(one, Node) and one.operation == "rest")
+    return next((owner[one] for one in keys), None)
 
 
 def _is_of_objects(value: Any) -> bool:

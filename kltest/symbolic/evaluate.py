@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import chain, zip_longest
 from typing import Any
 
-from kltest.symbolic.calls import Calls, stored
+from kltest.symbolic.calls import Calls, merge, rest_of, stored
 from kltest.symbolic.operations import CONDITIONS, constant_of, is_constant, words_of
 from kltest.symbolic.values import (
     ABSENT,
@@ -246,7 +246,7 @@ class Evaluator(Calls):
     def _with(self, statement: ast.With | ast.AsyncWith) -> None:
         detached, before = False, len(self.within)
         for item in statement.items:
-            call = item.context_expr
+            call = self._taken(item.context_expr)
             silent = _last_name(call) in NO_GRADIENT
             detached |= silent
             opened = self.value(call)
@@ -260,6 +260,12 @@ class Evaluator(Calls):
         del self.within[before:]
 
     _asyncwith = _with
+
+    def _taken(self, expression: ast.expr) -> ast.expr:
+        """Return the branch of a conditional expression whose condition is known."""
+        while isinstance(expression, ast.IfExp) and isinstance(holds := self.truth(self.value(expression.test)), bool):
+            expression = expression.body if holds else expression.orelse
+        return expression
 
     def _try(self, statement: ast.Try) -> None:
         """Follow what is tried; where it asserts something, what is done otherwise as well."""
@@ -402,7 +408,7 @@ class Evaluator(Calls):
         items = self.value(expression)
         if isinstance(items, list | tuple | range | str) and len(items) <= MOST_PASSES:
             return list(items)
-        if isinstance(items, dict):
+        if isinstance(items, dict) and rest_of(items) is None:
             return list(items)
         if isinstance(items, range):
             return self.graph.node("range", items.start, items.stop, items.step)
@@ -608,8 +614,8 @@ class Evaluator(Calls):
             if key is not None:
                 name = self.value(key)
                 found[name if is_constant(name) else self.graph.node("key", name)] = value
-            elif isinstance(value, dict):
-                found |= value
+            else:
+                merge(found, value, self.graph)
         return found
 
     def _of_joinedstr(self, expression: ast.JoinedStr) -> Any:
@@ -678,7 +684,7 @@ class Evaluator(Calls):
         if name == "is" and right is None and left.operation == CHOICE:
             return self._branchwise(left, lambda one: self._compared(name, one, None))
         if name == "in" and isinstance(right, dict) and is_constant(left):
-            return left in right
+            return left in right or ((rest := rest_of(right)) is not None and self.operator("in", left, rest))
         if name == "in" and isinstance(right, list | tuple) and all(map(is_constant, right)) and isinstance(left, Node):
             found: Any = False
             for one in reversed(right):

@@ -187,6 +187,36 @@ def loss(logp, ref_logp, beta):
 """,
         "loss",
     ),
+    "a reference that is the policy without its adapters, where an argument says so": (
+        """
+def logprobs_of(model, batch, reference):
+    with torch.no_grad() if reference else nullcontext(), (model.disable_adapter() if reference else nullcontext()):
+        logits = model(batch["input_ids"]).logits
+    return logits.log_softmax(-1).gather(-1, batch["labels"].unsqueeze(-1)).squeeze(-1)
+
+def compute_loss(model, batch, beta):
+    new_logprobs, ref_logprobs = logprobs_of(model, batch, False), logprobs_of(model, batch, reference=True)
+    kl = torch.exp(ref_logprobs - new_logprobs) - (ref_logprobs - new_logprobs) - 1.0
+    return beta * (kl * batch["mask"]).sum()
+""",
+        "loss",
+    ),
+    "from dictionaries that are put together": (
+        """
+class Actor:
+    def update(self, data, metrics):
+        for micro in data.split(4):
+            inputs = {**micro.batch, **micro.others, "scale": 2.0}
+            logp = self.forward(inputs)["logp"]
+            loss = -(logp * inputs["advantages"]).sum()
+            if self.config.use_kl_loss and "ref_logp" in inputs:
+                kl_loss = ((logp - inputs["ref_logp"]) ** 2 * inputs["mask"]).sum()
+                loss = loss + self.config.kl_coef * kl_loss
+            loss = loss * inputs["scale"] / inputs.get("count")
+            loss.backward()
+""",
+        "loss",
+    ),
     "weights that are nothing over nothing where both agree": (
         """
 def loss(logits, teacher_logits, cut):
