@@ -71,6 +71,7 @@ GATHERS = frozenset({"gather", "take_along_dim"})
 # What draws tokens, from whatever order of the vocabulary they are drawn.
 DRAWS = GATHERS | {"multinomial", "categorical", "sample", "generate", "argmax"}
 # Operations on each entry of values of one shape, and those that leave a value one side's.
+HEADS = words_of("@ matmul mm bmm linear")
 ENTRYWISE = words_of(
     "- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num"
 )
@@ -134,7 +135,7 @@ class Roles:
         return self._known[value]
 
     def _fact(self, node: Node) -> Fact:
-        if is_opaque(node) or self._is_entry(node):
+        if is_opaque(node) or self._is_entry(node) or self._is_head(node):
             return self._stated(node)
         facts = [self._known[part] for part in parts_of(node)]
         whole = together(facts)
@@ -238,10 +239,17 @@ class Roles:
             owner = owner.arguments[0]
         return (is_opaque(owner) or self._is_entry(owner)) and not self._known[owner].quantity
 
+    def _is_head(self, node: Node) -> bool:
+        """Return True for logits that a matrix makes of a model's output, which may be called logits itself."""
+        inner = under(node.arguments[0], MOVES | {"item"}) if node.operation in HEADS else None
+        if not isinstance(inner, Node) or not is_opaque(inner) or self.of(inner).quantity not in ("", LOGITS):
+            return False
+        return any(stated.quantity == "logits" for name in self.graph.names.get(node, ()) if (stated := side(name)))
+
     def is_unknown(self, node: Node) -> bool:
         """Return True for what nothing computes."""
         self.of(node)
-        return is_opaque(node) or self._is_entry(node)
+        return is_opaque(node) or self._is_entry(node) or self._is_head(node)
 
     def flows(self, node: Node) -> frozenset[bool]:
         """Return whether a gradient flows through a node: both, where that hangs on the branch of a choice."""

@@ -217,6 +217,22 @@ class Actor:
 """,
         "loss",
     ),
+    "logits that a head makes of hidden states, in chunks": (
+        """
+def logprobs_of(model, ids, size):
+    found, hidden = [], model(ids).hidden_states
+    for start in range(0, hidden.shape[1], size):
+        logits = hidden[:, start : start + size] @ model.head.weight.t()
+        chosen = logits.gather(-1, ids[:, start : start + size].unsqueeze(-1)).squeeze(-1)
+        found.append(chosen - logits.logsumexp(-1))
+    return torch.cat(found, dim=1)
+
+def compute_loss(model, ref_model, input_ids, mask):
+    gap = logprobs_of(ref_model, input_ids, 64) - logprobs_of(model, input_ids, 64)
+    return ((gap.exp() - gap - 1) * mask).sum()
+""",
+        "loss",
+    ),
     "weights that are nothing over nothing where both agree": (
         """
 def loss(logits, teacher_logits, cut):
