@@ -89,7 +89,7 @@ class Place:
 class Tree:
     """The files of a tree, by the paths that their functions are known by; `lost` are functions that were not read.
 
-    `interrupted` is true if not all of them were.
+    `interrupted` is true if not all of them were. `seen` are lines of what other functions put into losses or metrics.
     """
 
     sources: Mapping[str, Source]
@@ -102,6 +102,7 @@ class Tree:
         self._open: set[str] = set()
         self._ends: dict[str, dict[int, int]] = {}
         self.lost: list[str] = []
+        self.seen: set[tuple[str, int]] = set()
         self._given: dict[tuple[Any, str], set[Fact]] = {}
 
     @cached_property

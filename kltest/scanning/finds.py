@@ -109,6 +109,9 @@ def _settled(tree: Tree, known: dict[Any, list[Find]]) -> list[Find]:
             # What others return of it is told only if nothing else is known; what a loss returns beside itself never.
             one.made = [each for each in one.made if each.place != "helper" or not used]
             one.made = [each for each in one.made if each.place != "helper" or each.entry == title] or one.made
+            # What others see it in, whose terms are known, is no term: a metric, or a part of one.
+            if not uses and not tree.seen.isdisjoint((one.file, line) for line in one.starts):
+                one.made = [each for each in one.made if each.place != "helper" or each.entry != title]
     everything = [one for group in known.values() for one in group if one.made]
     found = [one for one in everything if any(each.place != "helper" for each in one.made) or _is_kl(one)]
     return sorted(found, key=lambda one: (tree.numbers.get(one.file, 0), min(one.lines, default=0)))
@@ -132,8 +135,10 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
     parts, found, inside = Parts(entry.unfolding), dict[tuple[Node, str], list[Part]](), set[Node]()
     starts = sorted((one for one in roots(entry) if not _is_number(*one)), key=lambda one: one[1] in REWARDS)
     margins = _margins(entry, [root for root, _ in starts])
+    metrics = list(_logged(entry))
+    tree.seen |= _seen(entry, [*(root for root, place in starts if place != "helper"), *metrics])
     if logged:
-        starts += ((value, "logged") for value in _logged(entry))
+        starts += ((value, "logged") for value in metrics)
     for root, place in starts:
         if place in REWARDS and not inside.isdisjoint(nodes_in(root)):
             continue  # what is called a reward is a factor of a term of the loss
@@ -157,6 +162,15 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
                 _add(known, entry, part, where, ends, variants)
                 yield variants
                 break
+
+
+def _seen(entry: Entry, values: list[Any]) -> set[tuple[str, int]]:
+    """Return the lines of other functions whose values of two sides a function puts into losses, rewards and metrics."""
+    own = entry.function.definition
+    inside = range(own.lineno, (getattr(own, "end_lineno", 0) or 0) + 1)
+    nodes = (one for one in reached(values) if len(entry.roles.of(one).sides) > 1)
+    places = {place for one in nodes for place in entry.graph.written.get(one, ())}
+    return {(file, line) for file, line in places if file != entry.function.scope.file or line not in inside}
 
 
 def _logged(entry: Entry) -> Iterator[Any]:
@@ -270,6 +284,9 @@ def _keyed(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((name, one) for name, one in value.items() if isinstance(name, str))
     elif isinstance(value, tuple | list):
         for one in value:
+            yield from _keyed(one)
+    elif isinstance(value, Thing):
+        for one in value.attributes.values():
             yield from _keyed(one)
 
 

@@ -332,6 +332,17 @@ TERMS_NOT_YET = {
     "stored, and subtracted from the reward elsewhere": "a field that another function stores",
 }
 NONE = {
+    "the mismatch of a sampler, which another function only measures": """
+def ratios_and_mismatch_kl(trainer_logprobs, inference_logprobs):
+    log_ratio = trainer_logprobs - inference_logprobs
+    ratio = torch.exp(log_ratio)
+    return log_ratio, ratio, ratio - log_ratio - 1
+
+def policy_loss(trainer_logprobs, inference_logprobs, advantages, mask):
+    log_ratio, ratio, mismatch_kl = ratios_and_mismatch_kl(trainer_logprobs, inference_logprobs)
+    loss = -(ratio * advantages * mask).sum()
+    return loss, {"mismatch_kl": (mismatch_kl * mask).sum() / mask.sum()}
+""",
     "the loss of an evaluation, and metrics of a loss": """
 def evaluate(logp, ref_logp, stats, squared):
     with torch.no_grad():
