@@ -152,6 +152,8 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
         rewards = [one.root for one in found.get((core, "reward"), ())]
         if place == "advantage" and any(one.holds(root) for one in several for root in rewards):
             continue  # what becomes of a reward is known by that
+        if place == "loss" and _is_in_another(core, several, found):
+            continue
         ends = leaves(entry.roles, core)
         if (where := _place_of(entry, several[-1], tree, ends)) is None:
             continue
@@ -164,8 +166,15 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
                 break
 
 
+def _is_in_another(core: Node, several: list[Part], found: Mapping[tuple[Node, str], list[Part]]) -> bool:
+    """Return True for a term of what is called a loss if the loss that this enters has it as a part of another term."""
+    wholes = [parts[-1].root for (other, place), parts in found.items() if place == "loss" and core in reached(other)]
+    wholes = [one for one in wholes if all(one is not part.root for part in several)]
+    return any(all(reached(one).issuperset(nodes_in(part.root)) for part in several) for one in wholes)
+
+
 def _seen(entry: Entry, values: list[Any]) -> set[tuple[str, int]]:
-    """Return the lines of other functions whose values of two sides a function puts into losses, rewards and metrics."""
+    """Return the lines of other functions whose values of two sides are put into losses, rewards and metrics."""
     own = entry.function.definition
     inside = range(own.lineno, (getattr(own, "end_lineno", 0) or 0) + 1)
     nodes = (one for one in reached(values) if len(entry.roles.of(one).sides) > 1)

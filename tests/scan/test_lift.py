@@ -231,6 +231,23 @@ def loss(logp, ref_logp, mask):
     assert "without what becomes of it" in only.notes[0]
 
 
+def test_what_is_called_a_loss_and_enters_another_one_is_graded_there(tmp_path: Path) -> None:
+    """An objective that is subtracted: alone, it follows the opposite."""
+    text = """
+def ref_kl_loss(logp, old_logp, ref_logp, mask):
+    log_ratio = logp - old_logp
+    pg_loss = mask * (ref_logp - logp).detach() * log_ratio.exp()
+    trust_loss = mask * log_ratio**2
+    loss = (-pg_loss + 1e-3 * trust_loss).sum()
+    return loss
+"""
+    (only,) = variants(tmp_path, text)
+    given = rollouts()
+    log_ratio = given["logp"] - given["old_logp"]
+    expected = -(given["ref_logp"] - given["logp"]) * log_ratio.exp() + 1e-3 * log_ratio**2
+    torch.testing.assert_close(computed(only), (expected * given["mask"]).sum())
+
+
 def test_no_gradient_of_a_helper_is_kept(tmp_path: Path) -> None:
     text = """
 @torch.no_grad()
