@@ -55,6 +55,9 @@ class Variant:
 def told(made: Sequence[Variant]) -> list[Variant]:
     """Return the variants of a term, each once for each place that it comes to, of those from all entries."""
     best: dict[tuple[str, str], list[Variant]] = {}
+    if any(one.place == "advantage" and not one.program for one in made):
+        # A reward, or a token's own advantage? Of the term alone nothing says which.
+        made = [one for one in made if one.place != "reward" or one.whole]
     for one in made:
         best.setdefault((one.place, one.key), []).append(one)
     found = sorted((_best(group) for group in best.values()), key=lambda one: PLACES.index(one.place))

@@ -55,7 +55,7 @@ def same(one, other):
     if not isinstance(other, torch.Tensor):
         return one == pytest.approx(other, abs=1e-12)
     carries = isinstance(one, torch.Tensor) and one.requires_grad == other.requires_grad
-    return carries and torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+    return carries and torch.allclose(one, other, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 # Random programs. A term is a tree of operations over fields; each of its parts is computed in one of several ways.
