@@ -236,7 +236,7 @@ def scan() -> list[dict[str, str]]:
         "used": "six that the scan was written with",
         "first": "nineteen new ones, before any change for them",
         "later": "the same nineteen, after changes for them",
-        "held": "six that the scan had not seen",
+        "held": "six more, after changes for them",
         "opened": "six new ones, before any change for them",
         "unopened": "six that the present scan had not seen",
     }

@@ -17,6 +17,8 @@ from kltest.symbolic.words import REFERENCE, is_logged, is_preference, says, say
 LOSS = ("loss", "objective")
 NOWHERE = Place(MODULE, 0, 0)
 SIGMOIDS = frozenset({"sigmoid", "logsigmoid", "softplus", "log_sigmoid", "binary_cross_entropy_with_logits"})
+CALLED = frozenset({"call", "forward", "compute", "apply"})
+"""Methods that do what their class is called."""
 REWARD = ("reward", "advantage", "adv", "return")
 
 
@@ -231,10 +233,11 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
         if says(name, *LOSS) and not _is_aside(name):
             yield stored.value, "loss"
     yield from _stored_scores(entry)
-    if not losses and says(entry.title, *LOSS):
+    title = entry.title if entry.function.name.strip("_") in CALLED else entry.function.name
+    if not losses and says(title, *LOSS):
         losses = [value for _, value in named[:1]]
-    elif not losses and says(entry.title, *REWARD) and not says_kl(entry.title):
-        yield from ((value, _scored(entry.title)) for _, value in named[:1])
+    elif not losses and says(title, *REWARD) and not says_kl(title):
+        yield from ((value, _scored(title)) for _, value in named[:1])
     yield from ((value, "loss") for value in losses)
     for stored in entry.stores:
         if stored.name == BACKWARD_OF:

@@ -332,6 +332,14 @@ TERMS_NOT_YET = {
     "stored, and subtracted from the reward elsewhere": "a field that another function stores",
 }
 NONE = {
+    "a helper of a class that is called a loss": """
+class ClippedLoss:
+    def log_weights(self, logps, old_logps):
+        return (logps - old_logps).clamp(-20.0, 20.0)
+
+    def forward(self, logps, old_logps, advantages):
+        return -(self.log_weights(logps, old_logps).exp() * advantages).mean()
+""",
     "the mismatch of a sampler, which another function only measures": """
 def ratios_and_mismatch_kl(trainer_logprobs, inference_logprobs):
     log_ratio = trainer_logprobs - inference_logprobs
