@@ -230,8 +230,10 @@ def text(value: Any, depth: int = DEEPEST) -> str:
             return str(name)
         case "attribute", (_, name):
             return str(name)
-        case "item", (_, key) if is_constant(key):
-            return str(key)
+        case "item", (_, str(key)):
+            return key
+        case "item", (owner, key) if is_constant(key):
+            return f"{text(owner, depth - 1)}[{key}]"
         case "not", (inner,):
             return f"not {text(inner, depth)}"
         case "choice", (one, True, False):

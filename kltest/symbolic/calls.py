@@ -143,7 +143,7 @@ class Calls:
         if isinstance(value, Thing):
             return value.symbol or self.graph.node("object", value.kind.definition.name)
         if isinstance(value, Function | Kind | Partial | Builtin | External):
-            return repr(value) if isinstance(value, External) else getattr(value, "name", type(value).__name__)
+            return value.path if isinstance(value, External) else getattr(value, "name", type(value).__name__)
         return value
 
     def _followed(self, function: Function, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
