@@ -135,7 +135,7 @@ def _looked(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: b
 def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: bool) -> Iterator[list[Variant]]:
     """Add the terms that are found from one function, and yield the variants of each."""
     parts, found, inside = Parts(entry.unfolding), dict[tuple[Node, str], list[Part]](), set[Node]()
-    starts = sorted((one for one in roots(entry) if not _is_number(*one)), key=lambda one: one[1] in REWARDS)
+    starts = sorted(_ends(entry, parts), key=lambda one: one[1] in REWARDS)
     margins = _margins(entry, [root for root, _ in starts])
     metrics = list(_logged(entry))
     tree.seen |= _seen(entry, [*(root for root, place in starts if place != "helper"), *metrics])
@@ -215,11 +215,24 @@ def _is_preferred(entry: Entry, part: Part, margins: set[Node]) -> bool:
     return named or all(node in margins for node in fields)
 
 
-def _is_number(root: Any, place: str) -> bool:
-    """Return True for what is called a loss and was made without a gradient, in whatever branch: a metric."""
-    if isinstance(root, Node) and root.operation == CHOICE:
-        return all(_is_number(one, place) for one in root.arguments[1:])
-    return place == "loss" and (not isinstance(root, Node) or root.operation == "detach")
+def _ends(entry: Entry, parts: Parts) -> Iterator[tuple[Any, str]]:
+    """Yield the roots of a function without metrics: what is called a loss, and has no gradient.
+
+    It was made without one, in whatever branch, or stands beside a loss that has one.
+    """
+    found = list(roots(entry))
+    carrying = [place == "loss" and any(map(parts.carries, nodes_in(root))) for root, place in found]
+    for (root, place), carries in zip(found, carrying, strict=True):
+        still = any(carrying) and not carries
+        if place != "loss" or not (still or all(map(_is_number, nodes_in(root)))):
+            yield root, place
+
+
+def _is_number(node: Any) -> bool:
+    """Return True for what was made without a gradient, in whatever branch."""
+    if isinstance(node, Node) and node.operation == CHOICE:
+        return all(map(_is_number, node.arguments[1:]))
+    return not isinstance(node, Node) or node.operation == "detach"
 
 
 def roots(entry: Entry) -> Iterator[tuple[Any, str]]:

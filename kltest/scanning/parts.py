@@ -171,7 +171,7 @@ class Parts:
             yield walk.part(node, node)
         elif len(factors) > 1:
             for one in rewarded:
-                if any(self._carries(other) for other in factors if other is not one):
+                if any(self.carries(other) for other in factors if other is not one):
                     yield from self.of(one, "advantage")
                 else:  # a loss that is weighted
                     walk.into([one])
@@ -181,7 +181,7 @@ class Parts:
         carrying = [one for one in factors if True in self.roles.flows(one)]
         return len(carrying) == 1 and self.is_zero(carrying[0])
 
-    def _carries(self, node: Node) -> bool:
+    def carries(self, node: Node) -> bool:
         """Return True for what a gradient of the policy's probabilities flows through."""
         stack = [node]
         for one in stack:

@@ -248,6 +248,18 @@ def ref_kl_loss(logp, old_logp, ref_logp, mask):
     torch.testing.assert_close(computed(only), (expected * given["mask"]).sum())
 
 
+def test_metrics_of_a_loss_are_no_losses(tmp_path: Path) -> None:
+    text = """
+def loss_func(logits, ref_logits, mask, reduced):
+    gap = logits.log_softmax(-1) - ref_logits.log_softmax(-1)
+    loss = ((logits.softmax(-1) * gap).sum(-1) * mask).sum()
+    values = torch.stack([loss.detach().clone(), torch.tensor(reduced)])
+    return loss, {"loss": values[0], "others": values[1]}
+"""
+    (only,) = variants(tmp_path, text)
+    assert ".detach()" not in only.program
+
+
 def test_no_gradient_of_a_helper_is_kept(tmp_path: Path) -> None:
     text = """
 @torch.no_grad()
