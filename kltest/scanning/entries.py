@@ -11,6 +11,7 @@ from typing import Any
 from kltest.scanning.measured import FAILURES
 from kltest.scanning.sources import Source
 from kltest.scanning.unfolding import Unfolding
+from kltest.symbolic.calls import branches_of
 from kltest.symbolic.evaluate import BUDGET, Evaluator
 from kltest.symbolic.modules import Modules
 from kltest.symbolic.operations import MODULES
@@ -285,7 +286,8 @@ def _literals(annotation: ast.expr) -> list[Any]:
 
 def _functions(variables: Mapping[str, Any], file: str) -> Iterator[tuple[Function, Kind | None]]:
     """Yield the functions and methods that a file defines, with the class of a method."""
-    for value in list(variables.values()):
+    # What is defined in a branch is a choice.
+    for value in [one for each in list(variables.values()) for one in branches_of(each)]:
         if isinstance(value, Function) and value.scope.file == file:
             yield value, None
         elif isinstance(value, Kind):

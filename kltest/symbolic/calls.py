@@ -232,7 +232,7 @@ class Calls:
             del self.stores[stores:]
         for name, value in list(thing.attributes.items()):
             # What a constructor is given, or gets from elsewhere, is told by the name that it keeps it under.
-            if any(isinstance(one, Node) and one.operation in ELSEWHERE for one in _branches_of(value)):
+            if any(isinstance(one, Node) and one.operation in ELSEWHERE for one in branches_of(value)):
                 del thing.attributes[name]
                 default = _default_of(value, self.graph)
                 if default is not None:
@@ -587,7 +587,7 @@ def _ends(key: slice) -> tuple[Any, Any, Any]:
     return key.start, key.stop, key.step
 
 
-def _branches_of(value: Any) -> list[Any]:
+def branches_of(value: Any) -> list[Any]:
     """Return what a value is in one branch or another, each once."""
     found: dict[int, Any] = {id(value): value}
     stack = [value]
@@ -616,7 +616,7 @@ def rest_of(owner: dict[Any, Any]) -> Node | None:
 def _is_of_objects(value: Any) -> bool:
     """Return True for a choice of which some branches are objects, functions or containers."""
     chosen = isinstance(value, Node) and value.operation == CHOICE
-    return chosen and any(not isinstance(one, Node) and not is_constant(one) for one in _branches_of(value))
+    return chosen and any(not isinstance(one, Node) and not is_constant(one) for one in branches_of(value))
 
 
 def _is_table(value: dict[Any, Any]) -> bool:

@@ -233,6 +233,24 @@ def compute_loss(model, ref_model, input_ids, mask):
 """,
         "loss",
     ),
+    "a criterion that is defined in a branch of a loop, and handed on": (
+        """
+class Consumer:
+    def step(self, batches, pipeline):
+        for batch in batches:
+            if self.staged:
+                ref_logp = batch["ref_logp"]
+
+                def criterion(outputs, inputs):
+                    logp = outputs.logits.log_softmax(-1).gather(-1, inputs["labels"].unsqueeze(-1)).squeeze(-1)
+                    kl = torch.exp(inputs["ref_logp"] - logp) - (inputs["ref_logp"] - logp) - 1
+                    loss = -(logp * inputs["advantages"]).mean() + self.beta * kl.mean()
+                    return loss
+
+                pipeline.run(batch, criterion, ref_logp)
+""",
+        "loss",
+    ),
     "weights that are nothing over nothing where both agree": (
         """
 def loss(logits, teacher_logits, cut):
