@@ -10,7 +10,7 @@ nothing is graded. `--record` writes the counts of each repository to `scan.csv`
 them. Its rows `first` are those of `later`, as the scan of revision 320d790 saw them: the labels were made before that,
 and the scan was changed for them after it. Its rows `opened` are the first look at those six, as the scan of revision
 15e596d saw them, without JAX; `unopened` are the one look of the scan on the symbolic evaluator, of revision 50f4d2f.
-The rows `used`, `later` and `held` are those of revision c4c21d0: the scan was changed for all of these trees.
+The rows `used`, `later` and `held` are those of revision 6020b57b: the scan was changed for all of these trees.
 
 Which row of the scan stands for which labelled variant:
 
