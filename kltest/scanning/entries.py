@@ -42,7 +42,6 @@ class Entry:
         returned: what it returns.
         stores: what it and the functions that it calls store.
         failure: why it was not followed to its end.
-        options: the values that an attribute of a name may have.
     """
 
     source: Source
@@ -54,7 +53,6 @@ class Entry:
     returned: Any = None
     stores: Sequence[Stored] = ()
     failure: str = ""
-    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -74,7 +72,7 @@ class Entry:
     @cached_property
     def unfolding(self) -> Unfolding:
         """Configurations of what is in its graph."""
-        return Unfolding(self.roles, self.options)
+        return Unfolding(self.roles)
 
 
 @dataclass(frozen=True)
@@ -231,7 +229,7 @@ class Tree:
         evaluator = self.evaluator
         evaluator.renew(around.copy() if around else None)
         owner = function.owner.definition.name if function.owner else ""
-        entry = Entry(source, function, kind, owner, evaluator.graph, around, options=self.options)
+        entry = Entry(source, function, kind, owner, evaluator.graph, around)
         try:
             entry.returned = evaluator.entered(function, kind)
         except TooLargeError as error:
@@ -245,6 +243,9 @@ class Tree:
             entry.failure = "its gradient is written by hand"
         entry.stores, entry.graph = evaluator.stores, evaluator.graph
         entry.graph.facts = {entry.graph.node(INPUT, name): fact for name, fact in told.items()}
+        attributes = [one for one in entry.graph.nodes if one.operation == "attribute"]
+        named = {one: self.options[one.arguments[1]] for one in attributes if one.arguments[1] in self.options}
+        entry.graph.options |= named
         return entry
 
 

@@ -177,11 +177,9 @@ def _is_in_another(core: Node, several: list[Part], found: Mapping[tuple[Node, s
 
 def _seen(entry: Entry, values: list[Any]) -> set[tuple[str, int]]:
     """Return the lines of other functions whose values of two sides are put into losses, rewards and metrics."""
-    own = entry.function.definition
-    inside = range(own.lineno, (getattr(own, "end_lineno", 0) or 0) + 1)
     nodes = (one for one in reached(values) if len(entry.roles.of(one).sides) > 1)
     places = {place for one in nodes for place in entry.graph.written.get(one, ())}
-    return {(file, line) for file, line in places if file != entry.function.scope.file or line not in inside}
+    return {one for one in places if not _is_inside(entry, *one)}
 
 
 def _logged(entry: Entry) -> Iterator[Any]:
@@ -326,15 +324,16 @@ def _place_of(entry: Entry, part: Part, tree: Tree, ends: Leaves) -> tuple[str, 
     if not at:
         return None
     # What several functions compute of the same is one node: the function that was entered goes before others.
-    own = entry.function.definition
-    inside = {
-        (name, number)
-        for name, number in written
-        if name == entry.function.scope.file and own.lineno <= number <= (getattr(own, "end_lineno", 0) or 0)
-    }
+    inside = {one for one in written if _is_inside(entry, *one)}
     file, line = min(inside or at)
     function = next((one for one in tree.places.get(file, ()) if one.first <= line <= one.last), NOWHERE)
     return file, range(line, tree.end_of(file, line) + 1), function
+
+
+def _is_inside(entry: Entry, file: str, line: int) -> bool:
+    """Return True for a line of the function that was entered."""
+    own = entry.function.definition
+    return file == entry.function.scope.file and own.lineno <= line <= (getattr(own, "end_lineno", 0) or 0)
 
 
 def _add(

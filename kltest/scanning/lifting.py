@@ -333,9 +333,7 @@ def asked(graph: Graph, file: str, first: int, last: int) -> dict[Node, tuple[st
     return found
 
 
-def choices(
-    case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, bool]], unfolding: Unfolding
-) -> dict[str, str]:
+def choices(case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, bool]], graph: Graph) -> dict[str, str]:
     """Return what was chosen in a configuration in words, by the option; `known` are those in words of the term."""
     found: dict[str, str] = {}
     others: dict[str, tuple[Any, list[Any]]] = {}
@@ -345,7 +343,7 @@ def choices(
             name, given = known[condition]
             found[f"{name} is None"] = f"{'with' if given == holds else 'without'} {name}"
         elif values:
-            name = next(iter(unfolding.graph.names.get(symbol, ())), "") if symbol.operation == CHOICE else ""
+            name = next(iter(graph.names.get(symbol, ())), "") if symbol.operation == CHOICE else ""
             name = name or _said(symbol)
             if holds:
                 found[name] = _one_of(name, values)
@@ -359,7 +357,7 @@ def choices(
             name = text(condition)
             found[name] = name if holds else f"not {name}"
     for name, (symbol, excluded_) in others.items():
-        left = [one for one in unfolding.options_of(symbol) or () if one not in excluded_]
+        left = [one for one in graph.options.get(symbol, ()) if one not in excluded_]
         if left and found[name] == f"{name} otherwise":
             found[name] = _one_of(name, left)
     return found

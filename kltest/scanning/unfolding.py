@@ -1,6 +1,6 @@
 """Choices of a part of a graph, unfolded: one graph without choices for each configuration that changes it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +38,10 @@ def excluded(one: Assumed, other: Assumed) -> bool:
 
 
 class Unfolding:
-    """Unfolds parts of one graph; remembers what conditions are decided by themselves.
+    """Unfolds parts of one graph; remembers what conditions are decided by themselves."""
 
-    Args:
-        roles: facts of the nodes of the graph.
-        options: the values that an attribute of a name may have.
-    """
-
-    def __init__(self, roles: Roles, options: Mapping[str, Sequence[Any]] | None = None) -> None:
-        self.roles, self.graph, self.options = roles, roles.graph, options or {}
+    def __init__(self, roles: Roles) -> None:
+        self.roles, self.graph = roles, roles.graph
         self._decided: dict[Node, bool | None] = {}
         self._free: dict[Node, bool] = {}
 
@@ -97,16 +92,10 @@ class Unfolding:
             self._decided[condition] = self._decide(condition)
         return self._decided[condition]
 
-    def options_of(self, symbol: Node) -> Sequence[Any] | None:
-        """Return the values that an option may have: by its annotation, or because others raise; None if any."""
-        if symbol.operation == "attribute" and symbol.arguments[1] in self.options:
-            return self.options[symbol.arguments[1]]
-        return self.graph.options.get(symbol)
-
     def is_impossible(self, condition: Node) -> bool:
         """Return True for an option that would have another value than it may have."""
         symbol, values = values_of(condition)
-        options = self.options_of(symbol) if values else None
+        options = self.graph.options.get(symbol) if values else None
         return options is not None and not any(one in options for one in values)
 
     def _decide(self, condition: Node) -> bool | None:

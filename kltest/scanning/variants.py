@@ -115,7 +115,7 @@ def made(
             "",
             why=one.refused,
             notes=one.notes,
-            choices=choices(one.assumed, known, entry.unfolding),
+            choices=choices(one.assumed, known, entry.graph),
             assumed=one.assumed,
         )
         variant.used = [use] if place not in ("helper", "logged") else []

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -82,10 +83,8 @@ def _valued(argument: Any, values: Mapping[Node, Any]) -> Any:
         return {name: _valued(one, values) for name, one in argument.items()}
     if isinstance(argument, list | tuple):
         found = [_valued(one, values) for one in argument]
-        each = (one if isinstance(one, _Entries) else [one] for one in found)
-        return type(argument)(
-            one for several in each for one in several if not (isinstance(one, str) and one == ABSENT)
-        )
+        each = chain.from_iterable(one if isinstance(one, _Entries) else [one] for one in found)
+        return type(argument)(one for one in each if not (isinstance(one, str) and one == ABSENT))
     return argument
 
 

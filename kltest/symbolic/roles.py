@@ -70,8 +70,9 @@ LIKE = words_of("len size dim numel zeros_like ones_like full_like empty_like ne
 GATHERS = frozenset({"gather", "take_along_dim"})
 # What draws tokens, from whatever order of the vocabulary they are drawn.
 DRAWS = GATHERS | {"multinomial", "categorical", "sample", "generate", "argmax"}
-# Operations on each entry of values of one shape, and those that leave a value one side's.
+# Products with a matrix, as that by which a model makes logits of hidden states.
 HEADS = words_of("@ matmul mm bmm linear")
+# Operations on each entry of values of one shape, and those that leave a value one side's.
 ENTRYWISE = words_of(
     "- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num"
 )

@@ -114,7 +114,8 @@ class Graph:
         facts: what callers say of inputs (`roles.Fact`).
         asked: conditions of branches that ask whether a variable is None: by the place where, which variable, and
             whether it is something if they hold.
-        options: constants that a symbol is compared with before anything else raises.
+        options: constants that a symbol may be: by annotation, or because it is compared with them before anything else
+            raises.
     """
 
     _known: dict[Any, Node] = field(default_factory=dict)
