@@ -395,10 +395,17 @@ class Roles:
         return TARGET in found and any(one is not None and one.who in (None, POLICY) for one in others)
 
     def _becomes(self, node: Node) -> Iterator[str]:
-        """Yield the names of what is made of a node alone: teacher_logits for a scaled input."""
+        """Yield the names of what is made of a node alone: teacher_logits for a scaled input.
+
+        What is used with its gradient as well is not what its copies without one are called: a reference that is not
+        given may be the policy's own.
+        """
         stack = [node]
         for one in stack:
-            made = [user for user in self._users.get(one, ()) if user.operation in STEPS and one in user.arguments[:1]]
+            users = self._users.get(one, [])
+            made = [user for user in users if user.operation in STEPS and one in user.arguments[:1]]
+            if any(user.operation != "detach" for user in users):
+                made = [user for user in made if user.operation != "detach"]
             stack += [user for user in made if user not in stack]
             for user in made:
                 yield from self.graph.names.get(user, ())
