@@ -12,9 +12,8 @@ from kltest.scanning.unfolding import excluded
 from kltest.scanning.variants import Variant, made
 from kltest.symbolic.calls import BACKWARD_OF
 from kltest.symbolic.values import CHOICE, Node, Thing, nodes_in, reached
-from kltest.symbolic.words import REFERENCE, is_logged, is_preference, says, says_kl
+from kltest.symbolic.words import REFERENCE, is_logged, is_loss, is_preference, says, says_kl
 
-LOSS = ("loss", "objective")
 NOWHERE = Place(MODULE, 0, 0)
 SIGMOIDS = frozenset({"sigmoid", "logsigmoid", "softplus", "log_sigmoid", "binary_cross_entropy_with_logits"})
 CALLED = frozenset({"call", "forward", "compute", "apply"})
@@ -236,18 +235,19 @@ def _is_number(node: Any) -> bool:
 def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
     """Yield what a function returns, stores as a loss or reward, and differentiates, with its place."""
     named = list(_returned(entry.returned, entry.graph.names))
-    losses = [value for name, value in named if says(name, *LOSS) and not is_logged(name)]
+    losses = [value for name, value in named if is_loss(name) and not is_logged(name)]
     logs = set(nodes_in([one for _, one in _keyed(entry.returned)])) if losses else set()
-    yield from ((value, "helper") for name, value in named if not losses or (says_kl(name) and value not in logs))
+    helpers = [(name, value) for name, value in named if not is_logged(name)]
+    yield from ((value, "helper") for name, value in helpers if not losses or (says_kl(name) and value not in logs))
     for stored in entry.stores:
         name = stored.name
-        if says(name, *LOSS) and not _is_aside(name):
+        if is_loss(name) and not _is_aside(name):
             yield stored.value, "loss"
     yield from _stored_scores(entry)
     title = entry.title if entry.function.name.strip("_") in CALLED else entry.function.name
-    if not losses and says(title, *LOSS):
+    if not losses and is_loss(title):
         losses = [value for _, value in named[:1]]
-    elif not losses and says(title, *REWARD) and not says_kl(title):
+    elif not losses and says(title, *REWARD) and not _is_aside(title):
         yield from ((value, _scored(title)) for _, value in named[:1])
     yield from ((value, "loss") for value in losses)
     for stored in entry.stores:
@@ -269,7 +269,7 @@ def _stored_scores(entry: Entry) -> Iterator[tuple[Any, str]]:
     scored: dict[int, tuple[Any, str, Any]] = {}
     for stored in entry.stores:
         name = stored.name
-        if not says(name, *REWARD) or says(name, *LOSS) or _is_aside(name):
+        if not says(name, *REWARD) or is_loss(name) or _is_aside(name):
             continue
         where = stored.function and stored.function.definition
         *_, first = scored.get(id(stored.value), (where,))

@@ -105,7 +105,7 @@ def stands(roles: Roles, node: Node, *, shaped: bool = True) -> bool:
 
 def _keeps_shape(roles: Roles, node: Node) -> bool:
     """Return True for what gives a field another shape, or takes an item of it in a loop."""
-    if not isinstance(node.arguments[0], Node):
+    if not node.arguments or not isinstance(node.arguments[0], Node):
         return False
     counted = node.operation == "item" and _is_counted(node.arguments[1])
     return node.operation in RESHAPES or (counted and bool(field_of(roles, node.arguments[0])))
@@ -137,8 +137,13 @@ def field_of(roles: Roles, node: Node) -> str:
 
 
 def is_settled(roles: Roles, node: Node) -> bool:
-    """Return True for a field that is one whatever its choices: none of the policy's that is detached in some."""
+    """Return True for a field that is one whatever its choices.
+
+    It is none if it is the policy's and detached in some of them, or if some give it another shape and others do not.
+    """
     fact = roles.of(node)
+    if len({isinstance(one, Node) and _keeps_shape(roles, one) for one in node.arguments[1:]}) > 1:
+        return False
     if fact.is_field:
         return fact.who != POLICY or len(roles.flows(node)) == 1
     return fact.quantity in DATA

@@ -135,9 +135,8 @@ def relative(path: Path, root: Path) -> str:
 
 def _unread(tree: Tree, found: Sequence[Find]) -> Iterator[str]:
     """Yield the functions whose names say KL in which nothing was recognised, but tests."""
-    lines = {(find.file, line) for find in found for line in find.lines} | {
-        one for find in found for one in find.others
-    }
+    lines = {(find.file, line) for find in found for line in find.lines}
+    lines |= {one for find in found for one in (*find.others, *find.depends)}
     for name, places in tree.places.items():
         for place in places:
             own = any((name, line) in lines for line in range(place.first, place.last + 1))

@@ -11,6 +11,7 @@ from kltest.symbolic.composed import module_of
 from kltest.symbolic.operations import (
     COLLECTIVE,
     CONSTANTS,
+    CONVERSIONS,
     FUNCTIONS,
     GRADIENTS,
     LEADING,
@@ -368,10 +369,8 @@ class Calls:
             (holder, _), key = owner.arguments[0].arguments, owner.arguments[1]
             value = arguments[0] if name == "set" else self.operator("+", self.item(holder, key), arguments[0])
             return self.made("written", holder, key, value)
-        if is_count_of_processes(name):
-            return 1
-        if name in COLLECTIVE and len(arguments) == 1 and isinstance(arguments[0], Node) and "index" not in named:
-            return arguments[0]
+        if (given := _given_back(name, arguments or [owner])) is not None and "index" not in named:
+            return given
         if operation is None:
             return self.opaque("method", owner, name, *arguments, **named)
         first = (arguments[0], owner, *arguments[1:]) if operation == "where" and arguments else (owner, *arguments)
@@ -445,10 +444,10 @@ class Calls:
         if (known := self._of_library(path)) is not None:
             return self.call(known, arguments, named)
         package, _, name = path.rpartition(".")
-        if is_count_of_processes(name):
-            return 1
-        if name in COLLECTIVE and operation_of(path) is None and arguments and isinstance(arguments[0], Node):
-            return arguments[0]
+        if path == "typing.cast" and len(arguments) > 1:
+            return arguments[1]
+        if (given := _given_back(name, arguments)) is not None and operation_of(path) is None:
+            return given
         if name in GRADIENTS and package and arguments and isinstance(arguments[0], Function | Partial):
             self._differentiated(arguments[0])
             return Builtin(name, lambda *given, **others: self.opaque("call", path, *given, **others))
@@ -617,6 +616,14 @@ def _is_of_objects(value: Any) -> bool:
     """Return True for a choice of which some branches are objects, functions or containers."""
     chosen = isinstance(value, Node) and value.operation == CHOICE
     return chosen and any(not isinstance(one, Node) and not is_constant(one) for one in branches_of(value))
+
+
+def _given_back(name: str, arguments: Sequence[Any]) -> Any:
+    """Return what a function of any package gives by its name, as there is one process; None for others."""
+    if is_count_of_processes(name):
+        return 1
+    first = arguments[0] if arguments else None
+    return first if name in CONVERSIONS or (name in COLLECTIVE and isinstance(first, Node)) else None
 
 
 def _is_table(value: dict[Any, Any]) -> bool:

@@ -28,8 +28,10 @@ _NO_SIDE = words_of(
 METRICS = words_of(
     "info infos log logged logs metric metrics monitor report reported stat statistics stats summary wandb"
 )
-# Of preference pairs, whose log-ratios are no penalties.
-_PREFERENCE = words_of("chosen rejected preferred dispreferred win lose winner loser")
+# Of preference pairs, and of rewards that a model is trained to give, whose log-ratios are no penalties.
+_PREFERENCE = words_of("chosen rejected preferred dispreferred win lose winner loser implicit")
+# Of what a loss is given, which is none itself.
+_GIVEN = words_of("arg args config input inputs kwarg kwargs mask masks")
 _RATIO = words_of("ratio ratios importance sampling is token policy coef weight weights")
 _KL = words_of("kl kls kld klds jsd divergence kullback")
 _LOGP = re.compile(
@@ -61,6 +63,11 @@ def words(name: str) -> tuple[str, ...]:
 def says(name: str, *which: str) -> bool:
     """Return True if one of the words of a name begins with one of `which`."""
     return any(word.startswith(which) for word in words(name))
+
+
+def is_loss(name: str) -> bool:
+    """Return True for names of losses, but of what they are given: loss_fn_inputs."""
+    return says(name, "loss", "objective") and not _GIVEN.intersection(words(name))
 
 
 @lru_cache(maxsize=100_000)
