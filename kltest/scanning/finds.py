@@ -208,7 +208,7 @@ def _margins(entry: Entry, values: list[Any]) -> set[Node]:
 def _is_preferred(entry: Entry, part: Part, margins: set[Node]) -> bool:
     """Return True for the implicit reward of a preference, which is logged and no reward of a policy."""
     fields = [node for node, name in leaves(entry.roles, part.core).fields.items() if "log" in name]
-    named = any(is_preference(name) for node in fields for name in entry.roles.names(node))
+    named = any(is_preference(name) for node in fields for name in (entry.function.name, *entry.roles.names(node)))
     return named or all(node in margins for node in fields)
 
 

@@ -22,6 +22,7 @@ from kltest.scanning.measured import (
     value_of,
 )
 from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
+from kltest.scanning.rows import UNMASKED
 from kltest.scanning.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError
 from kltest.symbolic.roles import INFINITE, MASK, MOVES, PADDING, own_name
@@ -97,7 +98,7 @@ class Lifting:
                 continue
             core = case.node if positive else self.graph.node("negated", case.node)
             try:
-                if place == "helper" and self.roles.flows(core) == {False}:
+                if place == "helper" and {False} in (self.roles.flows(core), self.roles.flows(part.root)):
                     raise NotLiftedError("it carries no gradient, and nothing says what becomes of it")
                 found.core = self.filled(core, [])
                 self._place(found, core, chain([first], outer), place)
@@ -224,6 +225,8 @@ class Lifting:
         if abs(zero) < near and abs(two - 2 * one) < near:
             if says(name, *COEFFICIENT):
                 notes.append(f"{name} is filled as the coefficient")
+                if says(name, "weight"):  # of a token, perhaps, and zero where there is none
+                    notes.append(UNMASKED)
                 return self.graph.node(INPUT, "beta")
             notes.append(f"{name} is taken to be 1")
             return 1.0

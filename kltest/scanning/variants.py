@@ -121,8 +121,10 @@ def made(
         variant.used = [use] if place not in ("helper", "logged") else []
         variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
         _write(variant, one)
-        if one.node is not None and "mask" not in fields(one.node).values() and not entry.sees_masks:
-            variant.notes.append(UNMASKED)
+        if one.node is not None:
+            masked = "mask" in fields(one.node).values()
+            loose = not masked and (UNMASKED in one.notes or not entry.sees_masks)
+            variant.notes = [*(note for note in one.notes if note != UNMASKED), *([UNMASKED] if loose else ())]
         if entry.failure:
             variant.program, variant.why = "", entry.failure
         variant.key = variant.key or one.refused

@@ -305,6 +305,10 @@ class Calls:
                     return owner[key]
         if isinstance(owner, Node) and owner.operation == "tuple" and isinstance(key, int):
             return self.item(owner.arguments[0], key)
+        if isinstance(owner, Node) and owner.operation == "mapped" and not isinstance(key, slice):
+            counted, index, value, kept = owner.arguments
+            if not kept and isinstance(counted, Node) and counted.operation == "range" and len(counted.arguments) == 1:
+                return self.graph.rewritten(value, lambda one: key if one is index else one)
         if isinstance(owner, dict) and isinstance(key, Node) and _is_table(owner):
             found: Any = self.graph.node("raises")
             for name, one in reversed(owner.items()):

@@ -451,6 +451,16 @@ def entropy_loss(logits, mask):
     logp = logits.log_softmax(-1)
     return -((logp.exp() * logp).sum(-1) * mask).sum()
 """,
+    "numbers of a dictionary of metrics": """
+def compute_kl_sample_train(data, training_logprobs, mask):
+    diffs = [(one.inputs["logprobs"] - new)[mask] for one, new in zip(data, training_logprobs)]
+    flat = torch.cat(diffs)
+    return {"optim/kl_v1": flat.mean().item(), "optim/kl_v2": 0.5 * (flat**2).mean().item()}
+""",
+    "the reward that a model is trained to give": """
+def compute_implicit_reward(log_probs, ref_log_probs, beta):
+    return beta * (log_probs - ref_log_probs)
+""",
     "rewards in a dictionary of metrics": """
 def step(logp, ref_logp, beta):
     metrics = {"rewards": beta * (logp - ref_logp)}
