@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from kltest.cli.application import app
 from kltest.scanning.judge import filled
+from kltest.scanning.rows import UNMASKED
 from kltest.scanning.search import Search
 from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
@@ -318,3 +319,25 @@ def test_no_term_is_5_and_bad_input_is_2(tmp_path: Path, monkeypatch: pytest.Mon
     assert scan("--output", "xml")[0] == 2
     assert scan("--baseline", "missing.json")[0] == 2
     assert scan("--expect", "nothing_of_this_name")[0] == 2
+
+
+WEIGHTED = """
+def kl_of(logprobs, ref_logprobs, loss_weights):
+    return (0.5 * (logprobs - ref_logprobs) ** 2 * loss_weights).sum()
+
+class Context:
+    def loss_fn(self, logprobs, ids, given):
+        valid_mask = ids != self.config.ignored
+        entropy = (logprobs.detach() * valid_mask).mean()
+        return kl_of(logprobs, given.ref_logprobs, given.kl_loss_weight), entropy
+"""
+
+
+def test_weights_of_tokens_may_be_a_mask(tmp_path: Path) -> None:
+    """Padding is no finding where nothing says that a weight is none, and a use that says KL is recognised."""
+    (tmp_path / "losses.py").write_text(WEIGHTED.replace("def loss_fn", "def kl_loss_fn"), encoding="utf-8")
+    done = CliRunner().invoke(app, ["scan", str(tmp_path), "--output", "json"])
+    (only,) = (told := json.loads(done.stdout))["terms"]
+    assert UNMASKED in only["notes"]
+    assert "KL501" not in only["errors"]
+    assert not told["unread"]
