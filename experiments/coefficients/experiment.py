@@ -18,7 +18,7 @@ from kltest.loss.placement import place
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.sweeps.run import Batching
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.sweeps.store import digest
 from kltest.training import Problem, Run, train
 from kltest.truth import optimum, value
@@ -109,49 +109,27 @@ SETTINGS = Settings(
         "part": tuple(PARTS),
         "environment": ("bandit", "sequence", "mdp"),
         "estimator": (*ESTIMATORS, CENTRED),
-        "beta": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+        "beta": Setting(
+            (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+            full=tuple(round(10 ** (exponent / 4), 6) for exponent in range(-4, 13)),
+            allowed=(0.001, 10_000.0),
+        ),
         # Updates, and the learning rate in units of 1/β.
-        "exact_steps": 510,
-        "exact_rate": 2.0,
+        "exact_steps": Setting(510, full=9_000, allowed=(10, 10_000_000)),
+        "exact_rate": Setting(2.0, allowed=(1e-3, 4.0)),
         # Draws of the environment where it is not `seed` that says how many.
-        "draw": 0,
+        "draw": Setting(0, full=tuple(range(10)), allowed=(0, 1000)),
         # The learning rate is that for β ≤ 1, and falls as 1/β beyond.
-        "batch_size": 16,
-        "runs": 8,
-        "steps": 200,
-        "learning_rate": 0.5,
-        "budget_batch_size": (4, 8, 16, 32, 64),
-        "budget_runs": 8,
-        "budget_steps": 800,
-        "budget_learning_rate": 1.0,
-    },
-    full={
-        "beta": tuple(round(10 ** (exponent / 4), 6) for exponent in range(-4, 13)),
-        "exact_steps": 9_000,
-        "draw": tuple(range(10)),
-        "runs": 32,
-        "steps": 1000,
-        "learning_rate": 0.1,
-        "budget_batch_size": (2, 4, 8, 16, 32, 64, 128, 256),
-        "budget_runs": 40,
-        "budget_steps": 8000,
-        "budget_learning_rate": 0.25,
+        "batch_size": Setting(16, allowed=(2, 4096)),
+        "runs": Setting(8, full=32, allowed=(1, 10_000)),
+        "steps": Setting(200, full=1000, allowed=(1, 1_000_000)),
+        "learning_rate": Setting(0.5, full=0.1, allowed=(1e-6, 4.0)),
+        "budget_batch_size": Setting((4, 8, 16, 32, 64), full=(2, 4, 8, 16, 32, 64, 128, 256), allowed=(2, 4096)),
+        "budget_runs": Setting(8, full=40, allowed=(2, 10_000)),
+        "budget_steps": Setting(800, full=8000, allowed=(10, 1_000_000)),
+        "budget_learning_rate": Setting(1.0, full=0.25, allowed=(1e-3, 4.0)),
     },
     seeds={"quick": 3, "full": 10},
-    allowed={
-        "beta": (0.001, 10_000.0),
-        "exact_steps": (10, 10_000_000),
-        "exact_rate": (1e-3, 4.0),
-        "draw": (0, 1000),
-        "batch_size": (2, 4096),
-        "runs": (1, 10_000),
-        "steps": (1, 1_000_000),
-        "learning_rate": (1e-6, 4.0),
-        "budget_batch_size": (2, 4096),
-        "budget_runs": (2, 10_000),
-        "budget_steps": (10, 1_000_000),
-        "budget_learning_rate": (1e-3, 4.0),
-    },
     applies=applies,
 )
 

@@ -24,7 +24,7 @@ from kltest.estimators import find, registry
 from kltest.loss.placement import place
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.truth import divergences, gradient, value
 
 from ..arrays import code_of, generator
@@ -72,39 +72,23 @@ SETTINGS = Settings(
     applies=lambda one: one["part"] != "distance" or one["path"] == "random" or one["estimator"] in EVERYWHERE,
     values={
         "part": tuple(PARTS),
-        "estimator": FOLLOWED,
-        "vocabulary": (2, 4, 32, 128),
-        "path": PATHS,
+        "estimator": Setting(FOLLOWED, full=FOLLOWED + MORE, allowed=FOLLOWED + MORE),
+        "vocabulary": Setting((2, 4, 32, 128), full=(2, 3, 4, 8, 32, 128, 512), allowed=(2, 2048)),
+        "path": Setting(PATHS, allowed=PATHS),
         # Random references, and directions.
-        "pairs": 100,
+        "pairs": Setting(100, full=200, allowed=(2, 1000)),
         # Gaussians: Schulman's two levels, one between them and one beyond.
-        "gaussian_kl": (0.005, 0.05, 0.5, 1.0),
+        "gaussian_kl": Setting(
+            (0.005, 0.05, 0.5, 1.0), full=(0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 0.75, 1.0), allowed=(1e-4, 1.5)
+        ),
         # Sequences: lengths, and KL(π‖ref) near the reference and where the order of the variances is another.
-        "length": tuple(range(5, 21)),
-        "kl": (0.05, 0.8),
+        "length": Setting(tuple(range(5, 21)), allowed=(2, 40)),
+        "kl": Setting((0.05, 0.8), full=(0.0125, 0.05, 0.2, 0.8), allowed=(1e-4, 1.0)),
         # What stays as length grows: the KL of whole sequences, or the pair of policies.
         "hold": ("kl", "pair"),
-        "random_pairs": 100,
-    },
-    full={
-        "estimator": FOLLOWED + MORE,
-        "vocabulary": (2, 3, 4, 8, 32, 128, 512),
-        "pairs": 200,
-        "gaussian_kl": (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 0.75, 1.0),
-        "kl": (0.0125, 0.05, 0.2, 0.8),
-        "random_pairs": 500,
+        "random_pairs": Setting(100, full=500, allowed=(1, 100_000)),
     },
     seeds={"quick": 1, "full": 2},
-    allowed={
-        "estimator": FOLLOWED + MORE,
-        "vocabulary": (2, 2048),
-        "path": PATHS,
-        "pairs": (2, 1000),
-        "gaussian_kl": (1e-4, 1.5),
-        "length": (2, 40),
-        "kl": (1e-4, 1.0),
-        "random_pairs": (1, 100_000),
-    },
 )
 
 # Half decades of KL(π‖ref).

@@ -97,12 +97,7 @@ SETTINGS = Settings(
     title="A language model under KL terms, and a reward that can be over-optimised",
     tags=("sampled", "training", "off-policy", "language model"),
     parts=PARTS,
-    values={
-        "part": tuple(PARTS),
-        "variant": ("none", "k1-reward", "k2-loss"),
-        "beta": (0.0, 0.1),
-        **SAME,
-    },
+    values={"part": tuple(PARTS), "variant": ("none", "k1-reward", "k2-loss"), "beta": (0.0, 0.1), **SAME},
     full={"variant": tuple(VARIANTS), "beta": (0.0, *BETAS)},
     seeds={"quick": 1, "full": SEEDS},
     allowed={

@@ -11,7 +11,7 @@ import torch
 from kltest.environments import Instance, bandit, ragged
 from kltest.estimators import find
 from kltest.rollout import Rollout
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem
 from kltest.truth import optimum, value
 
@@ -28,16 +28,14 @@ SETTINGS = Settings(
     parts=PARTS,
     values={
         "part": tuple(PARTS),
-        "beta": (0.1, 0.5),
+        "beta": Setting((0.1, 0.5), full=(0.03, 0.1, 0.3, 0.5, 1.0), allowed=(0.01, 10.0)),
         # What an adaptive controller of β goes by, and what is added to every reward.
         "read": ("kl", "mutated", "k2"),
-        "offset": (-1.0, 1.0),
+        "offset": Setting((-1.0, 1.0), full=(-2.0, -1.0, 1.0, 2.0), allowed=(-10.0, 10.0)),
         # Rewards and references of the controller's bandit.
-        "draw": 0,
+        "draw": Setting(0, full=tuple(range(10)), allowed=(0, 1000)),
     },
-    full={"draw": tuple(range(10)), "beta": (0.03, 0.1, 0.3, 0.5, 1.0), "offset": (-2.0, -1.0, 1.0, 2.0)},
     seeds={"quick": 2, "full": 20},
-    allowed={"beta": (0.01, 10.0), "offset": (-10.0, 10.0), "draw": (0, 1000)},
 )
 
 STEPS = 60  # updates with exact gradients, from the reference, at a learning rate of 1

@@ -12,7 +12,7 @@ from kltest.loss.calling import bind
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.sweeps.run import Batching
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient, optimum, recursions, value
 from kltest.truth.off_policy import along
@@ -63,64 +63,36 @@ SETTINGS = Settings(
     values={
         "part": tuple(PARTS),
         # Tokens of a rollout, and how many updates ago the sampler was the policy.
-        "length": (1, 3),
-        "staleness": (0, 1, 4, 8, 16, 32, 64),
+        "length": Setting((1, 3), full=(1, 2, 3, 4), allowed=(1, 5)),
+        "staleness": Setting((0, 1, 4, 8, 16, 32, 64), full=(0, 1, 2, 4, 8, 16, 32, 64), allowed=(0, 64)),
         "estimator": ESTIMATORS,
         # Bias and variance against length.
-        "tokens": (1, 2, 4, 6, 10),
+        "tokens": Setting((1, 2, 4, 6, 10), full=(1, 2, 3, 4, 6, 8, 10, 12), allowed=(1, 12)),
         "compared": (
             *("k2-loss", "k1-reward", "k3-ratio", "k3-broadcast-ratio", "k2-prefix-ratio"),
             *("k1-reward-sequence-ratio", "k1-reward-to-go-prefix-ratio"),
         ),
         # Effective sample sizes: the longest rollout, and how far the sampler's logits are off.
-        "horizon": 1000,
-        "noise": (0.05, 0.1, 0.2, 0.4),
+        "horizon": Setting(1000, full=10_000, allowed=(1, 100_000)),
+        "noise": Setting((0.05, 0.1, 0.2, 0.4), full=(0.025, 0.05, 0.1, 0.2, 0.4, 0.8), allowed=(0.001, 2.0)),
         "recipe": tuple(RECIPES),
         # Updates to one sampler: whose stability is looked at, and with which is trained.
-        "updates": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64),
-        "inner_steps": (1, 4, 16, 64),
+        "updates": Setting((1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64), allowed=(1, 4096)),
+        "inner_steps": Setting((1, 4, 16, 64), full=(1, 2, 4, 8, 16, 32, 64, 128), allowed=(1, 4096)),
         # 0: exact expectations.
-        "batch_size": (0, 32),
-        "steps": 384,
-        "learning_rate": 0.7,
+        "batch_size": Setting((0, 32), full=(0, 8, 32, 128), allowed=(0, 4096)),
+        "steps": Setting(384, full=4096, allowed=(64, 1_000_000)),
+        # Beyond 2, a single update is too long to settle, stale or not.
+        "learning_rate": Setting(0.7, allowed=(0.1, 2.0)),
         # Paths of several environments: where they start, tokens of a rollout, updates that the policy has made, and
         # updates that the sampler is behind.
         "start": ("reference", "away"),
-        "aged": (3,),
-        "made": (16, 64),
-        "age": (1, 4, 16),
-    },
-    full={
-        "aged": (2, 3, 4),
-        "made": (8, 16, 32, 64),
-        "age": (1, 4, 16, 64),
-        "length": (1, 2, 3, 4),
-        "staleness": (0, 1, 2, 4, 8, 16, 32, 64),
-        "tokens": (1, 2, 3, 4, 6, 8, 10, 12),
-        "horizon": 10_000,
-        "noise": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
-        "inner_steps": (1, 2, 4, 8, 16, 32, 64, 128),
-        "batch_size": (0, 8, 32, 128),
-        "steps": 4096,
+        "aged": Setting((3,), full=(2, 3, 4), allowed=(1, 5)),
+        "made": Setting((16, 64), full=(8, 16, 32, 64), allowed=(1, 64)),
+        "age": Setting((1, 4, 16), full=(1, 4, 16, 64), allowed=(1, 64)),
     },
     seeds={"quick": 2, "full": 10},
     applies=lambda one: one["part"] != "age" or one["age"] <= one["made"],
-    allowed={
-        "length": (1, 5),
-        "staleness": (0, 64),
-        "tokens": (1, 12),
-        "aged": (1, 5),
-        "made": (1, 64),
-        "age": (1, 64),
-        "horizon": (1, 100_000),
-        "noise": (0.001, 2.0),
-        "updates": (1, 4096),
-        "inner_steps": (1, 4096),
-        "batch_size": (0, 4096),
-        "steps": (64, 1_000_000),
-        # Beyond, a single update is too long to settle, stale or not.
-        "learning_rate": (0.1, 2.0),
-    },
 )
 
 # The path: ascent with exact expectations on E[R] − β·KL, R normal for every prefix and token; whoever is `staleness`

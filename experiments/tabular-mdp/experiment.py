@@ -13,7 +13,7 @@ from kltest.environments import END, Environment, Instance, mdp, tabular
 from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.truth import gradient
 
 from ..arrays import generator, norm
@@ -38,33 +38,30 @@ SETTINGS = Settings(
     values={
         "part": tuple(PARTS),
         "environment": ("chain", "grid", "random"),
-        "horizon": (1, 2, 4, 8, 16, 32, 64),
-        "slip": (0.0, 0.25, 0.5, 0.75, 1.0),
-        "estimator": ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go", "k1-reward"),
+        "horizon": Setting(
+            (1, 2, 4, 8, 16, 32, 64), full=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256), allowed=(1, 1000)
+        ),
+        "slip": Setting(
+            (0.0, 0.25, 0.5, 0.75, 1.0),
+            full=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+            allowed=(0.0, 1.0),
+        ),
+        "estimator": Setting(
+            ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go", "k1-reward"),
+            allowed=(
+                *("k1-loss", "k2-loss", "k3-loss", "abs-loss", "full-loss", "k3-straight-through", "k3-inverted"),
+                *("k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k2-reward", "k3-reward"),
+            ),
+        ),
         # Policies and references for which estimators are judged.
-        "draw": 0,
-        "beta": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0),
-        "reference": (0.02, 0.1),
-    },
-    full={
-        "draw": tuple(range(10)),
-        "horizon": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256),
-        "slip": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
-        "reference": (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+        "draw": Setting(0, full=tuple(range(10)), allowed=(0, 1000)),
+        "beta": Setting((0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0), allowed=(0.2, 10.0)),
+        "reference": Setting(
+            (0.02, 0.1), full=(0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5), allowed=(0.001, 0.9)
+        ),
     },
     seeds={"quick": 3, "full": 20},
     applies=lambda one: one["part"] != "rotation" or one["beta"] in ROTATION_BETAS,
-    allowed={
-        "horizon": (1, 1000),
-        "slip": (0.0, 1.0),
-        "estimator": (
-            *("k1-loss", "k2-loss", "k3-loss", "abs-loss", "full-loss", "k3-straight-through", "k3-inverted"),
-            *("k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k2-reward", "k3-reward"),
-        ),
-        "draw": (0, 1000),
-        "beta": (0.2, 10.0),
-        "reference": (0.001, 0.9),
-    },
 )
 
 # The environments. An action that slips is one that was drawn uniformly.
@@ -372,11 +369,7 @@ def _eigenvalues(matrix: np.ndarray, instance: Instance) -> Row:
     found = np.linalg.eigvals(basis.T @ matrix @ basis)
     turn = np.abs(found.imag) / np.abs(found.real)
     most = found[np.argmax(turn)]
-    return {
-        "turn": float(turn.max()),
-        "real": float(most.real),
-        "imaginary": abs(float(most.imag)),
-    }
+    return {"turn": float(turn.max()), "real": float(most.real), "imaginary": abs(float(most.imag))}
 
 
 COMPUTE: dict[str, Callable[..., list[Row]]] = {

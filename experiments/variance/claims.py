@@ -53,10 +53,7 @@ def _published(rows: pd.DataFrame) -> pd.Series:
 def _noisier(rows: pd.DataFrame) -> Measured:
     """Rao–Blackwell's value can be the noisier one: the inequality that was published fails for two tokens"""
     row = _published(rows)
-    return {
-        "times_as_noisy": row["rao_blackwell"] / row["monte_carlo"],
-        **{name: f"{row[name]:.5f}" for name in PAIR},
-    }
+    return {"times_as_noisy": row["rao_blackwell"] / row["monte_carlo"], **{name: f"{row[name]:.5f}" for name in PAIR}}
 
 
 @claims.measure(
@@ -235,8 +232,7 @@ def _in_training(rows: pd.DataFrame) -> pd.DataFrame:
     """The record's variances along training, as ratios."""
     found = need(rows, "language", what="training")
     return found.assign(
-        removed=1 - found["exact"] / found["sampled"],
-        objective=found["objective_exact"] / found["objective_sampled"],
+        removed=1 - found["exact"] / found["sampled"], objective=found["objective_exact"] / found["objective_sampled"]
     )
 
 
