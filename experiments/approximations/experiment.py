@@ -17,6 +17,7 @@ from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
+from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
@@ -103,7 +104,6 @@ EXACT = 1e-11
 
 # --- heads ---
 # The k likeliest tokens exactly and the rest sampled, or not at all: what is left over in the gradient.
-Row = dict[str, Any]
 
 
 def head_alone(logits, ref_logits, k):  # type: ignore[no-untyped-def]

@@ -17,6 +17,7 @@ from kltest.loss.calling import bind
 from kltest.loss.placement import place
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
+from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Setting, Settings
 from kltest.sweeps.store import digest
@@ -361,7 +362,6 @@ def _log_missing(log_policy: np.ndarray, log_reference: np.ndarray) -> float:
 
 BATCHING = Batching(("seed", "beta", "learning_rate", "estimator"), size=54)
 
-Row = dict[str, Any]
 Configuration = Mapping[str, Any]
 
 # The rate of exact ascent is rate/max(β, floor), floor after floor: while the policy has far to go, steps as long as

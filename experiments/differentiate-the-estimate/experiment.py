@@ -24,6 +24,7 @@ from kltest.estimators import find, registry
 from kltest.loss.placement import place
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
+from kltest.reproduce.frames import Row
 from kltest.sweeps.settings import Setting, Settings
 from kltest.truth import divergences, gradient, value
 
@@ -97,7 +98,6 @@ LEVELS = tuple(float(f"{10 ** (power / 2):.3g}") for power in range(-12, 2))
 PROBABILITIES = tuple(round(0.025 * step, 3) for step in range(1, 40))
 QUANTILES = (0.1, 0.5, 0.9)
 
-Row = dict[str, Any]
 # Below this share of the true gradient's length a component is rounding, and has no sign.
 SILENT = 1e-9
 

@@ -11,6 +11,7 @@ from kltest.environments.policies import table
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments import exact_batches
+from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
@@ -55,8 +56,6 @@ SETTINGS = Settings(
     seeds={"quick": 3, "full": 10},
 )
 BATCHING = Batching(("estimator", "beta", "seed", "success"), size=128)
-
-Row = dict[str, Any]
 
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kltest.adapters import NAMES
+from kltest.reproduce.frames import Row
 from kltest.scoreboard import history, recorded
 from kltest.scoreboard.classes import at_equal_lengths, class_of
 from kltest.scoreboard.rows import factor
@@ -35,8 +36,6 @@ ROUNDING = 1e-3
 
 
 ROOMS = ("adapters", "scoreboard")
-
-Row = dict[str, Any]
 
 
 def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[Row]:

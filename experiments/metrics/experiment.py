@@ -10,6 +10,7 @@ import torch
 
 from kltest.environments import Instance, bandit, ragged
 from kltest.estimators import find
+from kltest.reproduce.frames import Row
 from kltest.rollout import Rollout
 from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem
@@ -43,8 +44,6 @@ STEPS = 60  # updates with exact gradients, from the reference, at a learning ra
 LOOKS = (1, 2, 3, 5, 8, 12, 18, 27, 40, 60, 90, 135, 200)
 # Ziegler et al. 2019, §2.2: β ← β·(1 + gain·clip(KL/target − 1, ±clip)). Here the policy is π* of β in each round.
 CONTROLLER = {"target": 0.2, "clip": 0.2, "gain": 0.1, "start": 0.5, "rounds": 400, "every": 10}
-
-Row = dict[str, Any]
 
 
 def compute(configuration: Mapping[str, Any]) -> list[Row]:

@@ -11,6 +11,7 @@ from kltest.environments import Instance, ngram, sequence
 from kltest.loss.calling import bind
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
+from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
@@ -186,7 +187,6 @@ def ratio_free_settles(row: Mapping[str, Any]) -> bool | None:
 #
 # Where training rests on-policy it rests for any number of updates a cycle, as a sampler that equals the policy is on
 # policy. A small step δ away becomes M·δ after a cycle, and dies away where all eigenvalues of M are smaller than one.
-Row = dict[str, Any]
 # Central differences: errors of a few hundred times this squared, and of 1e-16 over this.
 STEP = 1e-6
 

@@ -11,6 +11,7 @@ from kltest.environments import Instance, ngram, sequence
 from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
+from kltest.reproduce.frames import Row
 from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient, value
@@ -145,7 +146,6 @@ def coin_kl(logit: float) -> float:
 
 
 Configuration = Mapping[str, Any]
-Row = dict[str, Any]
 
 
 def compute(configuration: Configuration) -> list[Row]:

@@ -13,11 +13,12 @@ from kltest.environments import END, Environment, Instance, mdp, tabular
 from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic
+from kltest.reproduce.frames import Row
 from kltest.sweeps.settings import Setting, Settings
 from kltest.truth import gradient
 
 from ..arrays import generator, norm
-from ..jacobians import asymmetry, jacobian
+from ..jacobians import asymmetry, jacobian, next_contexts
 
 # What each part varies; it takes no notice of the other settings.
 PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
@@ -102,7 +103,7 @@ def environment(name: str, horizon: int, slip: float, seed: int) -> Environment:
     if name == "grid":
         return grid(*GRID, horizon, slip, start=0)
     drawn = mdp(**RANDOM, horizon=horizon, seed=int(generator("world", seed).integers(2**31)))
-    dense = drawn.transition.toarray().reshape(drawn.n_contexts, drawn.vocabulary, drawn.n_contexts)
+    dense = next_contexts(drawn)
     return from_dense("random", (1 - slip) * dense + slip * dense.mean(axis=1, keepdims=True), horizon, drawn)
 
 
@@ -184,7 +185,7 @@ def ending(seed: int, number: int) -> tuple[Environment, np.ndarray]:
     drawn = generator("ending", seed, number)
     start = np.full(size["states"], 1 / size["states"])
     process = mdp(**size, horizon=STEPS, seed=int(drawn.integers(2**31)), start=start)
-    dense = process.transition.toarray().reshape(process.n_contexts, process.vocabulary, process.n_contexts)
+    dense = next_contexts(process)
     return (
         from_dense("ending", CONTINUES * dense, STEPS, process),
         drawn.standard_normal((process.n_contexts, process.vocabulary)),
@@ -197,7 +198,7 @@ def rest(process: Environment, reference: np.ndarray, beta: float, soft: bool) -
     `soft`: Q counts the KL still to come, as ∇KL(π‖ref) does; else it is of the reward alone, as under a token-level
     loss. Half of every step is kept, so that it settles.
     """
-    dense = process.transition.toarray().reshape(process.n_contexts, process.vocabulary, process.n_contexts)
+    dense = next_contexts(process)
     log_reference = table(reference)
     policy = log_reference
     for _ in range(2000):
@@ -273,7 +274,6 @@ def _root(of: Callable[[float], float], low: float, high: float) -> float:
 
 
 Configuration = Mapping[str, Any]
-Row = dict[str, Any]
 
 
 def compute(configuration: Configuration) -> list[Row]:

@@ -10,6 +10,7 @@ from scipy.stats import t
 
 from kltest.environments import bandit, mdp, sequence
 from kltest.environments.policies import table
+from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Setting, Settings
 from kltest.sweeps.store import digest
@@ -56,7 +57,6 @@ SETTINGS = Settings(
 BATCHING = Batching(("seed", "estimator"), size=18)
 MEASURED = ("reward", "kl", "objective")
 
-Row = dict[str, Any]
 Configuration = Mapping[str, Any]
 
 

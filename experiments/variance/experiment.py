@@ -10,6 +10,7 @@ import numpy as np
 
 from kltest.environments import Instance, sequence
 from kltest.environments.policies import remainder, score_norms, softmax_gradient, sum_of_others, table
+from kltest.reproduce.frames import Row
 from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem
 from kltest.truth.off_policy import along
@@ -96,7 +97,6 @@ SETTINGS = Settings(
 
 EXACT = 1e-10  # sums of up to a thousand terms in float64
 
-Row = dict[str, Any]
 # What was measured on a language model, made by `language.py`.
 RECORD = Path(__file__).parent / "language.csv"
 
