@@ -95,7 +95,7 @@ def _visits(environment: Environment, chances: np.ndarray) -> Iterator[tuple[np.
     contexts, vocabulary = chances.shape
     onwards = next_contexts(environment)
     step = np.einsum("cv,cvk->ck", chances, onwards)
-    # What one visit of a context adds to those after it, by each of its logits.
+    # Visits that one visit of a context adds to those after it, by each of its logits.
     spread = (chances[:, :, None] * (onwards - step[:, None, :])).reshape(chances.size, contexts).T
     visit, sensitivity = environment.start_distribution(), np.zeros((contexts, chances.size))
     for _ in range(environment.horizon):

@@ -35,6 +35,7 @@ LOOKS = {"k1-reward-clipped-ratio": CLIPPED}
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure, (drift, shares, price, cycle, exact, drawn) = panels(6, 5.2)
     _drift(drift, select(rows, "path"))
     _shares(shares, select(rows, "weights"))

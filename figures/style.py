@@ -23,7 +23,7 @@ SIZE, TITLE = 7.0, 8.0
 INK = "#1a1a1a"
 FAINT = "#8a8a8a"
 HAIRLINE = "#d9d9d9"
-# What is right is blue, what is wrong goes from pale to dark orange-brown: apart in hue for every common kind of
+# Right gradients are blue, wrong ones go from pale to dark orange-brown: apart in hue for every common kind of
 # colour blindness, and apart in lightness from a mid-grey on, so that it can be read without colour.
 RIGHT = "#cfe3f3"
 RIGHT_INK = "#0b3c66"

@@ -27,7 +27,7 @@ from kltest.truth.off_policy import along, of_rollouts
 from ..arrays import generator, norm
 from ..jacobians import asymmetry
 
-# What each part varies; it takes no notice of the other settings.
+# Settings that each part varies; it takes no notice of the others.
 PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "head": ("form", "k", "sharpness", "distance", "seed"),
     "drift": ("k", "likely_mass"),
@@ -58,13 +58,13 @@ SETTINGS = Settings(
         "distance": Setting((0.0, 0.03, 0.1, 0.3, 1.0), full=(0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0), allowed=(0.0, 3.0)),
         # The largest value that a clamped k3 lets through.
         "bound": Setting((10.0,), full=(2.0, 5.0, 10.0, 20.0), allowed=(0.5, 100.0)),
-        # How much further than the others one token's logit has come from the reference.
+        # Leads: distances by which one token's logit has come further from the reference than the others.
         "lead": Setting((0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), allowed=(0.1, 15.0)),
         "penalty": ("k3-clamped", "k3-loss", "k2-loss"),
         "start": Setting((8.0,), full=(2.0, 4.0, 6.0, 8.0, 10.0), allowed=(0.5, 12.0)),
         "estimator": ("k1-reward", "k2-loss", "k3-loss"),
         "kind": ("bfloat16", "float16", "float32"),
-        # What is rounded: the log-probs that come in, or the log-ratio and all arithmetic after it.
+        # Rounded quantities: the log-probs that come in, or the log-ratio and all arithmetic after it.
         "rounded": ("log-probs", "arithmetic"),
         # Tokens: with so many a usual log-prob is −log V.
         "vocabulary": Setting((64, 4096, 32_768), full=(8, 64, 512, 4096, 32_768, 131_072), allowed=(2, 262_144)),
@@ -335,7 +335,7 @@ def _sum_of_lengths(one: np.ndarray, times: int) -> np.ndarray:
     return result
 
 
-# What multiplies g_t where every rollout is divided by its own length L, from log-ratios (B, T).
+# Factors of g_t if every rollout is divided by its own length L, from log-ratios (B, T).
 FIELDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole return": lambda u: u.sum(dim=1, keepdim=True).expand_as(u),
     "reward-to-go": lambda u: u.flip(1).cumsum(dim=1).flip(1),

@@ -177,7 +177,7 @@ def _ends_as_predicted(rows: pd.DataFrame, beta: Bound) -> Measured:
 
 
 def _draws(rows: pd.DataFrame) -> int:
-    """How many environments there are."""
+    """Return the number of environments, draws counted."""
     return len(rows.drop_duplicates(["environment", "seed"]))
 
 

@@ -26,7 +26,7 @@ from kltest.truth import optimum, value
 
 from ..fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
 
-# What each part calls its settings, and what they are called here.
+# Names of settings in each part, and their names here.
 _OF_SAMPLING = ("batch_size", "runs", "steps", "learning_rate")
 PARTS = {
     # Exact expected gradients, to the end: where does each estimator lead?
@@ -146,6 +146,7 @@ STATES, ACTIONS, HORIZON = 3, 3, 3
 
 @cache
 def environment(label: str) -> Environment:
+    """Return the environment that is called so."""
     return {
         "bandit": lambda: bandit(6),
         "sequence": lambda: sequence(3, 3),
@@ -276,6 +277,7 @@ class Frontier:
 
 @cache
 def frontier(label: str, seed: int) -> Frontier:
+    """Return KL and reward of the optima π*(β) over all β of FRONTIER."""
     kl, reward = np.array([measured(label, seed, best(label, float(beta), seed)) for beta in FRONTIER]).T
     return Frontier(label, seed, kl, reward, measured(label, seed, problem(label, seed).reference)[1])
 
@@ -291,7 +293,7 @@ def _inverse(values: np.ndarray, wanted: float) -> float | None:
     """The coefficient at which a falling curve has a value, by monotone cubic interpolation of its logarithm."""
     finite = np.isfinite(values)
     ascending, logs = values[finite][::-1], np.log(FRONTIER)[finite][::-1]
-    # Where a curve is flat to rounding it says nothing.
+    # A curve that is flat to rounding says nothing.
     keep = np.concatenate([[True], np.diff(ascending) > 1e-9])
     ascending, logs = ascending[keep], logs[keep]
     if not ascending[0] < wanted < ascending[-1]:
@@ -327,6 +329,7 @@ def limit(environment: str, seed: int) -> list[dict[str, Any]]:
 
 
 def coefficient(environment: str, seed: int, beta: float) -> float:
+    """Return the β' at which an optimum misses as much of the best answer as the predicted end does."""
     log_reference, gaps, order = _answers(environment, seed)
     policy = predicted(environment, ANSWERS[environment], beta, seed)
     ended = problem(environment, seed).environment.enumerate().log_probability(policy)[order]
@@ -341,6 +344,7 @@ def coefficient(environment: str, seed: int, beta: float) -> float:
 
 
 def law(environment: str, seed: int, beta: float) -> float:
+    """Return Δ/log(1/β), with Δ the gap between the best and the next answer."""
     return float(_answers(environment, seed)[1][1] / np.log(1 / beta))
 
 
@@ -370,6 +374,7 @@ FLOORS = (1.0, 0.3, 0.1)
 
 
 def compute_batch(configurations: Sequence[Configuration]) -> list[list[Row]]:
+    """Return the rows of each configuration of one part."""
     part = configurations[0]["part"]
     if part in ("frontier", "limit"):
         rows = {"frontier": optima, "limit": limit}[part]

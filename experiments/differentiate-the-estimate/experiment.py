@@ -35,18 +35,18 @@ from ..rollouts import gradients, moments
 # π and ref; Tang & Munos 2025 use the first, the second is the smallest in which a sign turns visibly.
 EXAMPLES = {"binary": ((0.8, 0.2), (0.5, 0.5)), "four actions": ((0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4))}
 
-# Which of the registered estimators are followed over distances; the examples have all of one step.
+# Registered estimators that are followed over distances; the examples have all of one step.
 FOLLOWED = ("k1-loss", "k2-loss", "k3-loss", "k3-inverted", "abs-loss", "k2-reward", "k3-reward", "top-k")
 MORE = ("k1-reward", "k3-both", "full-loss", "k3-clamped", "k3-straight-through", "top-k-detached")
 
-# How a policy leaves its reference: π ∝ ref·e^(t·d), with t such that KL(π‖ref) is what it should be and d random;
+# Paths of a policy away from its reference: π ∝ ref·e^(t·d), t such that KL(π‖ref) is as wanted, and d random;
 # the log-probs of the reference, so that the policy sharpens; or one action alone, the reference's least likely taken
 # up or its likeliest dropped.
 PATHS = ("random", "sharpened", "taken up", "dropped")
 # The other paths are for those whose direction or size is in question there.
 EVERYWHERE = ("k2-loss", "k3-loss", "k3-reward", "abs-loss")
 
-# What Gaussians and sequences compare.
+# Estimators that Gaussians and sequences compare.
 ESTIMATORS = ("k1-loss", "k2-loss", "k3-loss")
 PLACEMENTS = ("loss", "reward", "both")
 NINE = tuple((estimator, placement) for estimator in ESTIMATORS for placement in PLACEMENTS)
@@ -85,7 +85,7 @@ SETTINGS = Settings(
         # Sequences: lengths, and KL(π‖ref) near the reference and where the order of the variances is another.
         "length": Setting(tuple(range(5, 21)), allowed=(2, 40)),
         "kl": Setting((0.05, 0.8), full=(0.0125, 0.05, 0.2, 0.8), allowed=(1e-4, 1.0)),
-        # What stays as length grows: the KL of whole sequences, or the pair of policies.
+        # Quantities that stay as length grows: the KL of whole sequences, or the pair of policies.
         "hold": ("kl", "pair"),
         "random_pairs": Setting(100, full=500, allowed=(1, 100_000)),
     },
@@ -153,7 +153,7 @@ def _examples(configuration: Mapping[str, Any]) -> list[Row]:
 
 
 def _binary(_: Mapping[str, Any]) -> list[Row]:
-    """What each estimator gives for every probability of the first of two actions, the reference being ½."""
+    """Derivative of each estimator at every probability of the first of two actions, the reference being ½."""
     p = np.array(PROBABILITIES)
     policies = np.log(np.stack([p, 1 - p], axis=1))
     instance = _instance(policies, np.full_like(policies, np.log(0.5)))
@@ -296,7 +296,7 @@ def _gaussians(one: Mapping[str, Any]) -> list[Row]:
 def evaluate(estimator: str, shift: float) -> dict[str, np.ndarray]:
     """The estimator's value at each node, and what it multiplies the score with in each placement."""
     function, nodes = find(estimator).function, torch.from_numpy(NODES)[:, None]
-    # What both densities have in common cancels.
+    # Factors that both densities share cancel.
     ref_logp, log_probability = -((shift + nodes) ** 2) / 2, -(nodes**2) / 2
     found = {"value": function(logp=log_probability, ref_logp=ref_logp)[:, 0].numpy()}
     for placement in PLACEMENTS:
@@ -341,7 +341,7 @@ DIRECTION = (1.0, 2.0, 0.5)
 ANCHOR = 20
 # Random pairs: three contexts, logits of the reference and direction of the policy standard normal.
 RANDOM_LENGTH = 10
-# Where the two variances are equal is looked for between these distances.
+# The distance of equal variances is looked for between these.
 BRACKET = (1e-3, 1.0)
 
 # A scale at which every random direction has made the policy all but deterministic.

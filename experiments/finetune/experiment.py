@@ -13,7 +13,7 @@ from ..records import content, lines, rounded
 from .settings import EVALUATIONS, METRICS, RUN, SAME, VARIANTS
 from .settings import SETTINGS as SETTINGS
 
-# What rows depend on beside what those of every experiment do.
+# Packages that rows depend on beside those of every experiment.
 ROOMS = ("finetune", "language_models")
 LIBRARIES = ("transformers", "tokenizers")
 HERE = Path(__file__).parent

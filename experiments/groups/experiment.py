@@ -59,6 +59,7 @@ BATCHING = Batching(("estimator", "beta", "seed", "success"), size=128)
 
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
+    """Return the row of each configuration of one part."""
     part = configurations[0]["part"]
     each = {"masking": _masking, "std": _push}
     found = map(each[part], configurations) if part in each else _training(configurations)
@@ -78,7 +79,7 @@ def _expected(name: str, instance: Any, size: int, **call: Any) -> np.ndarray:
 
 
 def _masking(one: Mapping[str, Any]) -> Row:
-    """What masking removes from the gradient, and how many groups tie."""
+    """Share of the gradient that masking removes, and the share of groups that tie."""
     instance, size = instance_of(one["success"], one["seed"]), one["group_size"]
     truth, right = gradient("reverse_kl", instance), float(np.exp(instance.policy[0, 0]))
     lost = norm(truth - _expected("tied-groups-masked", instance, size)) / norm(truth)

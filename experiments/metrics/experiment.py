@@ -30,7 +30,7 @@ SETTINGS = Settings(
     values={
         "part": tuple(PARTS),
         "beta": Setting((0.1, 0.5), full=(0.03, 0.1, 0.3, 0.5, 1.0), allowed=(0.01, 10.0)),
-        # What an adaptive controller of β goes by, and what is added to every reward.
+        # The reading that an adaptive controller of β goes by, and the number added to every reward.
         "read": ("kl", "mutated", "k2"),
         "offset": Setting((-1.0, 1.0), full=(-2.0, -1.0, 1.0, 2.0), allowed=(-10.0, 10.0)),
         # Rewards and references of the controller's bandit.
@@ -47,6 +47,7 @@ CONTROLLER = {"target": 0.2, "clip": 0.2, "gain": 0.1, "start": 0.5, "rounds": 4
 
 
 def compute(configuration: Mapping[str, Any]) -> list[Row]:
+    """Return the rows of one part with its settings."""
     part = {"mutation": _mutation, "controller": _controller, "logged": _logged}[configuration["part"]]
     return [{**configuration, **row} for row in part(configuration)]
 

@@ -23,7 +23,7 @@ from ..fixed_points import token_k2_fixed_point, token_k3_fixed_point
 from ..paths import ascents, problems, seed_of
 from ..rollouts import moments, projected
 
-# What each part varies; it takes no notice of the other settings.
+# Settings that each part varies; it takes no notice of the others.
 PARTS: dict[str, tuple[str, ...]] = {
     "path": ("length", "staleness", "estimator", "seed"),
     "length": ("tokens", "compared", "seed"),
@@ -192,6 +192,7 @@ STEP = 1e-6
 
 
 def of_stability(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
+    """Return a row for each configuration: the spectrum of a cycle of updates at its fixed point."""
     return [[{**one, **_cycle(one)}] for one in configurations]
 
 
@@ -270,7 +271,7 @@ def of_age(start: str, tokens: int, made: int, age: int, seed: int) -> list[Row]
     for draw, (logits, reference) in enumerate(_paths(names, tokens, STARTS[start])):
         path = logits[: made + 1]
         instance = Instance.of(sequence(int(PATH["vocabulary"]), tokens), path[-1], reference, path[-1 - age])
-        # What the last update did to log-probs, to first order: its logits, centred by the policy.
+        # Effect of the last update on log-probs, to first order: its logits, centred by the policy.
         step = path[-1] - path[-2]
         change = step - (np.exp(instance.policy) * step).sum(axis=1, keepdims=True)
         rows.append({"draw": draw, **_aged(instance, change, age)})
@@ -400,11 +401,13 @@ def of_length(tokens: int, compared: str, seed: int) -> list[Row]:
 
 
 def on_path(length: int, staleness: int, seed: int) -> Instance:
+    """Return the policy at the end of a path of training and a sampler so many updates older."""
     ((logits, reference),) = _paths((("path", length, seed),), length, PATH["distance"])
     return Instance.of(sequence(int(PATH["vocabulary"]), length), logits[-1], reference, logits[-1 - staleness])
 
 
 def tree(tokens: int, seed: int) -> Instance:
+    """Return a policy, reference and sampler whose next-token logits depend on the last token alone."""
     environment = sequence(int(TREE["vocabulary"]), tokens)
     generator, vocabulary = np.random.default_rng(seed_of("length", seed)), environment.vocabulary
     # A row at the start and one after each token; prefixes of a length are in lexicographic order.
@@ -478,6 +481,7 @@ def of_training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
 
 
 def problem(seed: int) -> Any:
+    """Return an environment with reference and rewards, the start at a distance from the reference."""
     environment = sequence(int(TRAINED["vocabulary"]), int(TRAINED["length"]))
     return Problem.draw(environment, seed_of("training", seed), distance=TRAINED["distance"], reward="normal")
 
@@ -501,6 +505,7 @@ def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, 
 
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
+    """Return the rows of each configuration of one part."""
     part = configurations[0]["part"]
     if part in ("training", "stability"):
         return {"training": of_training, "stability": of_stability}[part](configurations)

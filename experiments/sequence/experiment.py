@@ -21,7 +21,7 @@ from ..arrays import cosine, generator, norm
 from ..fixed_points import token_k2_fixed_point
 from ..jacobians import asymmetry, jacobian
 
-# What each part varies; it takes no notice of the other settings.
+# Settings that each part varies; it takes no notice of the others.
 PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "length": ("length", "steering", "seed"),
     "vocabulary": ("vocabulary", "steering", "seed"),
@@ -66,7 +66,7 @@ SETTINGS = Settings(
     applies=lambda one: one["part"] != "field" or one["length"] <= LONGEST_FIELD,
 )
 
-# Where a part does not vary them.
+# Settings of parts that do not vary them.
 VOCABULARY = 8
 LENGTH = 100
 STEERING = 0.9

@@ -20,7 +20,7 @@ from kltest.truth import gradient
 from ..arrays import generator, norm
 from ..jacobians import asymmetry, jacobian, next_contexts
 
-# What each part varies; it takes no notice of the other settings.
+# Settings that each part varies; it takes no notice of the others.
 PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "environments": ("environment", "horizon", "slip", "seed"),
     "estimators": {"environment": "environment", "estimator": "estimator", "seed": "draw"},
@@ -71,7 +71,7 @@ GRID = (5, 4)  # columns, rows: right, up, left or down, or where one is at a wa
 RANDOM = {"states": 12, "actions": 3, "branches": 3}
 # Policy and reference have independent normal logits of these standard deviations around a common table.
 SPREAD = {"common": 0.7, "own": 0.7}
-# Where the estimators are judged.
+# The processes in which estimators are judged.
 JUDGED = {"horizon": 4, "slip": 0.25}
 
 # The picture: where the reference drifts to the right, and the policy departs from it around a coin only.

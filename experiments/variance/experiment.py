@@ -97,7 +97,7 @@ SETTINGS = Settings(
 
 EXACT = 1e-10  # sums of up to a thousand terms in float64
 
-# What was measured on a language model, made by `language.py`.
+# Measurements on a language model, made by `language.py`.
 RECORD = Path(__file__).parent / "language.csv"
 
 
@@ -145,6 +145,7 @@ class Noise:
 
     @property
     def variance(self) -> np.ndarray:
+        """The whole variance: of visits, of the token and of the future."""
         return self.visits + self.token + self.future
 
 
@@ -180,6 +181,7 @@ class Environments:
 
     @property
     def length(self) -> int:
+        """The number of tokens T."""
         return len(self.policy)
 
     def tables(self, environment: int) -> tuple[np.ndarray, np.ndarray]:
@@ -188,10 +190,12 @@ class Environments:
 
     @cached_property
     def chance(self) -> Levels:
+        """(W, Vᵗ, V) probabilities of next tokens, for each t."""
         return [np.exp(level) for level in self.policy]
 
     @cached_property
     def u(self) -> Levels:
+        """(W, Vᵗ, V) log-ratios log π/ref, for each t."""
         return [policy - reference for policy, reference in zip(self.policy, self.reference, strict=True)]
 
     @cached_property
