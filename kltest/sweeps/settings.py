@@ -61,7 +61,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         whole = {name: one for name, one in self.values.items() if isinstance(one, Setting)}
-        parts = {
+        parts: dict[str, dict[str, Any]] = {
             "values": {name: one.quick for name, one in whole.items()},
             "full": {name: one.full for name, one in whole.items() if one.full is not None},
             "allowed": {name: one.allowed for name, one in whole.items() if one.allowed},
