@@ -160,6 +160,7 @@ def detection(repetitions):
 
 
 def main(repetitions: int = 200, units: int = 128, *, power: bool = False) -> None:
+    """Write the table."""
     rows = pandas.DataFrame(detection(repetitions) if power else coverage(repetitions, units))
     record(Path(__file__).with_name("audit_power.csv" if power else "audit.csv"), rows)
 

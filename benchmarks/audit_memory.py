@@ -96,7 +96,7 @@ def one_unit(size, parts):
     return sketch
 
 
-# What tensors without data say: no number is written, and the last layer is the last.
+# Answers of tensors without data: no number is written, and the last layer is the last.
 ANSWERS = {torch.ops.aten._local_scalar_dense.default: 0, torch.ops.aten.allclose.default: True}
 
 
@@ -180,6 +180,7 @@ def audited(size, units, limit=4 * 2**30):
 
 
 def main():
+    """Write the table."""
     report, peak = audited(WHOLE, units=32)
     print(report["follows"], f"{report['seconds']:.0f} s")
     rows = [row(size, measured(size)) for size in MEASURED]

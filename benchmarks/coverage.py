@@ -1,4 +1,4 @@
-"""How often bounds on a distance miss it, by simulation, down to error rates of 1e-4.
+"""Rate at which bounds on a distance miss it, by simulation, down to error rates of 1e-4.
 
     python -m benchmarks.coverage [--tries 10000]    # writes coverage.csv
 
@@ -52,6 +52,7 @@ def missed(noise: str, samples: int, bias: float, tries: int, generator: np.rand
 
 
 def main(tries: int = 10_000) -> None:
+    """Write the table."""
     rows = []
     for number, (noise, samples, bias) in enumerate(track(list(product(NOISES, SAMPLES, BIASES)), "coverage")):
         row = {"noise": noise, "samples": samples, "bias": bias, "tries": tries}

@@ -14,13 +14,14 @@ from kltest.truth import gradient
 ACTIONS, SUCCESSORS = 4, 5
 # States, and steps that they are compared in.
 FEW, MANY = (100_000, 100), (1_000_000, 30)
-# What is compared, and whether its products go both ways; for many states the slowest alone.
+# Estimators that are compared, and True if their products go both ways; for many states the slowest alone.
 LOSSES = {"k3-loss": False, "k1-reward-to-go": True}
 TRUTHS = {"local_reverse_kl": False, "reverse_kl": True}
 SLOWEST = ("k1-reward-to-go, current", "truth reverse_kl")
 
 
 def main() -> list[Row]:
+    """Return the rows of the table of ratios."""
     claim = "peak memory of dynamic programming / non-zeros"
     return [
         *_against_products(*FEW),

@@ -1,4 +1,4 @@
-"""What scripts share: environments with their rollouts, a loss with its fields built, the loss's own work."""
+"""Code that scripts share: environments with their rollouts, a loss with its fields built, the loss's own work."""
 
 import torch
 
@@ -32,7 +32,7 @@ def forward_backward(taken: Loss, rollout: Rollout):
 
 
 def least(taken: Loss, rollout: Rollout, weights: torch.Tensor) -> None:
-    """What exact moments of any function cannot leave out, whatever the environment.
+    """Work that exact moments of any function cannot leave out, whatever the environment.
 
     Each field of the loss is written once, the loss is called and differentiated, in parts that stay in the processor's
     cache, and the gradient and its square are weighted and added up over the rows.

@@ -67,6 +67,7 @@ TRL = {
 
 
 def main() -> list[Row]:
+    """Return the rows of the table of ratios."""
     if importlib.util.find_spec("trl") is not None:
         return [_row(model) for model in SIZES]
     from kltest.adapters import find
@@ -128,9 +129,11 @@ class Turns(TrainerCallback):
         return [self.task.reward(self.problems[prompt], completion) for prompt, completion in pairs]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Start TRL's clock."""
         self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Stop TRL's clock, then time our step and the floor."""
         theirs = time.perf_counter() - self.started
         ours = seconds(self.training.next, time.perf_counter)
         count = int(self.training.batch.mask.sum())

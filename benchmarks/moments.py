@@ -30,6 +30,7 @@ SAMPLE = 200
 
 
 def main() -> list[Row]:
+    """Return the rows of the table of ratios."""
     rows = []
     for (case, environment), name, declared in product(ENVIRONMENTS.items(), ("k3-loss", "k2-loss"), (True, False)):
         kind = "fixed length" if case.startswith("V=") else "ragged or shared contexts"

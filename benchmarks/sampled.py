@@ -21,6 +21,7 @@ ENOUGH = 3_000_000
 
 
 def main() -> list[Row]:
+    """Return the rows of the table of ratios."""
     rows = []
     for (where, environment), (name, followed) in product(ENVIRONMENTS.items(), LOSSES.items()):
         instance, taken, case = Instance.draw(environment, 0), loss(name), f"{where}: {name}"

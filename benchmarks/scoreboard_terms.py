@@ -66,6 +66,7 @@ def compared(row: dict[str, str], terms: list[dict[str, Any]], setting: dict[str
 
 
 def main(folder: Path) -> None:
+    """Write the table."""
     settings = {(each["library"], each["setting"]): each for each in reversed(recorded.read())}
     scans = {library: kltest.scan(folder.resolve() / name).to_dict() for library, name in REPOSITORIES.items()}
     rows = pandas.read_csv(TABLE, dtype=str, keep_default_na=False).to_dict("records")

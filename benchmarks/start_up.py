@@ -50,6 +50,7 @@ COMMANDS = {
 
 
 def main() -> list[Row]:
+    """Return the rows of the table of ratios."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "losses.py").write_text(LOSSES, encoding="utf-8")
         Path(folder, "test_registry.py").write_text(TESTS, encoding="utf-8")

@@ -16,6 +16,7 @@ CONFIGURATIONS = [{"seed": seed} for seed in range(60)]
 
 
 def main() -> list[Row]:
+    """Return the rows of the table of ratios."""
     return [
         compare(
             "a sweep with its store and progress / the work alone",

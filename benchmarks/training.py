@@ -89,6 +89,7 @@ class Case:
 
     @cached_property
     def runs(self) -> list[Run]:
+        """RUNS runs on twenty problems, seeds apart."""
         problems = [Problem.draw(self.environment, seed, reward="normal") for seed in range(20)]
         return [Run(problems[seed % 20], "k2-loss", beta=BETA, learning_rate=RATE, seed=seed) for seed in range(RUNS)]
 
@@ -102,6 +103,7 @@ CASES = (
 
 
 def main() -> list[Row]:
+    """Return the rows of the table of ratios."""
     return [compared(case, processes) for processes in (1, 2) for case in CASES]
 
 
@@ -144,7 +146,7 @@ def trained(batch: Sequence[Configuration]) -> list[list[dict]]:
 
 
 def least(case: Case, runs: int, steps: int) -> None:
-    """What no way of training runs together leaves out, on one core and with nothing done to the results.
+    """Work that no way of training runs together leaves out, on one core and with nothing done to the results.
 
     The uniforms of each run's own stream, an exponential of each logit, V − 1 comparisons a token, and for sequences
     one look-up and one sum by cell a token.

@@ -44,10 +44,7 @@ def token_k3_fixed_point(environment: Environment, reference: np.ndarray, beta: 
 
 
 def _token_fixed_point(
-    environment: Environment,
-    reference: np.ndarray,
-    beta: float,
-    follow: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    environment: Environment, reference: np.ndarray, beta: float, follow: Callable[[np.ndarray, np.ndarray], np.ndarray]
 ) -> np.ndarray:
     """The policy follow(ref, Q_R/β), with Q_R the action values of that policy for the reward alone."""
     reference = checked(environment, reference, beta)

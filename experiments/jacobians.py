@@ -63,6 +63,12 @@ def jacobian(name: str, instance: Instance) -> np.ndarray:
     return result + _blocks(own, total, chances)
 
 
+def next_contexts(environment: Environment) -> np.ndarray:
+    """(C, V, C) probabilities of the next context after each context and token."""
+    shape = environment.n_contexts, environment.vocabulary, environment.n_contexts
+    return environment.transition.toarray().reshape(shape)
+
+
 def asymmetry(matrix: np.ndarray) -> float:
     """Return ‖J − Jᵀ‖ / ‖J + Jᵀ‖: 0 for the gradient of a function, 1 if one side of the diagonal vanishes."""
     return float(np.linalg.norm(matrix - matrix.T) / np.linalg.norm(matrix + matrix.T))
@@ -87,9 +93,9 @@ def _rows(name: str, instance: Instance, chances: np.ndarray) -> Iterable[np.nda
 def _visits(environment: Environment, chances: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """d_t (C,) and ∂d_t/∂θ (C, C·V) until the horizon, or until every rollout has ended."""
     contexts, vocabulary = chances.shape
-    onwards = environment.transition.toarray().reshape(contexts, vocabulary, contexts)
+    onwards = next_contexts(environment)
     step = np.einsum("cv,cvk->ck", chances, onwards)
-    # What one visit of a context adds to those after it, by each of its logits.
+    # Visits that one visit of a context adds to those after it, by each of its logits.
     spread = (chances[:, :, None] * (onwards - step[:, None, :])).reshape(chances.size, contexts).T
     visit, sensitivity = environment.start_distribution(), np.zeros((contexts, chances.size))
     for _ in range(environment.horizon):

@@ -24,6 +24,7 @@ class Interval:
         return Interval(*(function(value) for value in (self.mean, self.low, self.high)))
 
     def text(self, digits: int = 2) -> str:
+        """Return `mean [low, high]` with so many digits."""
         mean, low, high = (f"{round(one, digits) + 0.0:.{digits}f}" for one in (self.mean, self.low, self.high))
         return f"{mean} [{low}, {high}]".replace("-", "−")
 

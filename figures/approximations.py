@@ -10,6 +10,7 @@ K2, K3 = (look(name).plot(markevery=0.3) for name in ("k2-loss", "k3-loss"))
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure, (heads, drift, clamp, back, precision, lengths) = panels(6, 5.5)
     _heads(heads, select(rows, "head"))
     _drift(drift, select(rows, "drift", form="top-k", likely_mass=0.8).sort_values("k"))

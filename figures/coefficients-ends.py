@@ -10,6 +10,7 @@ SMALLEST = 1e-8  # what is nearer than this is drawn here, and called 0
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure = Figure(figsize=(PAGE_WIDTH, 2.6))
     axes = figure.subplots(1, 3, sharey=True)
     figure.subplots_adjust(left=0.092, right=0.985, top=0.91, bottom=0.38, wspace=0.12)

@@ -12,6 +12,7 @@ SILENT = 1e-20  # rounding: noise that is zero, for which a logarithmic axis has
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     budget = select(rows, "budget", seed=0)
     figure, both = panels(2, 2.6)
     for axes, (title, names) in zip(both, PANELS.items(), strict=True):

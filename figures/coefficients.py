@@ -27,6 +27,7 @@ NOTES = (
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure = Figure(figsize=(PAGE_WIDTH, 4.75))
     axes = figure.subplots(2, 3)
     figure.subplots_adjust(left=0.092, right=0.985, top=0.95, bottom=0.265, hspace=0.42, wspace=0.22)
@@ -87,6 +88,7 @@ def first(rows: DataFrame, name: str) -> DataFrame:
 
 
 def style_of(name: str) -> dict[str, Any]:
+    """Return the look of an estimator's points."""
     return look(name).plot(markersize=2.8, linewidth=1.0, alpha=0.9)
 
 

@@ -7,6 +7,7 @@ READS = ("finetune",)
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     rows = select(rows, "committed")
     figure, (reward, ends) = panels(2, 2.3)
     along(reward, rows, "reward_held_out", "a  What is rewarded", "reward, held-out")

@@ -19,7 +19,7 @@ WORDS = {
     "stale:k2-loss": "k₂ in the loss",
     "stale:k3-ratio": "k₃ with a ratio",
 }
-# What others are compared with: fresh, and with a stale sampler.
+# Variants that others are compared with: fresh, and with a stale sampler.
 BEST = ("k1-reward", "stale:k1-reward-to-go-prefix-ratio")
 # Its objective is lower by whole units.
 OFF_SCALE = "k1-loss"
@@ -28,6 +28,7 @@ NATS = [0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     rows = select(rows, "committed")
     figure, (gold, lost) = panels(2, 2.5)
     along(gold, rows, "gold_held_out", "a  What is meant", "gold score, held-out")
@@ -77,6 +78,7 @@ def _lost(axes: Axes, last: DataFrame) -> None:
 
 
 def nats(axis: Any) -> None:
+    """Set ticks of KL at round numbers of nats."""
     axis.set_major_locator(FixedLocator(NATS))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
@@ -90,6 +92,7 @@ def _interval(values: pd.Series) -> tuple[float, float]:
 
 
 def style_of(variant: str) -> dict[str, Any]:
+    """Return the look of a variant: hollow and dashed with a stale sampler."""
     stale, _, term = variant.rpartition(":")
     if term == "none":
         return look(term).plot(color=INK, linestyle=":", marker="*")

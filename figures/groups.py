@@ -10,6 +10,7 @@ ENDS = {"tied-groups-masked": "masked", "k2-loss-sequence": "not masked: π*", "
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure = Figure(figsize=(PAGE_WIDTH, 2.3), layout="constrained")
     lost, push, end = figure.subplots(1, 3, width_ratios=(1.1, 1, 1))
     _lost(lost, select(rows, "masking"))

@@ -12,13 +12,14 @@ from .style import FAINT, INK, PAGE_WIDTH, DataFrame, Figure, select, tidy
 # Inches of a line, and of what stands above and below all of them.
 LINE, REST = 0.2, 0.85
 DEAD_ZONE = "////"
-# How much longer than its latest release a line is, in days.
+# Days by which a line is longer than its latest release.
 BEYOND = 14
 BOX = {"facecolor": "white", "edgecolor": "none", "boxstyle": "square,pad=0.12"}
 BESIDE = {"ha": "right", "va": "center", "bbox": BOX}
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     rows = select(rows, "history")
     rows = rows.assign(released=pd.to_datetime(rows["released"]))
     lines = [

@@ -8,6 +8,7 @@ SHOWN_BETA = 0.5  # of the record changed in place: that of the text
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure, (mutation, controller, noise, means) = panels(4, 4.6)
     _mutation(mutation, select(rows, "mutation"))
     _controller(controller, select(rows, "controller", seed=0))

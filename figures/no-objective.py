@@ -9,6 +9,7 @@ READS = ("sequence",)
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure, (asymmetry, circulation) = panels(2, 2.1)
     _asymmetry(asymmetry, select(rows, "field"))
     _circulation(circulation, select(rows, "circulation", seed=0))

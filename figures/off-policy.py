@@ -19,21 +19,23 @@ PRICE = {
     "k3-ratio": "token, k₃",
     "k1-reward": "no ratio",
 }
+CLIPPED = Look("#b8860b", ":", "v")
 # Ways to train, by the look of their KL term; what shares one is told apart by its line.
 RECIPES = {
     "stale": ("stale rewards", look("k1-reward-stale")),
     "none": ("no ratio, no baseline", Look(INK, "-", "x")),
-    "token-clipped": ("clipped", Look("#b8860b", ":", "v")),
+    "token-clipped": ("clipped", CLIPPED),
     "token-detached": ("token, detached", look("k3-ratio-detached")),
     "token": ("token", look("k3-ratio")),
     "sequence": ("sequence", look("k1-reward-sequence-ratio")),
     "prefix-to-go": ("prefix, to go", look("k1-reward-to-go-prefix-ratio")),
     "none-centred": ("no ratio, baseline", look("leave-one-out")),
 }
-LOOKS = {"k1-reward-clipped-ratio": Look("#b8860b", ":", "v")}
+LOOKS = {"k1-reward-clipped-ratio": CLIPPED}
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure, (drift, shares, price, cycle, exact, drawn) = panels(6, 5.2)
     _drift(drift, select(rows, "path"))
     _shares(shares, select(rows, "weights"))

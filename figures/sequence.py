@@ -9,6 +9,7 @@ SHOWN = (0.0, 0.5, 0.75, 0.9, 0.99)
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure, (length, steering, discount, root) = panels(4, 3.6)
     _length(length, select(rows, "length"))
     _steering(steering, select(rows, "length"))

@@ -23,7 +23,7 @@ SIZE, TITLE = 7.0, 8.0
 INK = "#1a1a1a"
 FAINT = "#8a8a8a"
 HAIRLINE = "#d9d9d9"
-# What is right is blue, what is wrong goes from pale to dark orange-brown: apart in hue for every common kind of
+# Right gradients are blue, wrong ones go from pale to dark orange-brown: apart in hue for every common kind of
 # colour blindness, and apart in lightness from a mid-grey on, so that it can be read without colour.
 RIGHT = "#cfe3f3"
 RIGHT_INK = "#0b3c66"
@@ -150,8 +150,12 @@ def label(axes: Axes, words: str, at: Point, offset: Point, colour: Any = INK, *
     axes.annotate(words, at, offset, textcoords="offset points", color=colour, **options)
 
 
-def name_ends(axes: Axes, lines: Iterable[tuple[str, Point, Any]], apart: float = 8.8) -> None:
-    """Write words beside the ends of lines (words, point, colour), `apart` points from each other at least.
+# Points between words at the ends of lines.
+APART = 8.8
+
+
+def name_ends(axes: Axes, lines: Iterable[tuple[str, Point, Any]]) -> None:
+    """Write words beside the ends of lines (words, point, colour), APART points from each other at least.
 
     Scales and limits of the axes must be set before.
     """
@@ -160,7 +164,7 @@ def name_ends(axes: Axes, lines: Iterable[tuple[str, Point, Any]], apart: float 
     found = sorted(((points * shares(at)[1], words, at, colour) for words, at, colour in lines), key=lambda one: one[0])
     places = [place for place, *_ in found]
     for low in [*range(len(places) - 1)] * 50:
-        short = max(0.0, apart - (places[low + 1] - places[low])) / 2
+        short = max(0.0, APART - (places[low + 1] - places[low])) / 2
         places[low : low + 2] = places[low] - short, places[low + 1] + short
     for place, (own, words, at, colour) in zip(places, found, strict=True):
         label(axes, words, at, (5, place - own), colour, va="center")

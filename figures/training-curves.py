@@ -16,6 +16,7 @@ MEASURED = {"kl": "KL(π‖ref), nats", "reward": "E[reward]", "objective": "E[r
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure = Figure(figsize=(PAGE_WIDTH, 4.4), layout="constrained")
     axes = figure.subplots(len(MEASURED), len(ENVIRONMENTS))
     for column, (environment, title) in enumerate(ENVIRONMENTS.items()):

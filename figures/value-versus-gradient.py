@@ -14,7 +14,7 @@ GRADIENTS = {
     ("k3-loss", "loss"): look("k3-loss").words,
     ("k3-loss", "reward"): look("k3-reward").words,
 }
-# Where along its line a label is tied, as a share of the axis, and how it stands there: points off, alignment.
+# Place of a label along its line, as a share of the axis, and its position there: points off, alignment.
 Spot = tuple[float, tuple[float, float], str]
 VALUE_LABELS: dict[str, Spot] = {
     "k1-loss": (0.8, (5, 3), "left"),
@@ -30,6 +30,7 @@ GRADIENT_LABELS: dict[tuple[str, str], Spot] = {
 
 
 def draw(rows: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiment."""
     figure, (values, gradients) = panels(2, 2.25)
     rows = select(rows, "gaussians", kl=KL)
     _values(values, rows)

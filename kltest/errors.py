@@ -5,6 +5,9 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C or SIGTERM ended."""
+
 
 class KltestError(Exception):
     """Base of all errors that kltest raises on purpose; `exit_code` is that of the command line."""

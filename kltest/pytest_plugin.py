@@ -17,18 +17,19 @@ from kltest.version import VERSION
 if TYPE_CHECKING:
     from kltest.parametrize import GradedCheck
 
-COLOURS = {"confirmed": "green", "refuted": "red", "inconclusive": "yellow", "error": "red"}
 # Attribute of an item's report that reaches the process that writes the summary (with pytest-xdist another one).
 CARRIED = "kltest_graded"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option --kltest."""
     parser.getgroup("kltest").addoption(
         "--kltest", action="store_true", help="Also grade the targets of [tool.kltest] in pyproject.toml, as tests."
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker; with --kltest, add the pyproject.toml of the root to the arguments."""
     config.addinivalue_line("markers", "kltest: grades a loss with kltest (set by kltest on its own items)")
     if config.getoption("kltest"):
         path = config.rootpath / "pyproject.toml"
@@ -40,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
+    """Return the versions of kltest and torch."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -48,11 +50,13 @@ def pytest_report_header() -> str:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the items that grade a loss."""
     if _check(item) is not None:
         item.add_marker("kltest")
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Collect the targets of a pyproject.toml with --kltest."""
     if file_path.name == "pyproject.toml" and parent.config.getoption("kltest"):
         return ConfiguredTargets.from_parent(parent, path=file_path)
     return None
@@ -62,6 +66,7 @@ class ConfiguredTargets(pytest.File):
     """The targets of a pyproject.toml, an item for each target and check."""
 
     def collect(self) -> Iterator[pytest.Item]:
+        """Yield an item for each configured target and check."""
         from kltest.errors import KltestWarning, UsageError
         from kltest.grading.configuration import read
         from kltest.grading.options import merged
@@ -90,19 +95,23 @@ class ConfiguredCheck(pytest.Item):
         self.check = check
 
     def runtest(self) -> None:
+        """Grade the loss, or read its grading, and judge this check."""
         self.check(self.check.grading.loss)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """Return an error of kltest as its message alone."""
         from kltest.errors import KltestError
 
         return str(excinfo.value) if isinstance(excinfo.value, KltestError) else super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, None, str]:
+        """Return the file and the name, as pytest prints them."""
         return self.path, None, self.name
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Put verdict and failed codes on the report of an item that grades a loss."""
     report = yield
     check = _check(item) if call.when == "call" else None
     if check is not None and (found := check.grading.known) is not None:
@@ -119,10 +128,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     graded = {tuple(found[:2]): found[2:] for report in reports if (found := getattr(report, CARRIED, None))}
     if not graded:
         return
+    from kltest.render.text import STYLES
+
     terminalreporter.section("kltest")
     width = max(len(verdict) for verdict, _ in graded.values())
     for (_, target), (verdict, codes) in graded.items():
-        terminalreporter.write(verdict.ljust(width), **{COLOURS[verdict]: True})
+        terminalreporter.write(verdict.ljust(width), **{STYLES[verdict]: True})
         terminalreporter.write_line(f"  {target}{'  ' if codes else ''}{', '.join(codes)}")
 
 

@@ -291,6 +291,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
+        """The exit code of the verdict: 0 confirmed, 1 refuted, 3 error, 4 inconclusive."""
         return EXIT_CODES[self.verdict]
 
     @property

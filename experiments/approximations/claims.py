@@ -193,9 +193,4 @@ numbers.melt(
 numbers.add(lambda rows: extremes("asymmetry", _asymmetries(rows)[1]))
 
 
-numbers.melt(
-    "optimum",
-    {name: name for name in ("length_of_right", "reference_length_of_right")},
-    ["beta"],
-    seed=0,
-)
+numbers.melt("optimum", {name: name for name in ("length_of_right", "reference_length_of_right")}, ["beta"], seed=0)

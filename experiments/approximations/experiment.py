@@ -17,8 +17,9 @@ from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
+from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient, value
 from kltest.truth.off_policy import along, of_rollouts
@@ -26,7 +27,7 @@ from kltest.truth.off_policy import along, of_rollouts
 from ..arrays import generator, norm
 from ..jacobians import asymmetry
 
-# What each part varies; it takes no notice of the other settings.
+# Settings that each part varies; it takes no notice of the others.
 PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "head": ("form", "k", "sharpness", "distance", "seed"),
     "drift": ("k", "likely_mass"),
@@ -50,59 +51,34 @@ SETTINGS = Settings(
         "part": tuple(PARTS),
         # A head alone, and the two registered estimators that add a sampled tail to it.
         "form": ("head-alone", "top-k", "top-k-detached"),
-        "k": (1, 2, 4, 8, 16, 32),
+        "k": Setting((1, 2, 4, 8, 16, 32), full=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32), allowed=(1, 32)),
         # The policy's chances fall with the rank as rank^(−sharpness).
-        "sharpness": (1.0, 2.0),
+        "sharpness": Setting((1.0, 2.0), full=(0.25, 0.5, 1.0, 1.5, 2.0), allowed=(0.0, 4.0)),
         # Standard deviation of the logits of the reference around those of the policy.
-        "distance": (0.0, 0.03, 0.1, 0.3, 1.0),
+        "distance": Setting((0.0, 0.03, 0.1, 0.3, 1.0), full=(0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0), allowed=(0.0, 3.0)),
         # The largest value that a clamped k3 lets through.
-        "bound": (10.0,),
-        # How much further than the others one token's logit has come from the reference.
-        "lead": (0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0),
+        "bound": Setting((10.0,), full=(2.0, 5.0, 10.0, 20.0), allowed=(0.5, 100.0)),
+        # Leads: distances by which one token's logit has come further from the reference than the others.
+        "lead": Setting((0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), allowed=(0.1, 15.0)),
         "penalty": ("k3-clamped", "k3-loss", "k2-loss"),
-        "start": (8.0,),
+        "start": Setting((8.0,), full=(2.0, 4.0, 6.0, 8.0, 10.0), allowed=(0.5, 12.0)),
         "estimator": ("k1-reward", "k2-loss", "k3-loss"),
         "kind": ("bfloat16", "float16", "float32"),
-        # What is rounded: the log-probs that come in, or the log-ratio and all arithmetic after it.
+        # Rounded quantities: the log-probs that come in, or the log-ratio and all arithmetic after it.
         "rounded": ("log-probs", "arithmetic"),
         # Tokens: with so many a usual log-prob is −log V.
-        "vocabulary": (64, 4096, 32_768),
+        "vocabulary": Setting((64, 4096, 32_768), full=(8, 64, 512, 4096, 32_768, 131_072), allowed=(2, 262_144)),
         # Standard deviation of the log-ratio.
-        "log_ratio": (1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3),
+        "log_ratio": Setting((1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3), allowed=(1e-6, 2.0)),
         "normalised": ("token-mean", "whole-return"),
-        "batch_size": (1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
-        "beta": (0.7, 1.0, 1.5, 2.0),
+        "batch_size": Setting((1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024), allowed=(1, 100_000)),
+        "beta": Setting((0.7, 1.0, 1.5, 2.0), full=(0.5, 0.7, 1.0, 1.5, 2.0, 5.0), allowed=(0.2, 100.0)),
         # Share of the eight likely tokens in drift.
-        "likely_mass": 0.8,
+        "likely_mass": Setting(0.8, full=(0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.97), allowed=(0.5, 0.99)),
         # Policies that are rounded, and references from which lengths are trained.
-        "draw": 0,
-    },
-    full={
-        "likely_mass": (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.97),
-        "draw": tuple(range(10)),
-        "k": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
-        "sharpness": (0.25, 0.5, 1.0, 1.5, 2.0),
-        "distance": (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0),
-        "bound": (2.0, 5.0, 10.0, 20.0),
-        "start": (2.0, 4.0, 6.0, 8.0, 10.0),
-        "vocabulary": (8, 64, 512, 4096, 32_768, 131_072),
-        "beta": (0.5, 0.7, 1.0, 1.5, 2.0, 5.0),
+        "draw": Setting(0, full=tuple(range(10)), allowed=(0, 1000)),
     },
     seeds={"quick": 2, "full": 20},
-    allowed={
-        "k": (1, 32),
-        "sharpness": (0.0, 4.0),
-        "distance": (0.0, 3.0),
-        "bound": (0.5, 100.0),
-        "lead": (0.1, 15.0),
-        "start": (0.5, 12.0),
-        "vocabulary": (2, 262_144),
-        "log_ratio": (1e-6, 2.0),
-        "batch_size": (1, 100_000),
-        "beta": (0.2, 100.0),
-        "likely_mass": (0.5, 0.99),
-        "draw": (0, 1000),
-    },
 )
 
 # Heads: so many tokens. On prefixes: a vocabulary, a length, a head.
@@ -128,7 +104,6 @@ EXACT = 1e-11
 
 # --- heads ---
 # The k likeliest tokens exactly and the rest sampled, or not at all: what is left over in the gradient.
-Row = dict[str, Any]
 
 
 def head_alone(logits, ref_logits, k):  # type: ignore[no-untyped-def]
@@ -360,7 +335,7 @@ def _sum_of_lengths(one: np.ndarray, times: int) -> np.ndarray:
     return result
 
 
-# What multiplies g_t where every rollout is divided by its own length L, from log-ratios (B, T).
+# Factors of g_t if every rollout is divided by its own length L, from log-ratios (B, T).
 FIELDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole return": lambda u: u.sum(dim=1, keepdim=True).expand_as(u),
     "reward-to-go": lambda u: u.flip(1).cumsum(dim=1).flip(1),

@@ -106,6 +106,6 @@ def _on_tables(row: Mapping[str, Any], seed: int) -> dict[str, float]:
 
 
 def _expected(spec: Any, row: Mapping[str, Any]) -> dict[str, float] | None:
-    """What the SPEC says of a row's environment: names are those of sequences whatever the policy's parameters."""
+    """Return the gradient that SPEC states for a row: names are those of sequences whatever the policy's parameters."""
     expected = spec.expectation("sequence" if row["environment"] == SHARED else row["environment"], row["sampler"])
     return None if expected is None else dict(expected)

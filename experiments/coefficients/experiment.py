@@ -17,15 +17,16 @@ from kltest.loss.calling import bind
 from kltest.loss.placement import place
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
+from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.sweeps.store import digest
 from kltest.training import Problem, Run, train
 from kltest.truth import optimum, value
 
 from ..fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
 
-# What each part calls its settings, and what they are called here.
+# Names of settings in each part, and their names here.
 _OF_SAMPLING = ("batch_size", "runs", "steps", "learning_rate")
 PARTS = {
     # Exact expected gradients, to the end: where does each estimator lead?
@@ -109,49 +110,27 @@ SETTINGS = Settings(
         "part": tuple(PARTS),
         "environment": ("bandit", "sequence", "mdp"),
         "estimator": (*ESTIMATORS, CENTRED),
-        "beta": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+        "beta": Setting(
+            (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
+            full=tuple(round(10 ** (exponent / 4), 6) for exponent in range(-4, 13)),
+            allowed=(0.001, 10_000.0),
+        ),
         # Updates, and the learning rate in units of 1/β.
-        "exact_steps": 510,
-        "exact_rate": 2.0,
+        "exact_steps": Setting(510, full=9_000, allowed=(10, 10_000_000)),
+        "exact_rate": Setting(2.0, allowed=(1e-3, 4.0)),
         # Draws of the environment where it is not `seed` that says how many.
-        "draw": 0,
+        "draw": Setting(0, full=tuple(range(10)), allowed=(0, 1000)),
         # The learning rate is that for β ≤ 1, and falls as 1/β beyond.
-        "batch_size": 16,
-        "runs": 8,
-        "steps": 200,
-        "learning_rate": 0.5,
-        "budget_batch_size": (4, 8, 16, 32, 64),
-        "budget_runs": 8,
-        "budget_steps": 800,
-        "budget_learning_rate": 1.0,
-    },
-    full={
-        "beta": tuple(round(10 ** (exponent / 4), 6) for exponent in range(-4, 13)),
-        "exact_steps": 9_000,
-        "draw": tuple(range(10)),
-        "runs": 32,
-        "steps": 1000,
-        "learning_rate": 0.1,
-        "budget_batch_size": (2, 4, 8, 16, 32, 64, 128, 256),
-        "budget_runs": 40,
-        "budget_steps": 8000,
-        "budget_learning_rate": 0.25,
+        "batch_size": Setting(16, allowed=(2, 4096)),
+        "runs": Setting(8, full=32, allowed=(1, 10_000)),
+        "steps": Setting(200, full=1000, allowed=(1, 1_000_000)),
+        "learning_rate": Setting(0.5, full=0.1, allowed=(1e-6, 4.0)),
+        "budget_batch_size": Setting((4, 8, 16, 32, 64), full=(2, 4, 8, 16, 32, 64, 128, 256), allowed=(2, 4096)),
+        "budget_runs": Setting(8, full=40, allowed=(2, 10_000)),
+        "budget_steps": Setting(800, full=8000, allowed=(10, 1_000_000)),
+        "budget_learning_rate": Setting(1.0, full=0.25, allowed=(1e-3, 4.0)),
     },
     seeds={"quick": 3, "full": 10},
-    allowed={
-        "beta": (0.001, 10_000.0),
-        "exact_steps": (10, 10_000_000),
-        "exact_rate": (1e-3, 4.0),
-        "draw": (0, 1000),
-        "batch_size": (2, 4096),
-        "runs": (1, 10_000),
-        "steps": (1, 1_000_000),
-        "learning_rate": (1e-6, 4.0),
-        "budget_batch_size": (2, 4096),
-        "budget_runs": (2, 10_000),
-        "budget_steps": (10, 1_000_000),
-        "budget_learning_rate": (1e-3, 4.0),
-    },
     applies=applies,
 )
 
@@ -167,6 +146,7 @@ STATES, ACTIONS, HORIZON = 3, 3, 3
 
 @cache
 def environment(label: str) -> Environment:
+    """Return the environment that is called so."""
     return {
         "bandit": lambda: bandit(6),
         "sequence": lambda: sequence(3, 3),
@@ -297,6 +277,7 @@ class Frontier:
 
 @cache
 def frontier(label: str, seed: int) -> Frontier:
+    """Return KL and reward of the optima π*(β) over all β of FRONTIER."""
     kl, reward = np.array([measured(label, seed, best(label, float(beta), seed)) for beta in FRONTIER]).T
     return Frontier(label, seed, kl, reward, measured(label, seed, problem(label, seed).reference)[1])
 
@@ -312,7 +293,7 @@ def _inverse(values: np.ndarray, wanted: float) -> float | None:
     """The coefficient at which a falling curve has a value, by monotone cubic interpolation of its logarithm."""
     finite = np.isfinite(values)
     ascending, logs = values[finite][::-1], np.log(FRONTIER)[finite][::-1]
-    # Where a curve is flat to rounding it says nothing.
+    # A curve that is flat to rounding says nothing.
     keep = np.concatenate([[True], np.diff(ascending) > 1e-9])
     ascending, logs = ascending[keep], logs[keep]
     if not ascending[0] < wanted < ascending[-1]:
@@ -348,6 +329,7 @@ def limit(environment: str, seed: int) -> list[dict[str, Any]]:
 
 
 def coefficient(environment: str, seed: int, beta: float) -> float:
+    """Return the β' at which an optimum misses as much of the best answer as the predicted end does."""
     log_reference, gaps, order = _answers(environment, seed)
     policy = predicted(environment, ANSWERS[environment], beta, seed)
     ended = problem(environment, seed).environment.enumerate().log_probability(policy)[order]
@@ -362,6 +344,7 @@ def coefficient(environment: str, seed: int, beta: float) -> float:
 
 
 def law(environment: str, seed: int, beta: float) -> float:
+    """Return Δ/log(1/β), with Δ the gap between the best and the next answer."""
     return float(_answers(environment, seed)[1][1] / np.log(1 / beta))
 
 
@@ -383,7 +366,6 @@ def _log_missing(log_policy: np.ndarray, log_reference: np.ndarray) -> float:
 
 BATCHING = Batching(("seed", "beta", "learning_rate", "estimator"), size=54)
 
-Row = dict[str, Any]
 Configuration = Mapping[str, Any]
 
 # The rate of exact ascent is rate/max(β, floor), floor after floor: while the policy has far to go, steps as long as
@@ -392,6 +374,7 @@ FLOORS = (1.0, 0.3, 0.1)
 
 
 def compute_batch(configurations: Sequence[Configuration]) -> list[list[Row]]:
+    """Return the rows of each configuration of one part."""
     part = configurations[0]["part"]
     if part in ("frontier", "limit"):
         rows = {"frontier": optima, "limit": limit}[part]

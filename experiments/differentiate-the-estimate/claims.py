@@ -149,35 +149,23 @@ def _coin(rows: pd.DataFrame, vocabulary: Bound, kl: Bound) -> Measured:
 
 # All other actions keep their proportions, so that one direction is left; an action goes from r to b ≤ ½.
 # ‖π − ref‖/‖π(u − KL)‖ = (b − r)/(b(1 − b)(logit b − logit r)) = x(1 − x)/(b(1 − b)) for some x between.
-for _path, _words, _strongest, _size in (
-    (
-        "taken up",
-        "unlikely action taken up: k3 in loss pulls back in the right direction, too weakly",
-        "size_high",
-        below(1),
-    ),
-    (
-        "dropped",
-        "likely action dropped: k3 in loss pulls back in the right direction, too strongly",
-        "size_low",
-        above(1),
-    ),
-):
+MIDDLE = "of the nine of ten pairs in the middle"
+FAR_TOO = {"vocabulary": at_least(32), "kl": at_most(1)}
 
-    @claims.measure(
-        OWN,
-        "of the nine of ten pairs in the middle",
-        claim=f"one {_words}, {{vocabulary}} actions or more and KL up to {{kl}}",
-        cosine=near(1, ROUNDED),
-        size=_size,
-        path=_path,
-        strongest=_strongest,
-        vocabulary=at_least(32),
-        kl=at_most(1),
-    )
-    def _one_action(rows: pd.DataFrame, path: str, strongest: str, vocabulary: Bound, kl: Bound) -> Measured:
-        found = need(rows, "distance", estimator="k3-loss", path=path, vocabulary=vocabulary, kl=kl)
-        return {"cosine": found["cosine_low"], "size": found[strongest]}
+
+@claims.measure(OWN, MIDDLE, cosine=near(1, ROUNDED), size=below(1), path="taken up", strongest="size_high", **FAR_TOO)
+def _taken_up(rows: pd.DataFrame, path: str, strongest: str, vocabulary: Bound, kl: Bound) -> Measured:
+    """one unlikely action taken up: k3 in loss pulls back in the right direction, too weakly, {vocabulary} actions or
+    more and KL up to {kl}"""
+    found = need(rows, "distance", estimator="k3-loss", path=path, vocabulary=vocabulary, kl=kl)
+    return {"cosine": found["cosine_low"], "size": found[strongest]}
+
+
+@claims.measure(OWN, MIDDLE, cosine=near(1, ROUNDED), size=above(1), path="dropped", strongest="size_low", **FAR_TOO)
+def _dropped(rows: pd.DataFrame, path: str, strongest: str, vocabulary: Bound, kl: Bound) -> Measured:
+    """one likely action dropped: k3 in loss pulls back in the right direction, too strongly, {vocabulary} actions or
+    more and KL up to {kl}"""
+    return _taken_up(rows, path, strongest, vocabulary, kl)
 
 
 # k3 in the reward is the truth less k3 in the loss, and there is one direction: 1 − size of it is left.
@@ -370,26 +358,23 @@ def _gain(rows: pd.DataFrame, kl: Bound, **wanted: object) -> pd.Series:
     return (std[K1_REWARD] / std[K3_BOTH]) ** 2
 
 
-for _words, _column, _bound in (
-    (
-        "in {share:.0%} of random pairs, and no more, k3 in the reward has the largest bias of the four: it depends on "
-        "the pair",
-        "most_biased_is_k3_reward",
-        within(0.5, 0.95),
-    ),
-    (
-        "k3 in both places beats k1 in the reward on most random pairs, {share:.0%} of them, and not on all",
-        "k3_both_less_noisy_than_k1_reward",
-        within(0.5, 1.0),
-    ),
-):
+DRAWS = "shares of independent draws"
 
-    @claims.measure(OWN, "shares of independent draws", claim=_words, share=_bound, what=_column)
-    def _share(rows: pd.DataFrame, what: str) -> Measured:
-        found = need(rows, "random")
-        pairs = found["pairs"].sum()
-        require(pairs >= ENOUGH)
-        return {"share": found[what].sum() / pairs, "pairs": pairs}
+
+@claims.measure(OWN, DRAWS, share=within(0.5, 0.95), what="most_biased_is_k3_reward")
+def _most_biased(rows: pd.DataFrame, what: str) -> Measured:
+    """in {share:.0%} of random pairs, and no more, k3 in the reward has the largest bias of the four: it depends on the
+    pair"""
+    found = need(rows, "random")
+    pairs = found["pairs"].sum()
+    require(pairs >= ENOUGH)
+    return {"share": found[what].sum() / pairs, "pairs": pairs}
+
+
+@claims.measure(OWN, DRAWS, share=within(0.5, 1.0), what="k3_both_less_noisy_than_k1_reward")
+def _less_noisy(rows: pd.DataFrame, what: str) -> Measured:
+    """k3 in both places beats k1 in the reward on most random pairs, {share:.0%} of them, and not on all"""
+    return _most_biased(rows, what)
 
 
 # --- tables and numbers ----------------------------------------------------------------------------------------------

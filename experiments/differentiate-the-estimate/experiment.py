@@ -24,7 +24,8 @@ from kltest.estimators import find, registry
 from kltest.loss.placement import place
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
-from kltest.sweeps.settings import Settings
+from kltest.reproduce.frames import Row
+from kltest.sweeps.settings import Setting, Settings
 from kltest.truth import divergences, gradient, value
 
 from ..arrays import code_of, generator
@@ -34,18 +35,18 @@ from ..rollouts import gradients, moments
 # π and ref; Tang & Munos 2025 use the first, the second is the smallest in which a sign turns visibly.
 EXAMPLES = {"binary": ((0.8, 0.2), (0.5, 0.5)), "four actions": ((0.4, 0.3, 0.2, 0.1), (0.1, 0.2, 0.3, 0.4))}
 
-# Which of the registered estimators are followed over distances; the examples have all of one step.
+# Registered estimators that are followed over distances; the examples have all of one step.
 FOLLOWED = ("k1-loss", "k2-loss", "k3-loss", "k3-inverted", "abs-loss", "k2-reward", "k3-reward", "top-k")
 MORE = ("k1-reward", "k3-both", "full-loss", "k3-clamped", "k3-straight-through", "top-k-detached")
 
-# How a policy leaves its reference: π ∝ ref·e^(t·d), with t such that KL(π‖ref) is what it should be and d random;
+# Paths of a policy away from its reference: π ∝ ref·e^(t·d), t such that KL(π‖ref) is as wanted, and d random;
 # the log-probs of the reference, so that the policy sharpens; or one action alone, the reference's least likely taken
 # up or its likeliest dropped.
 PATHS = ("random", "sharpened", "taken up", "dropped")
 # The other paths are for those whose direction or size is in question there.
 EVERYWHERE = ("k2-loss", "k3-loss", "k3-reward", "abs-loss")
 
-# What Gaussians and sequences compare.
+# Estimators that Gaussians and sequences compare.
 ESTIMATORS = ("k1-loss", "k2-loss", "k3-loss")
 PLACEMENTS = ("loss", "reward", "both")
 NINE = tuple((estimator, placement) for estimator in ESTIMATORS for placement in PLACEMENTS)
@@ -72,39 +73,23 @@ SETTINGS = Settings(
     applies=lambda one: one["part"] != "distance" or one["path"] == "random" or one["estimator"] in EVERYWHERE,
     values={
         "part": tuple(PARTS),
-        "estimator": FOLLOWED,
-        "vocabulary": (2, 4, 32, 128),
-        "path": PATHS,
+        "estimator": Setting(FOLLOWED, full=FOLLOWED + MORE, allowed=FOLLOWED + MORE),
+        "vocabulary": Setting((2, 4, 32, 128), full=(2, 3, 4, 8, 32, 128, 512), allowed=(2, 2048)),
+        "path": Setting(PATHS, allowed=PATHS),
         # Random references, and directions.
-        "pairs": 100,
+        "pairs": Setting(100, full=200, allowed=(2, 1000)),
         # Gaussians: Schulman's two levels, one between them and one beyond.
-        "gaussian_kl": (0.005, 0.05, 0.5, 1.0),
+        "gaussian_kl": Setting(
+            (0.005, 0.05, 0.5, 1.0), full=(0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 0.75, 1.0), allowed=(1e-4, 1.5)
+        ),
         # Sequences: lengths, and KL(π‖ref) near the reference and where the order of the variances is another.
-        "length": tuple(range(5, 21)),
-        "kl": (0.05, 0.8),
-        # What stays as length grows: the KL of whole sequences, or the pair of policies.
+        "length": Setting(tuple(range(5, 21)), allowed=(2, 40)),
+        "kl": Setting((0.05, 0.8), full=(0.0125, 0.05, 0.2, 0.8), allowed=(1e-4, 1.0)),
+        # Quantities that stay as length grows: the KL of whole sequences, or the pair of policies.
         "hold": ("kl", "pair"),
-        "random_pairs": 100,
-    },
-    full={
-        "estimator": FOLLOWED + MORE,
-        "vocabulary": (2, 3, 4, 8, 32, 128, 512),
-        "pairs": 200,
-        "gaussian_kl": (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 0.75, 1.0),
-        "kl": (0.0125, 0.05, 0.2, 0.8),
-        "random_pairs": 500,
+        "random_pairs": Setting(100, full=500, allowed=(1, 100_000)),
     },
     seeds={"quick": 1, "full": 2},
-    allowed={
-        "estimator": FOLLOWED + MORE,
-        "vocabulary": (2, 2048),
-        "path": PATHS,
-        "pairs": (2, 1000),
-        "gaussian_kl": (1e-4, 1.5),
-        "length": (2, 40),
-        "kl": (1e-4, 1.0),
-        "random_pairs": (1, 100_000),
-    },
 )
 
 # Half decades of KL(π‖ref).
@@ -113,7 +98,6 @@ LEVELS = tuple(float(f"{10 ** (power / 2):.3g}") for power in range(-12, 2))
 PROBABILITIES = tuple(round(0.025 * step, 3) for step in range(1, 40))
 QUANTILES = (0.1, 0.5, 0.9)
 
-Row = dict[str, Any]
 # Below this share of the true gradient's length a component is rounding, and has no sign.
 SILENT = 1e-9
 
@@ -169,7 +153,7 @@ def _examples(configuration: Mapping[str, Any]) -> list[Row]:
 
 
 def _binary(_: Mapping[str, Any]) -> list[Row]:
-    """What each estimator gives for every probability of the first of two actions, the reference being ½."""
+    """Derivative of each estimator at every probability of the first of two actions, the reference being ½."""
     p = np.array(PROBABILITIES)
     policies = np.log(np.stack([p, 1 - p], axis=1))
     instance = _instance(policies, np.full_like(policies, np.log(0.5)))
@@ -312,7 +296,7 @@ def _gaussians(one: Mapping[str, Any]) -> list[Row]:
 def evaluate(estimator: str, shift: float) -> dict[str, np.ndarray]:
     """The estimator's value at each node, and what it multiplies the score with in each placement."""
     function, nodes = find(estimator).function, torch.from_numpy(NODES)[:, None]
-    # What both densities have in common cancels.
+    # Factors that both densities share cancel.
     ref_logp, log_probability = -((shift + nodes) ** 2) / 2, -(nodes**2) / 2
     found = {"value": function(logp=log_probability, ref_logp=ref_logp)[:, 0].numpy()}
     for placement in PLACEMENTS:
@@ -357,7 +341,7 @@ DIRECTION = (1.0, 2.0, 0.5)
 ANCHOR = 20
 # Random pairs: three contexts, logits of the reference and direction of the policy standard normal.
 RANDOM_LENGTH = 10
-# Where the two variances are equal is looked for between these distances.
+# The distance of equal variances is looked for between these.
 BRACKET = (1e-3, 1.0)
 
 # A scale at which every random direction has made the policy all but deterministic.

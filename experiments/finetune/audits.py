@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import task_named
 from kltest.grading.options import Options
 from kltest.loss.global_state import preserved
+from kltest.reproduce.frames import Row
 
 from ..records import rounded
 from .experiment import FIGURES, settings_for
@@ -33,8 +33,6 @@ from .settings import AUDITED, AUDITS, SAME
 
 # Held-out prompts, of which an audit draws its own.
 PROMPTS = 1024
-
-Row = dict[str, Any]
 
 
 def audits(settings: Settings, estimators: Iterable[str], units: int) -> Iterator[Row]:

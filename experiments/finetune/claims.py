@@ -161,7 +161,7 @@ def claims(rows: Rows) -> list[Claim]:
     """Judge the runs made now, then the findings."""
     date = f", {COMMITTED['date']}" if COMMITTED else ""
     found = of_now(rows) + findings(rows, suffix=f" (committed results{date})")
-    # Whether the sweep was run again as it was committed.
+    # True if the sweep was run again as it was committed.
     if _runs(rows, "committed") <= _runs(rows, "run") != set():
         again = frame(rows)
         found += findings(again[again["part"] == "run"].assign(part="committed"), suffix=" (run again)")
@@ -188,7 +188,7 @@ def _now(rows: pd.DataFrame) -> Measured:
 
 
 def _as_committed(rows: pd.DataFrame, now: pd.DataFrame) -> str:
-    """How many runs made now end to the bit where the committed ones of their settings did: elsewhere rounding may
+    """Say how many runs made now end to the bit where the committed ones of their settings did: elsewhere rounding may
     differ."""
     if select(rows, "committed").empty:
         return "none to compare"

@@ -7,12 +7,13 @@ from typing import Any
 
 from kltest.finetune.run import run
 from kltest.finetune.settings import Settings, settings_of
+from kltest.reproduce.frames import Row
 
 from ..records import content, lines, rounded
 from .settings import EVALUATIONS, METRICS, RUN, SAME, VARIANTS
 from .settings import SETTINGS as SETTINGS
 
-# What rows depend on beside what those of every experiment do.
+# Packages that rows depend on beside those of every experiment.
 ROOMS = ("finetune", "language_models")
 LIBRARIES = ("transformers", "tokenizers")
 HERE = Path(__file__).parent
@@ -20,8 +21,6 @@ COMMITTED = HERE / "sweep.csv"
 AUDITED = HERE / "audits.csv"
 FIGURES = 6
 """Significant figures that rows keep: float32 has hardly more."""
-
-Row = dict[str, Any]
 
 
 def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

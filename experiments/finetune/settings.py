@@ -5,7 +5,7 @@ from typing import Any
 
 from kltest.sweeps.settings import Settings
 
-# What each variant sets, under the names of `kltest finetune --set`. With four updates for the rollouts of one sampler,
+# Settings of variants, under the names of `kltest finetune --set`. With four updates for the rollouts of one sampler,
 # a quarter of the rounds gives as many updates.
 VARIANTS: dict[str, dict[str, Any]] = {
     "none": {"kl": "none"},
@@ -25,7 +25,7 @@ SEEDS = 16
 # The coefficient of which claims are made, and the only one with a stale sampler.
 BETA = 0.1
 
-# What holds for every run beside the settings below; all else is the runner's default.
+# Settings of every run beside those below; all else is the runner's default.
 RUN: Mapping[str, Any] = {
     # No reference earns this: all take as many steps.
     "reference_reward": 1.0,
@@ -33,7 +33,7 @@ RUN: Mapping[str, Any] = {
     "checkpoint_every": 0,
     "threads": 1,
 }
-# How often a run is measured, its start not counted, and what is kept of each measurement.
+# Number of measurements of a run, its start not counted, and the columns kept of each.
 EVALUATIONS = 8
 METRICS = ("reward_held_out", "gold_held_out", "kl", "kl_low", "kl_high", "length_held_out", "entropy")
 # Standard deviation over seeds of a paired difference in the objective, as the pilot with other seeds had it.
@@ -54,9 +54,9 @@ SAME: Mapping[str, Any] = {
 PARTS = {
     # Runs made now: a few at quick scale, all of them at full.
     "run": ("seed", "variant", "beta", *SAME),
-    # What was found when all of them were made: sweep.csv.
+    # Findings when all of them were made: sweep.csv.
     "committed": (),
-    # What audits of one of its policies found: audits.csv.
+    # Findings of audits of one of its policies: audits.csv.
     "audits": (),
 }
 # Of the committed sweep. To renew it: `kltest run finetune --scale full`, then copy results/finetune/sweep.csv here.
@@ -97,12 +97,7 @@ SETTINGS = Settings(
     title="A language model under KL terms, and a reward that can be over-optimised",
     tags=("sampled", "training", "off-policy", "language model"),
     parts=PARTS,
-    values={
-        "part": tuple(PARTS),
-        "variant": ("none", "k1-reward", "k2-loss"),
-        "beta": (0.0, 0.1),
-        **SAME,
-    },
+    values={"part": tuple(PARTS), "variant": ("none", "k1-reward", "k2-loss"), "beta": (0.0, 0.1), **SAME},
     full={"variant": tuple(VARIANTS), "beta": (0.0, *BETAS)},
     seeds={"quick": 1, "full": SEEDS},
     allowed={

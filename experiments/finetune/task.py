@@ -66,6 +66,7 @@ class Lines:
 
     @cached_property
     def names(self) -> frozenset[str]:
+        """All names that occur in the lines."""
         return frozenset(name for _, completion in lines() for name in NAME.findall(completion))
 
     @cached_property
@@ -93,27 +94,30 @@ class Lines:
         return dict(zip(grams, found[:-1].tolist(), strict=True)), float(found[-1])
 
     def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
+        """Draw prompts of a split."""
         if split == "out-of-distribution":
             raise UsageError("this task has no problems out of distribution")
         return drawn(lambda: Problem(*lines()[generator.integers(len(lines()))], ""), split, count)
 
     def reward(self, problem: Problem, completion: str) -> float:
+        """Return the reward that is trained."""
         weights, intercept = self.model
         return (sum(weights.get(one, 0.0) * n for one, n in _grams(completion).items()) + intercept) / SCALE
 
     def gold(self, problem: Problem, completion: str) -> float:
+        """Return the gold score, which is not trained."""
         known = set(NAME.findall(completion)) <= self.names
         return float(len(completion) >= 2 and known and valid(problem.prompt, completion))
 
 
 def _grams(text: str) -> Counter[str]:
-    """How often each run of one to three characters occurs, the ends of the text included."""
+    """Count each run of one to three characters, the ends of the text included."""
     whole = f"\x02{text}\x03"
     return Counter(whole[at : at + n] for n in (1, 2, 3) for at in range(len(whole) - n + 1))
 
 
 def _followers(texts: Sequence[str]) -> dict[str, list[str]]:
-    """What follows each two characters."""
+    """Collect the characters that follow each two characters."""
     found: dict[str, list[str]] = {}
     for text in texts:
         whole = f"\x02\x02{text}\x03"

@@ -11,8 +11,9 @@ from kltest.environments.policies import table
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments import exact_batches
+from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient
 
@@ -38,33 +39,27 @@ SETTINGS = Settings(
     applies=lambda one: one["part"] != "training" or bool(one["batch_size"] or one["seed"] == 0),
     values={
         "part": tuple(PARTS),
-        "group_size": (1, 2, 4, 8),
+        "group_size": Setting((1, 2, 4, 8), full=(1, 2, 3, 4, 8, 16), allowed=(1, 16)),
         # Probability of the right answer, under the policy (masking) and under the reference (training).
-        "success": (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98),
-        "trained_success": (0.1, 0.5),
+        "success": Setting((0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98), allowed=(0.001, 0.999)),
+        "trained_success": Setting((0.1, 0.5), full=(0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95)),
         # Coefficients at which the push of a tied group is measured.
         "push": (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0),
         "estimator": ("k2-loss-sequence", "tied-groups-masked", "group-mean", "leave-one-out", "group-std"),
-        "beta": (0.3, 0.5, 0.7, 1.0, 1.5),
+        "beta": Setting(
+            (0.3, 0.5, 0.7, 1.0, 1.5), full=(0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0), allowed=(0.05, 100.0)
+        ),
         # 0: exact expectations.
-        "batch_size": (0, 64),
-        "steps": 1000,
-    },
-    full={
-        "group_size": (1, 2, 3, 4, 8, 16),
-        "beta": (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 5.0),
-        "steps": 10_000,
-        "trained_success": (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95),
+        "batch_size": Setting((0, 64), allowed=(0, 4096)),
+        "steps": Setting(1000, full=10_000),
     },
     seeds={"quick": 3, "full": 10},
-    allowed={"group_size": (1, 16), "success": (0.001, 0.999), "beta": (0.05, 100.0), "batch_size": (0, 4096)},
 )
 BATCHING = Batching(("estimator", "beta", "seed", "success"), size=128)
 
-Row = dict[str, Any]
-
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
+    """Return the row of each configuration of one part."""
     part = configurations[0]["part"]
     each = {"masking": _masking, "std": _push}
     found = map(each[part], configurations) if part in each else _training(configurations)
@@ -84,7 +79,7 @@ def _expected(name: str, instance: Any, size: int, **call: Any) -> np.ndarray:
 
 
 def _masking(one: Mapping[str, Any]) -> Row:
-    """What masking removes from the gradient, and how many groups tie."""
+    """Share of the gradient that masking removes, and the share of groups that tie."""
     instance, size = instance_of(one["success"], one["seed"]), one["group_size"]
     truth, right = gradient("reverse_kl", instance), float(np.exp(instance.policy[0, 0]))
     lost = norm(truth - _expected("tied-groups-masked", instance, size)) / norm(truth)

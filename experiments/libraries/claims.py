@@ -1,4 +1,4 @@
-"""What libraries follow by default and did before: claims, the table of defaults, counts and dates."""
+"""Gradients that libraries follow by default and did before: claims, the table of defaults, counts and dates."""
 
 from collections.abc import Mapping
 
@@ -105,7 +105,7 @@ def _gradient(terms: Mapping[str, str]) -> str:
 
 
 def _unset(words: str) -> str:
-    """What happens if nothing is set, without the setting's name."""
+    """Return the behaviour if nothing is set, without the setting's name."""
     state, _, value = words.partition(", ")
     amount = value.rpartition(" = ")[2]
     return {"no KL": "off", "KL on": f"on, {amount}".replace(", True", ""), "the loss itself": "is the loss"}.get(

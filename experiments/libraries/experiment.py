@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kltest.adapters import NAMES
+from kltest.reproduce.frames import Row
 from kltest.scoreboard import history, recorded
 from kltest.scoreboard.classes import at_equal_lengths, class_of
 from kltest.scoreboard.rows import factor
@@ -14,11 +15,11 @@ from kltest.sweeps.settings import Settings
 from ..records import content
 
 PARTS = {
-    # What each library follows by default, once its KL term is on.
+    # Gradients that each library follows by default, once its KL term is on.
     "defaults": (),
     # Settings of the same function or trainer, kltest's among them, that follow ∇KL(π‖ref).
     "instead": (),
-    # What earlier releases followed.
+    # Gradients that earlier releases followed.
     "history": (),
 }
 SETTINGS = Settings(
@@ -28,15 +29,13 @@ SETTINGS = Settings(
     values={"part": tuple(PARTS)},
 )
 
-# What the KL of a default is to: the reference as a penalty, a teacher, whose KL is the objective, or neither.
+# The other side of a default's KL: the reference as a penalty, a teacher, whose KL is the objective, or neither.
 PENALTY, DISTILLATION, NEITHER = "penalty", "distillation", "no KL to a reference"
 # Relative bias that rounding leaves: libraries compute in float32.
 ROUNDING = 1e-3
 
 
 ROOMS = ("adapters", "scoreboard")
-
-Row = dict[str, Any]
 
 
 def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
@@ -84,7 +83,7 @@ def _history() -> Iterator[Row]:
 
 
 def _purpose(row: Mapping[str, Any]) -> str:
-    """What its KL is for, as the note of its setting and the library's own default say."""
+    """Return the purpose of its KL, as the note of its setting and the library's own default say."""
     if "teacher" in row["note"]:
         return DISTILLATION
     return NEITHER if NEITHER in row["unset"] else PENALTY

@@ -10,8 +10,9 @@ import torch
 
 from kltest.environments import Instance, bandit, ragged
 from kltest.estimators import find
+from kltest.reproduce.frames import Row
 from kltest.rollout import Rollout
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem
 from kltest.truth import optimum, value
 
@@ -28,16 +29,14 @@ SETTINGS = Settings(
     parts=PARTS,
     values={
         "part": tuple(PARTS),
-        "beta": (0.1, 0.5),
-        # What an adaptive controller of β goes by, and what is added to every reward.
+        "beta": Setting((0.1, 0.5), full=(0.03, 0.1, 0.3, 0.5, 1.0), allowed=(0.01, 10.0)),
+        # The reading that an adaptive controller of β goes by, and the number added to every reward.
         "read": ("kl", "mutated", "k2"),
-        "offset": (-1.0, 1.0),
+        "offset": Setting((-1.0, 1.0), full=(-2.0, -1.0, 1.0, 2.0), allowed=(-10.0, 10.0)),
         # Rewards and references of the controller's bandit.
-        "draw": 0,
+        "draw": Setting(0, full=tuple(range(10)), allowed=(0, 1000)),
     },
-    full={"draw": tuple(range(10)), "beta": (0.03, 0.1, 0.3, 0.5, 1.0), "offset": (-2.0, -1.0, 1.0, 2.0)},
     seeds={"quick": 2, "full": 20},
-    allowed={"beta": (0.01, 10.0), "offset": (-10.0, 10.0), "draw": (0, 1000)},
 )
 
 STEPS = 60  # updates with exact gradients, from the reference, at a learning rate of 1
@@ -46,10 +45,9 @@ LOOKS = (1, 2, 3, 5, 8, 12, 18, 27, 40, 60, 90, 135, 200)
 # Ziegler et al. 2019, §2.2: β ← β·(1 + gain·clip(KL/target − 1, ±clip)). Here the policy is π* of β in each round.
 CONTROLLER = {"target": 0.2, "clip": 0.2, "gain": 0.1, "start": 0.5, "rounds": 400, "every": 10}
 
-Row = dict[str, Any]
-
 
 def compute(configuration: Mapping[str, Any]) -> list[Row]:
+    """Return the rows of one part with its settings."""
     part = {"mutation": _mutation, "controller": _controller, "logged": _logged}[configuration["part"]]
     return [{**configuration, **row} for row in part(configuration)]
 

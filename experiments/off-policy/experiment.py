@@ -11,8 +11,9 @@ from kltest.environments import Instance, ngram, sequence
 from kltest.loss.calling import bind
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
+from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient, optimum, recursions, value
 from kltest.truth.off_policy import along
@@ -22,7 +23,7 @@ from ..fixed_points import token_k2_fixed_point, token_k3_fixed_point
 from ..paths import ascents, problems, seed_of
 from ..rollouts import moments, projected
 
-# What each part varies; it takes no notice of the other settings.
+# Settings that each part varies; it takes no notice of the others.
 PARTS: dict[str, tuple[str, ...]] = {
     "path": ("length", "staleness", "estimator", "seed"),
     "length": ("tokens", "compared", "seed"),
@@ -63,64 +64,36 @@ SETTINGS = Settings(
     values={
         "part": tuple(PARTS),
         # Tokens of a rollout, and how many updates ago the sampler was the policy.
-        "length": (1, 3),
-        "staleness": (0, 1, 4, 8, 16, 32, 64),
+        "length": Setting((1, 3), full=(1, 2, 3, 4), allowed=(1, 5)),
+        "staleness": Setting((0, 1, 4, 8, 16, 32, 64), full=(0, 1, 2, 4, 8, 16, 32, 64), allowed=(0, 64)),
         "estimator": ESTIMATORS,
         # Bias and variance against length.
-        "tokens": (1, 2, 4, 6, 10),
+        "tokens": Setting((1, 2, 4, 6, 10), full=(1, 2, 3, 4, 6, 8, 10, 12), allowed=(1, 12)),
         "compared": (
             *("k2-loss", "k1-reward", "k3-ratio", "k3-broadcast-ratio", "k2-prefix-ratio"),
             *("k1-reward-sequence-ratio", "k1-reward-to-go-prefix-ratio"),
         ),
         # Effective sample sizes: the longest rollout, and how far the sampler's logits are off.
-        "horizon": 1000,
-        "noise": (0.05, 0.1, 0.2, 0.4),
+        "horizon": Setting(1000, full=10_000, allowed=(1, 100_000)),
+        "noise": Setting((0.05, 0.1, 0.2, 0.4), full=(0.025, 0.05, 0.1, 0.2, 0.4, 0.8), allowed=(0.001, 2.0)),
         "recipe": tuple(RECIPES),
         # Updates to one sampler: whose stability is looked at, and with which is trained.
-        "updates": (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64),
-        "inner_steps": (1, 4, 16, 64),
+        "updates": Setting((1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 64), allowed=(1, 4096)),
+        "inner_steps": Setting((1, 4, 16, 64), full=(1, 2, 4, 8, 16, 32, 64, 128), allowed=(1, 4096)),
         # 0: exact expectations.
-        "batch_size": (0, 32),
-        "steps": 384,
-        "learning_rate": 0.7,
+        "batch_size": Setting((0, 32), full=(0, 8, 32, 128), allowed=(0, 4096)),
+        "steps": Setting(384, full=4096, allowed=(64, 1_000_000)),
+        # Beyond 2, a single update is too long to settle, stale or not.
+        "learning_rate": Setting(0.7, allowed=(0.1, 2.0)),
         # Paths of several environments: where they start, tokens of a rollout, updates that the policy has made, and
         # updates that the sampler is behind.
         "start": ("reference", "away"),
-        "aged": (3,),
-        "made": (16, 64),
-        "age": (1, 4, 16),
-    },
-    full={
-        "aged": (2, 3, 4),
-        "made": (8, 16, 32, 64),
-        "age": (1, 4, 16, 64),
-        "length": (1, 2, 3, 4),
-        "staleness": (0, 1, 2, 4, 8, 16, 32, 64),
-        "tokens": (1, 2, 3, 4, 6, 8, 10, 12),
-        "horizon": 10_000,
-        "noise": (0.025, 0.05, 0.1, 0.2, 0.4, 0.8),
-        "inner_steps": (1, 2, 4, 8, 16, 32, 64, 128),
-        "batch_size": (0, 8, 32, 128),
-        "steps": 4096,
+        "aged": Setting((3,), full=(2, 3, 4), allowed=(1, 5)),
+        "made": Setting((16, 64), full=(8, 16, 32, 64), allowed=(1, 64)),
+        "age": Setting((1, 4, 16), full=(1, 4, 16, 64), allowed=(1, 64)),
     },
     seeds={"quick": 2, "full": 10},
     applies=lambda one: one["part"] != "age" or one["age"] <= one["made"],
-    allowed={
-        "length": (1, 5),
-        "staleness": (0, 64),
-        "tokens": (1, 12),
-        "aged": (1, 5),
-        "made": (1, 64),
-        "age": (1, 64),
-        "horizon": (1, 100_000),
-        "noise": (0.001, 2.0),
-        "updates": (1, 4096),
-        "inner_steps": (1, 4096),
-        "batch_size": (0, 4096),
-        "steps": (64, 1_000_000),
-        # Beyond, a single update is too long to settle, stale or not.
-        "learning_rate": (0.1, 2.0),
-    },
 )
 
 # The path: ascent with exact expectations on E[R] − β·KL, R normal for every prefix and token; whoever is `staleness`
@@ -214,12 +187,12 @@ def ratio_free_settles(row: Mapping[str, Any]) -> bool | None:
 #
 # Where training rests on-policy it rests for any number of updates a cycle, as a sampler that equals the policy is on
 # policy. A small step δ away becomes M·δ after a cycle, and dies away where all eigenvalues of M are smaller than one.
-Row = dict[str, Any]
 # Central differences: errors of a few hundred times this squared, and of 1e-16 over this.
 STEP = 1e-6
 
 
 def of_stability(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
+    """Return a row for each configuration: the spectrum of a cycle of updates at its fixed point."""
     return [[{**one, **_cycle(one)}] for one in configurations]
 
 
@@ -298,7 +271,7 @@ def of_age(start: str, tokens: int, made: int, age: int, seed: int) -> list[Row]
     for draw, (logits, reference) in enumerate(_paths(names, tokens, STARTS[start])):
         path = logits[: made + 1]
         instance = Instance.of(sequence(int(PATH["vocabulary"]), tokens), path[-1], reference, path[-1 - age])
-        # What the last update did to log-probs, to first order: its logits, centred by the policy.
+        # Effect of the last update on log-probs, to first order: its logits, centred by the policy.
         step = path[-1] - path[-2]
         change = step - (np.exp(instance.policy) * step).sum(axis=1, keepdims=True)
         rows.append({"draw": draw, **_aged(instance, change, age)})
@@ -428,11 +401,13 @@ def of_length(tokens: int, compared: str, seed: int) -> list[Row]:
 
 
 def on_path(length: int, staleness: int, seed: int) -> Instance:
+    """Return the policy at the end of a path of training and a sampler so many updates older."""
     ((logits, reference),) = _paths((("path", length, seed),), length, PATH["distance"])
     return Instance.of(sequence(int(PATH["vocabulary"]), length), logits[-1], reference, logits[-1 - staleness])
 
 
 def tree(tokens: int, seed: int) -> Instance:
+    """Return a policy, reference and sampler whose next-token logits depend on the last token alone."""
     environment = sequence(int(TREE["vocabulary"]), tokens)
     generator, vocabulary = np.random.default_rng(seed_of("length", seed)), environment.vocabulary
     # A row at the start and one after each token; prefixes of a length are in lexicographic order.
@@ -506,6 +481,7 @@ def of_training(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
 
 
 def problem(seed: int) -> Any:
+    """Return an environment with reference and rewards, the start at a distance from the reference."""
     environment = sequence(int(TRAINED["vocabulary"]), int(TRAINED["length"]))
     return Problem.draw(environment, seed_of("training", seed), distance=TRAINED["distance"], reward="normal")
 
@@ -529,6 +505,7 @@ def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, 
 
 
 def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]]:
+    """Return the rows of each configuration of one part."""
     part = configurations[0]["part"]
     if part in ("training", "stability"):
         return {"training": of_training, "stability": of_stability}[part](configurations)

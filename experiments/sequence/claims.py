@@ -27,19 +27,17 @@ numbers = Numbers()
 tidy = ordered(PARTS)
 
 
-for _words, _names, _column in (
-    (
-        "a token-level loss follows the local gradient `Σ_t E ∇KL_t`, prefixes held fixed, at any length",
-        LOCAL,
-        "off_local",
-    ),
-    ("k1 in the reward with credit for later tokens follows ∇KL(π‖ref), at any length", RIGHT, "bias"),
-):
+@claims.measure(TANG_MUNOS, SUMS, share_off=near(0, EXACT), estimators=LOCAL, column="off_local")
+def _local_followed(rows: pd.DataFrame, estimators: tuple[str, ...], column: str) -> Measured:
+    """a token-level loss follows the local gradient `Σ_t E ∇KL_t`, prefixes held fixed, at any length"""
+    found = need(rows, "estimators", estimator=estimators)
+    return {"share_off": found[column], "longest": found["length"].max()}
 
-    @claims.measure(TANG_MUNOS, SUMS, claim=_words, share_off=near(0, EXACT), estimators=_names, column=_column)
-    def _followed(rows: pd.DataFrame, estimators: tuple[str, ...], column: str) -> Measured:
-        found = need(rows, "estimators", estimator=estimators)
-        return {"share_off": found[column], "longest": found["length"].max()}
+
+@claims.measure(TANG_MUNOS, SUMS, share_off=near(0, EXACT), estimators=RIGHT, column="bias")
+def _truth_followed(rows: pd.DataFrame, estimators: tuple[str, ...], column: str) -> Measured:
+    """k1 in the reward with credit for later tokens follows ∇KL(π‖ref), at any length"""
+    return _local_followed(rows, estimators, column)
 
 
 @claims.measure(BLIND, "rounding", to_go_off=near(0, 1e-12), the_others=near(0, 1e-15))

@@ -11,7 +11,8 @@ from kltest.environments import Instance, ngram, sequence
 from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic, exact
-from kltest.sweeps.settings import Settings
+from kltest.reproduce.frames import Row
+from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient, value
 from kltest.truth.gradients import credit_pairs
@@ -20,7 +21,7 @@ from ..arrays import cosine, generator, norm
 from ..fixed_points import token_k2_fixed_point
 from ..jacobians import asymmetry, jacobian
 
-# What each part varies; it takes no notice of the other settings.
+# Settings that each part varies; it takes no notice of the others.
 PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "length": ("length", "steering", "seed"),
     "vocabulary": ("vocabulary", "steering", "seed"),
@@ -42,34 +43,30 @@ SETTINGS = Settings(
     parts=PARTS,
     values={
         "part": tuple(PARTS),
-        "length": (1, 2, 5, 10, 30, 100, 300, 1000, 10_000),
-        "vocabulary": (2, 4, 8, 16, 32, 64),
-        "steering": (0.0, 0.5, 0.75, 0.9, 0.99),
-        "estimator": ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go"),
+        "length": Setting(
+            (1, 2, 5, 10, 30, 100, 300, 1000, 10_000),
+            full=(1, 2, 3, 5, 10, 20, 30, 50, 100, 300, 1000, 3000, 10_000),
+            allowed=(1, 10_000),
+        ),
+        "vocabulary": Setting((2, 4, 8, 16, 32, 64), full=(2, 3, 4, 8, 16, 32, 64, 128), allowed=(2, 200)),
+        "steering": Setting(
+            (0.0, 0.5, 0.75, 0.9, 0.99), full=(0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999), allowed=(0.0, 0.999)
+        ),
+        "estimator": Setting(
+            ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go"),
+            allowed=(
+                *("k1-loss", "k2-loss", "k3-loss", "abs-loss", "full-loss", "k3-straight-through", "k3-inverted"),
+                *("k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k2-reward", "k3-reward"),
+            ),
+        ),
         # Policies and references for which estimators are judged, and rectangles.
-        "draw": 0,
-    },
-    full={
-        "draw": tuple(range(10)),
-        "length": (1, 2, 3, 5, 10, 20, 30, 50, 100, 300, 1000, 3000, 10_000),
-        "vocabulary": (2, 3, 4, 8, 16, 32, 64, 128),
-        "steering": (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999),
+        "draw": Setting(0, full=tuple(range(10)), allowed=(0, 1000)),
     },
     seeds={"quick": 2, "full": 10},
     applies=lambda one: one["part"] != "field" or one["length"] <= LONGEST_FIELD,
-    allowed={
-        "length": (1, 10_000),
-        "vocabulary": (2, 200),
-        "steering": (0.0, 0.999),
-        "draw": (0, 1000),
-        "estimator": (
-            *("k1-loss", "k2-loss", "k3-loss", "abs-loss", "full-loss", "k3-straight-through", "k3-inverted"),
-            *("k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k2-reward", "k3-reward"),
-        ),
-    },
 )
 
-# Where a part does not vary them.
+# Settings of parts that do not vary them.
 VOCABULARY = 8
 LENGTH = 100
 STEERING = 0.9
@@ -149,7 +146,6 @@ def coin_kl(logit: float) -> float:
 
 
 Configuration = Mapping[str, Any]
-Row = dict[str, Any]
 
 
 def compute(configuration: Configuration) -> list[Row]:
@@ -179,12 +175,7 @@ def _estimators(length: int, estimator: str, seed: int) -> list[Row]:
     instance = persistent(VOCABULARY, length, STEERING, seed)
     whole, local = (gradient(name, instance) for name in ("reverse_kl", "local_reverse_kl"))
     found = dynamic(resolve(estimator), instance).gradient
-    return [
-        {
-            "bias": norm(found - whole) / norm(whole),
-            "off_local": norm(found - local) / norm(whole),
-        }
-    ]
+    return [{"bias": norm(found - whole) / norm(whole), "off_local": norm(found - local) / norm(whole)}]
 
 
 def _credit(steering: float, seed: int) -> list[Row]:

@@ -30,18 +30,17 @@ tidy = ordered(PARTS)
 SUMS = "sums of thousands of rollouts in float64"
 EMPTY = "rounding stays far below; a part that is there may be small, but not as small as this"
 
-for _words, _names, _column in (
-    (
-        "a token-level loss follows the local gradient `Σ_t E ∇KL_t`, states held fixed, under stochastic dynamics too",
-        LOCAL,
-        "off_local",
-    ),
-    ("k1 in the reward with credit for later steps follows ∇KL(π‖ref)", RIGHT, "bias"),
-):
 
-    @claims.measure(TANG_MUNOS, SUMS, claim=_words, off=near(0, EXACT), estimators=_names, column=_column)
-    def _followed(rows: pd.DataFrame, estimators: tuple[str, ...], column: str) -> Measured:
-        return {"off": need(rows, "estimators", estimator=estimators)[column]}
+@claims.measure(TANG_MUNOS, SUMS, off=near(0, EXACT), estimators=LOCAL, column="off_local")
+def _local_followed(rows: pd.DataFrame, estimators: tuple[str, ...], column: str) -> Measured:
+    """a token-level loss follows the local gradient `Σ_t E ∇KL_t`, states held fixed, under stochastic dynamics too"""
+    return {"off": need(rows, "estimators", estimator=estimators)[column]}
+
+
+@claims.measure(TANG_MUNOS, SUMS, off=near(0, EXACT), estimators=RIGHT, column="bias")
+def _truth_followed(rows: pd.DataFrame, estimators: tuple[str, ...], column: str) -> Measured:
+    """k1 in the reward with credit for later steps follows ∇KL(π‖ref)"""
+    return _local_followed(rows, estimators, column)
 
 
 @claims.measure(TANG_MUNOS, EMPTY, missed_in_one_step=near(0, EXACT), missed_in_more=above(VISIBLE), slip=below(1))

@@ -13,13 +13,14 @@ from kltest.environments import END, Environment, Instance, mdp, tabular
 from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic
-from kltest.sweeps.settings import Settings
+from kltest.reproduce.frames import Row
+from kltest.sweeps.settings import Setting, Settings
 from kltest.truth import gradient
 
 from ..arrays import generator, norm
-from ..jacobians import asymmetry, jacobian
+from ..jacobians import asymmetry, jacobian, next_contexts
 
-# What each part varies; it takes no notice of the other settings.
+# Settings that each part varies; it takes no notice of the others.
 PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "environments": ("environment", "horizon", "slip", "seed"),
     "estimators": {"environment": "environment", "estimator": "estimator", "seed": "draw"},
@@ -38,33 +39,30 @@ SETTINGS = Settings(
     values={
         "part": tuple(PARTS),
         "environment": ("chain", "grid", "random"),
-        "horizon": (1, 2, 4, 8, 16, 32, 64),
-        "slip": (0.0, 0.25, 0.5, 0.75, 1.0),
-        "estimator": ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go", "k1-reward"),
+        "horizon": Setting(
+            (1, 2, 4, 8, 16, 32, 64), full=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256), allowed=(1, 1000)
+        ),
+        "slip": Setting(
+            (0.0, 0.25, 0.5, 0.75, 1.0),
+            full=(0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
+            allowed=(0.0, 1.0),
+        ),
+        "estimator": Setting(
+            ("k2-loss", "full-loss", "k3-loss", "k1-reward-immediate", "k1-reward-to-go", "k1-reward"),
+            allowed=(
+                *("k1-loss", "k2-loss", "k3-loss", "abs-loss", "full-loss", "k3-straight-through", "k3-inverted"),
+                *("k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k2-reward", "k3-reward"),
+            ),
+        ),
         # Policies and references for which estimators are judged.
-        "draw": 0,
-        "beta": (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0),
-        "reference": (0.02, 0.1),
-    },
-    full={
-        "draw": tuple(range(10)),
-        "horizon": (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256),
-        "slip": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
-        "reference": (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+        "draw": Setting(0, full=tuple(range(10)), allowed=(0, 1000)),
+        "beta": Setting((0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.4, 1.6, 2.0), allowed=(0.2, 10.0)),
+        "reference": Setting(
+            (0.02, 0.1), full=(0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5), allowed=(0.001, 0.9)
+        ),
     },
     seeds={"quick": 3, "full": 20},
     applies=lambda one: one["part"] != "rotation" or one["beta"] in ROTATION_BETAS,
-    allowed={
-        "horizon": (1, 1000),
-        "slip": (0.0, 1.0),
-        "estimator": (
-            *("k1-loss", "k2-loss", "k3-loss", "abs-loss", "full-loss", "k3-straight-through", "k3-inverted"),
-            *("k1-reward", "k1-reward-to-go", "k1-reward-immediate", "k2-reward", "k3-reward"),
-        ),
-        "draw": (0, 1000),
-        "beta": (0.2, 10.0),
-        "reference": (0.001, 0.9),
-    },
 )
 
 # The environments. An action that slips is one that was drawn uniformly.
@@ -73,7 +71,7 @@ GRID = (5, 4)  # columns, rows: right, up, left or down, or where one is at a wa
 RANDOM = {"states": 12, "actions": 3, "branches": 3}
 # Policy and reference have independent normal logits of these standard deviations around a common table.
 SPREAD = {"common": 0.7, "own": 0.7}
-# Where the estimators are judged.
+# The processes in which estimators are judged.
 JUDGED = {"horizon": 4, "slip": 0.25}
 
 # The picture: where the reference drifts to the right, and the policy departs from it around a coin only.
@@ -105,7 +103,7 @@ def environment(name: str, horizon: int, slip: float, seed: int) -> Environment:
     if name == "grid":
         return grid(*GRID, horizon, slip, start=0)
     drawn = mdp(**RANDOM, horizon=horizon, seed=int(generator("world", seed).integers(2**31)))
-    dense = drawn.transition.toarray().reshape(drawn.n_contexts, drawn.vocabulary, drawn.n_contexts)
+    dense = next_contexts(drawn)
     return from_dense("random", (1 - slip) * dense + slip * dense.mean(axis=1, keepdims=True), horizon, drawn)
 
 
@@ -187,7 +185,7 @@ def ending(seed: int, number: int) -> tuple[Environment, np.ndarray]:
     drawn = generator("ending", seed, number)
     start = np.full(size["states"], 1 / size["states"])
     process = mdp(**size, horizon=STEPS, seed=int(drawn.integers(2**31)), start=start)
-    dense = process.transition.toarray().reshape(process.n_contexts, process.vocabulary, process.n_contexts)
+    dense = next_contexts(process)
     return (
         from_dense("ending", CONTINUES * dense, STEPS, process),
         drawn.standard_normal((process.n_contexts, process.vocabulary)),
@@ -200,7 +198,7 @@ def rest(process: Environment, reference: np.ndarray, beta: float, soft: bool) -
     `soft`: Q counts the KL still to come, as ∇KL(π‖ref) does; else it is of the reward alone, as under a token-level
     loss. Half of every step is kept, so that it settles.
     """
-    dense = process.transition.toarray().reshape(process.n_contexts, process.vocabulary, process.n_contexts)
+    dense = next_contexts(process)
     log_reference = table(reference)
     policy = log_reference
     for _ in range(2000):
@@ -276,7 +274,6 @@ def _root(of: Callable[[float], float], low: float, high: float) -> float:
 
 
 Configuration = Mapping[str, Any]
-Row = dict[str, Any]
 
 
 def compute(configuration: Configuration) -> list[Row]:
@@ -372,11 +369,7 @@ def _eigenvalues(matrix: np.ndarray, instance: Instance) -> Row:
     found = np.linalg.eigvals(basis.T @ matrix @ basis)
     turn = np.abs(found.imag) / np.abs(found.real)
     most = found[np.argmax(turn)]
-    return {
-        "turn": float(turn.max()),
-        "real": float(most.real),
-        "imaginary": abs(float(most.imag)),
-    }
+    return {"turn": float(turn.max()), "real": float(most.real), "imaginary": abs(float(most.imag))}
 
 
 COMPUTE: dict[str, Callable[..., list[Row]]] = {

@@ -1,4 +1,4 @@
-"""What each gradient trains to: claims about all draws, and the numbers that the paper cites."""
+"""Ends of training with each gradient: claims about all draws, and the numbers that the paper cites."""
 
 from collections.abc import Sequence
 
@@ -105,7 +105,7 @@ def _of_the_ends(rows: pd.DataFrame) -> Cited:
 
 
 def tables(rows: Rows) -> dict[str, list[Row]]:
-    """Where expected gradients end: means over draws, and the extremes of what is lost against the correct one."""
+    """Ends of training with expected gradients: means over draws, and extremes of the loss against the correct one."""
     found = []
     for environment in rows["environment"].unique():
         right = _ends(rows, CORRECT, environment=environment)

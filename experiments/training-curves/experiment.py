@@ -10,8 +10,9 @@ from scipy.stats import t
 
 from kltest.environments import bandit, mdp, sequence
 from kltest.environments.policies import table
+from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
-from kltest.sweeps.settings import Settings
+from kltest.sweeps.settings import Setting, Settings
 from kltest.sweeps.store import digest
 from kltest.training import Problem, Run, train
 
@@ -40,32 +41,22 @@ SETTINGS = Settings(
     values={
         "environment": ("bandit", "sequence", "mdp"),
         "estimator": tuple(GRADIENTS),
-        "beta": 0.5,
-        "learning_rate": 0.5,
-        "batch_size": 16,
+        "beta": Setting(0.5, allowed=(0.001, 1000.0)),
+        "learning_rate": Setting(0.5, allowed=(1e-4, 10.0)),
+        "batch_size": Setting(16, allowed=(1, 4096)),
         # Updates, and how many lie between two measurements.
-        "updates": 400,
-        "every": 20,
+        "updates": Setting(400, allowed=(1, 100_000)),
+        "every": Setting(20, full=10, allowed=(1, 10_000)),
         # Sampled runs of one draw of the environment.
-        "runs": 16,
+        "runs": Setting(16, full=64, allowed=(2, 10_000)),
     },
-    full={"runs": 64, "every": 10},
     seeds={"quick": 3, "full": 10},
-    allowed={
-        "beta": (0.001, 1000.0),
-        "learning_rate": (1e-4, 10.0),
-        "batch_size": (1, 4096),
-        "updates": (1, 100_000),
-        "every": (1, 10_000),
-        "runs": (2, 10_000),
-    },
 )
 
 
 BATCHING = Batching(("seed", "estimator"), size=18)
 MEASURED = ("reward", "kl", "objective")
 
-Row = dict[str, Any]
 Configuration = Mapping[str, Any]
 
 

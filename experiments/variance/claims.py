@@ -53,10 +53,7 @@ def _published(rows: pd.DataFrame) -> pd.Series:
 def _noisier(rows: pd.DataFrame) -> Measured:
     """Rao–Blackwell's value can be the noisier one: the inequality that was published fails for two tokens"""
     row = _published(rows)
-    return {
-        "times_as_noisy": row["rao_blackwell"] / row["monte_carlo"],
-        **{name: f"{row[name]:.5f}" for name in PAIR},
-    }
+    return {"times_as_noisy": row["rao_blackwell"] / row["monte_carlo"], **{name: f"{row[name]:.5f}" for name in PAIR}}
 
 
 @claims.measure(
@@ -71,41 +68,28 @@ def _by_distance(rows: pd.DataFrame, close: Bound, far: Bound) -> Measured:
     return {"fails_near": int(few), "fails_far": int(many), "near": int(of), "far": int(of_far)}
 
 
-for _words, _name, _bound, _spread in (
-    (
-        "it fails more often where the policy is sure of its tokens: at the largest spread of logits more than at the "
-        "smallest",
-        "spread",
-        above(0),
-        at_least(0),
-    ),
-    (
-        "for mild policies, of a spread up to {spread}, it fails less often with more tokens to choose from: with the "
-        "largest vocabulary less than with the smallest",
-        "vocabulary",
-        below(0),
-        MILD,
-    ),
-):
+COUNTS = "exact for each environment; counts over the same cells"
 
-    @claims.measure(
-        OWN,
-        "exact for each environment; counts over the same cells",
-        claim=_words,
-        more_failures=_bound,
-        name=_name,
-        distance=FAR,
-        spread=_spread,
-    )
-    def _fails_by(rows: pd.DataFrame, name: str, distance: Bound, spread: Bound) -> Measured:
-        found = need(rows, "rates", distance=distance, spread=spread)
-        others = [one for one in ("vocabulary", "length", "distance", "spread", "seed") if one != name]
-        # In cells that both ends have.
-        cells = found.assign(share=found["value_fails"] / found["environments"]).pivot_table("share", others, name)
-        ends = cells[list(dict.fromkeys((cells.columns.min(), cells.columns.max())))].dropna().mean()
-        require(len(ends) == 2 and found["environments"].sum() >= MANY)
-        few, many = ends
-        return {"more_failures": many - few, "failures": [f"{share:.1%} at {end:g}" for end, share in ends.items()]}
+
+@claims.measure(OWN, COUNTS, more_failures=above(0), name="spread", distance=FAR, spread=at_least(0))
+def _fails_by(rows: pd.DataFrame, name: str, distance: Bound, spread: Bound) -> Measured:
+    """it fails more often where the policy is sure of its tokens: at the largest spread of logits more than at the
+    smallest"""
+    found = need(rows, "rates", distance=distance, spread=spread)
+    others = [one for one in ("vocabulary", "length", "distance", "spread", "seed") if one != name]
+    # In cells that both ends have.
+    cells = found.assign(share=found["value_fails"] / found["environments"]).pivot_table("share", others, name)
+    ends = cells[list(dict.fromkeys((cells.columns.min(), cells.columns.max())))].dropna().mean()
+    require(len(ends) == 2 and found["environments"].sum() >= MANY)
+    few, many = ends
+    return {"more_failures": many - few, "failures": [f"{share:.1%} at {end:g}" for end, share in ends.items()]}
+
+
+@claims.measure(OWN, COUNTS, more_failures=below(0), name="vocabulary", distance=FAR, spread=MILD)
+def _fails_by_vocabulary(rows: pd.DataFrame, name: str, distance: Bound, spread: Bound) -> Measured:
+    """for mild policies, of a spread up to {spread}, it fails less often with more tokens to choose from: with the
+    largest vocabulary less than with the smallest"""
+    return _fails_by(rows, name, distance, spread)
 
 
 @claims.measure(OWN, "exact for each environment; counts", gradient_fails=above(0), share_of_the_values=below(1))
@@ -235,8 +219,7 @@ def _in_training(rows: pd.DataFrame) -> pd.DataFrame:
     """The record's variances along training, as ratios."""
     found = need(rows, "language", what="training")
     return found.assign(
-        removed=1 - found["exact"] / found["sampled"],
-        objective=found["objective_exact"] / found["objective_sampled"],
+        removed=1 - found["exact"] / found["sampled"], objective=found["objective_exact"] / found["objective_sampled"]
     )
 
 

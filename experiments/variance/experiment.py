@@ -10,7 +10,8 @@ import numpy as np
 
 from kltest.environments import Instance, sequence
 from kltest.environments.policies import remainder, score_norms, softmax_gradient, sum_of_others, table
-from kltest.sweeps.settings import Settings
+from kltest.reproduce.frames import Row
+from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem
 from kltest.truth.off_policy import along
 
@@ -76,44 +77,27 @@ SETTINGS = Settings(
     applies=lambda one: one["part"] != "rates" or one["vocabulary"] ** one["length"] <= MOST,
     values={
         "part": tuple(PARTS),
-        "reference": (*(round(0.05 * step, 2) for step in range(1, 20)),),
-        "vocabulary": (2, 3, 4, 8),
-        "length": (2, 3, 4, 6, 8),
-        "distance": (0.1, 0.3, 1.0, 3.0, 10.0),
-        "spread": (1.0, 4.0),
-        "environments": 1000,
-        "compared": 50,
+        "reference": Setting((*(round(0.05 * step, 2) for step in range(1, 20)),), allowed=(0.001, 0.999)),
+        "vocabulary": Setting((2, 3, 4, 8), allowed=(2, 32)),
+        "length": Setting((2, 3, 4, 6, 8), allowed=(2, 10)),
+        "distance": Setting(
+            (0.1, 0.3, 1.0, 3.0, 10.0), full=(0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0), allowed=(0.01, 30.0)
+        ),
+        "spread": Setting((1.0, 4.0), full=(1.0, 2.0, 4.0, 8.0), allowed=(0.01, 8.0)),
+        "environments": Setting(1000, full=10_000, allowed=(10, 1_000_000)),
+        "compared": Setting(50, full=500, allowed=(10, 100_000)),
         # Environments in which budgets are spent.
-        "budgeted": 100,
+        "budgeted": Setting(100, full=500, allowed=(10, 100_000)),
         # Paths of training: where they start, and updates that the policy has made.
         "start": ("reference", "away"),
-        "made": (1, 4, 16, 64),
-    },
-    full={
-        "distance": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
-        "spread": (1.0, 2.0, 4.0, 8.0),
-        "environments": 10_000,
-        "compared": 500,
-        "budgeted": 500,
+        "made": Setting((1, 4, 16, 64), allowed=(0, 64)),
     },
     seeds={"quick": 1, "full": 2},
-    allowed={
-        "reference": (0.001, 0.999),
-        "vocabulary": (2, 32),
-        "length": (2, 10),
-        "distance": (0.01, 30.0),
-        "spread": (0.01, 8.0),
-        "environments": (10, 1_000_000),
-        "compared": (10, 100_000),
-        "budgeted": (10, 100_000),
-        "made": (0, 64),
-    },
 )
 
 EXACT = 1e-10  # sums of up to a thousand terms in float64
 
-Row = dict[str, Any]
-# What was measured on a language model, made by `language.py`.
+# Measurements on a language model, made by `language.py`.
 RECORD = Path(__file__).parent / "language.csv"
 
 
@@ -161,6 +145,7 @@ class Noise:
 
     @property
     def variance(self) -> np.ndarray:
+        """The whole variance: of visits, of the token and of the future."""
         return self.visits + self.token + self.future
 
 
@@ -196,6 +181,7 @@ class Environments:
 
     @property
     def length(self) -> int:
+        """The number of tokens T."""
         return len(self.policy)
 
     def tables(self, environment: int) -> tuple[np.ndarray, np.ndarray]:
@@ -204,10 +190,12 @@ class Environments:
 
     @cached_property
     def chance(self) -> Levels:
+        """(W, Vᵗ, V) probabilities of next tokens, for each t."""
         return [np.exp(level) for level in self.policy]
 
     @cached_property
     def u(self) -> Levels:
+        """(W, Vᵗ, V) log-ratios log π/ref, for each t."""
         return [policy - reference for policy, reference in zip(self.policy, self.reference, strict=True)]
 
     @cached_property

@@ -21,6 +21,7 @@ from kltest.finetune.settings import Settings
 from kltest.finetune.tasks import task_named
 from kltest.language_models.generation import Rollouts
 from kltest.language_models.scoring import score
+from kltest.reproduce.frames import Row
 
 from ..finetune.experiment import settings_for
 from ..finetune.settings import BETA, SAME
@@ -29,8 +30,6 @@ from .experiment import LANGUAGE, RECORD, RECORDED_SHARES
 
 FIGURES = 5
 """Significant figures that rows keep."""
-
-Row = dict[str, Any]
 
 
 def record(seed: int, **changes: Any) -> list[Row]:

@@ -10,7 +10,7 @@ HOME = "https://github.com/hiyouga/EasyR1"
 SOURCE = f"{HOME}/blob/{COMMIT}/verl/trainer/config.py"
 ALGORITHMS = "verl.trainer.core_algos"
 TRAINER = "verl.trainer.ray_trainer"
-# What its modules import beside, and these functions do not use.
+# Modules that it imports and these functions do not use.
 UNUSED = ("transformers",)
 KINDS = ("kl", "abs", "mse", "low_var_kl")
 

@@ -6,9 +6,9 @@ from kltest.adapters.installed import found
 COMMIT = "7ea279abfb"
 HOME = "https://github.com/NVIDIA-NeMo/RL"
 MODULE = "nemo_rl.algorithms.loss.loss_functions"
-# What its modules import beside and the losses do not use; importing it depends on the version.
+# Modules that it imports and the losses do not use; importing them depends on the version.
 UNUSED = ("transformers", "ray")
-# What pydantic needs.
+# Needed by pydantic.
 PYDANTIC = ("annotated-types", "typing-inspection", "typing-extensions")
 
 

@@ -101,9 +101,11 @@ class TabularLM(PreTrainedModel, GenerationMixin):
         """Keep the identity as it is."""
 
     def get_input_embeddings(self) -> Any:
+        """Return None: the table has no embeddings."""
         return None
 
     def get_output_embeddings(self) -> nn.Linear:
+        """Return the linear layer whose weights are the table of logits."""
         return self.lm_head
 
     @contextmanager

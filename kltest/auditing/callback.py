@@ -32,7 +32,7 @@ from kltest.samples.sketch import SIZE
 
 LOGGED = ("reverse_kl", "local_reverse_kl", "local_forward_kl")
 FORWARD, SCORE, LOSS = "_get_per_token_logps_and_entropies", "_generate_and_score_completions", "compute_loss"
-# What a batch is given to carry: group, step of generation, advantages at β = 0, log-probs under the sampler.
+# Fields that a batch is given to carry: group, step of generation, advantages at β = 0, log-probs under the sampler.
 GROUP, STEP, WITHOUT, OLD = "kl_audit_group", "kl_audit_step", "kl_audit_without", "kl_audit_old"
 
 
@@ -95,6 +95,7 @@ class KLAuditCallback(TrainerCallback):
 
     @property
     def last(self) -> Audit | None:
+        """The latest audit, None before the first."""
         return next(reversed(self.audits.values()), None)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:

@@ -212,24 +212,26 @@ class Tokens:
         if weight == "past":
             return u.cumsum(1) - u
         if weight == "future":
-            surprise = self.ratio * u - self._expected["u", ""]
-            weighted = self.before * surprise
-            return (weighted.flip(1).cumsum(1).flip(1) - weighted) / self.through.clamp(min=1e-30)
+            return self._after(self.ratio * u - self._expected["u", ""])
         return OWN[weight](self.logp, self.ref_logp, self.old_logp)
+
+    def _after(self, cost: Tensor) -> Tensor:
+        """(B, T) Σ_{s>t} ρ_{t+1:s−1}·cost_s: ratios before s, over those through t."""
+        return _sum_after(self.before * cost) / self.through.clamp(min=1e-30)
 
     def _later(self, part: Part) -> tuple[Tensor, Tensor]:
         cost = self._expected[part.weight, "" if part.at == "" else AT_SAMPLER]
-        if part.at == "":
-            # Σ_{s>t} ρ_{t+1:s−1}·cost_s: ratios before s, over those through t.
-            weighted = self.before * cost
-            later = (weighted.flip(1).cumsum(1).flip(1) - weighted) / self.through.clamp(min=1e-30)
-        else:
-            later = cost.flip(1).cumsum(1).flip(1) - cost
+        later = self._after(cost) if part.at == "" else _sum_after(cost)
         base = others_mean(later * self.live)
         if part.at == AT_ROLLOUTS:
             return (later - base) * self.live, base * self.live
         weight = self.through if part.at == "" else self.ratio
         return weight * (later - base) * self.live, torch.zeros_like(later)
+
+
+def _sum_after(values: Tensor) -> Tensor:
+    """(B, T) Σ_{s>t} of the values."""
+    return values.flip(1).cumsum(1).flip(1) - values
 
 
 def others_mean(values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import typer
 import typer.core
 import typer.main
 
-from kltest.errors import KltestError
+from kltest.errors import INTERRUPTED, KltestError
 from kltest.version import VERSION
 
 # The module of each command and its help, in the order of `--help`; the function is `command` or has its name. A
@@ -59,7 +59,7 @@ def with_exit_code(command: Callable[..., int | None]) -> Callable[..., NoReturn
             code = error.exit_code
         except KeyboardInterrupt:
             typer.echo("kltest: interrupted", err=True)
-            code = 130
+            code = INTERRUPTED
         except BrokenPipeError:
             # The reader is gone (`kltest list | head`).
             _give_up_standard_output()

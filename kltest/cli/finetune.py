@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kltest.errors import UsageError
+from kltest.errors import INTERRUPTED, UsageError
 from kltest.files import as_json, writable, write
 from kltest.render.tables import Terminal, table
 from kltest.truth import render
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from kltest.finetune.exact import ExactRow
 
 FOLDER = "results/finetune"
-INTERRUPTED = 130
 SCHEMA = "kltest.finetune-exact/2"
 DISAGREES = 1
 # Smaller relative biases are rounding; every real one is above a hundredth.

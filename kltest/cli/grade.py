@@ -13,7 +13,7 @@ import typer
 
 from kltest.cli.destinations import Destination, destinations, write
 from kltest.cli.parameters import given, take
-from kltest.errors import UsageError
+from kltest.errors import INTERRUPTED, UsageError
 from kltest.grading.configuration import NO_CACHE, Configuration, Target, nearest
 from kltest.grading.isolated import terminated_as_interrupted
 from kltest.grading.jobs import Job, graded
@@ -21,7 +21,7 @@ from kltest.grading.options import OPTIONS, merged
 from kltest.render.changes import compare, read
 from kltest.report import EXIT_CODES, Report
 
-NOTHING, INTERRUPTED = 5, 130
+NOTHING = 5
 WORST_FIRST = ("error", "refuted", "inconclusive", "confirmed")
 # The file of an earlier report, and its contents.
 Old = tuple[str, list[dict[str, Any]]]

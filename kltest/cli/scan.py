@@ -6,10 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kltest.errors import UsageError
+from kltest.errors import INTERRUPTED, UsageError
 from kltest.sweeps.progress import Progress
-
-INTERRUPTED = 130
 
 
 def command(

@@ -88,6 +88,8 @@ class Addition:
         self.max_tokens = 3 * longest + longest + 1 + 1  # columns with separators, sum, end
 
     def draw(self, split: Split, count: int, generator: np.random.Generator) -> list[Problem]:
+        """Draw sums of numbers of up to so many digits; of one more for out-of-distribution problems."""
+
         def make() -> Problem:
             digits = self.digits + 1 if split == "out-of-distribution" else int(generator.integers(1, self.digits + 1))
             low = 10 ** (digits - 1) if digits > 1 else 0
@@ -96,6 +98,7 @@ class Addition:
         return drawn(make, split, count)
 
     def reward(self, problem: Problem, completion: str) -> float:
+        """Return 1 if the number behind the last semicolon is the sum, else 0."""
         found = re.fullmatch(r".*;(\d+)", completion, re.DOTALL)
         return float(found is not None and found[1] == problem.answer)
 

@@ -129,9 +129,9 @@ class Child:
             self._connection.send(timeout)
         return self
 
-    def step(self, timeout: float | None = None, *, limit: float | None = None, home: str = "") -> Step:
-        """Run the child to its next value; the arguments are those of `begin`."""
-        self.begin(timeout, limit=limit, home=home)
+    def step(self, timeout: float | None = None) -> Step:
+        """Run the child to its next value, for at most `timeout` seconds."""
+        self.begin(timeout)
         while (step := self.poll()) is None:
             wait(self.sources, self.left)
         return step

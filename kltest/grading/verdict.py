@@ -131,7 +131,7 @@ def as_specified(findings: Findings, spec: Spec) -> Iterator[str]:
     batched = {(row.environment, row.sampler) for row in findings.rows if row.batch > 1}
     for row in findings.rows:
         wanted = spec.expectation(row.environment, row.sampler)
-        # Where rows are coupled, the SPEC speaks of the larger batches.
+        # If rows are coupled, the SPEC speaks of the larger batches.
         alone = row.batch == 1 and (row.environment, row.sampler) in batched
         if wanted is None or row.method == "sampled" or alone:
             continue
@@ -194,7 +194,7 @@ def _examined(check: Check, findings: Findings) -> Found | None:
 
 
 def _words(check: Check, row: Row, findings: Findings) -> str:
-    """What the check says of the row, else what the row follows."""
+    """Return the check's words on the row, else the gradient that the row follows."""
     with suppress(KltestError):
         if words := check.tells(row, findings):
             return words

@@ -1,4 +1,4 @@
-"""What is graded of a loss: rules, tried in this order by calling it on small batches.
+"""The objective that is graded of a loss: rules, tried in this order by calling it on small batches.
 
 1. A registered estimator is graded as it stands: its SPEC says what it is.
 2. What it returns rises by exactly one with the reward, a reward less a penalty: the negative of it, with rewards of
@@ -307,7 +307,7 @@ def _gradient(loss: Loss, rollout: Rollout, beta: float | None = None) -> Tensor
 
 
 def _called(loss: Loss, rollout: Rollout, beta: float | None = None, seed: int | None = None) -> tuple[Tensor, Tensor]:
-    """What one call returns, (B,) summed over tokens or a scalar, and its gradient at all leaves, in one row."""
+    """Return the value of one call, (B,) summed over tokens or a scalar, and its gradient at all leaves, in one row."""
     rollout = rollout.replace()
     live = rollout.peek("mask") != 0
     with preserved(seed):

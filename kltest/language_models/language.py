@@ -64,6 +64,7 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return next(self.model.parameters()).device
 
     @property

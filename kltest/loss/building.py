@@ -132,7 +132,7 @@ def _value_of(attribute: Any, thing: Any, path: str, name: str, rollout: Rollout
     inner = None
     if not isinstance(thing, StandIn):
         inner = thing.get(name) if isinstance(thing, MutableMapping) else getattr(thing, name, None)
-    # What stood in for it in an earlier call is made anew.
+    # Its stand-in of an earlier call is made anew.
     inner = StandIn(f"{path}.{name}") if inner is None or isinstance(inner, StandIn) else copy.copy(inner)
     _set(inner, f"{path}.{name}", attribute, rollout)
     return inner

@@ -87,7 +87,7 @@ def bind(
 
 @dataclass
 class Record:
-    """What the calls of a loss have shown so far.
+    """Observations of a loss over its calls so far.
 
     Attributes:
         form: the form in which it last took its fields.
@@ -268,7 +268,7 @@ class Loss:
 
     def _run(self, rollout: Rollout, beta: float) -> tuple[Result, RolloutView]:
         """Call once in the first form of fields that the loss accepts; later calls begin with that form."""
-        # What a loss raises if it needs its fields in another form; JAX raises ValueError for shapes.
+        # Errors of a loss that needs its fields in another form; JAX raises ValueError for shapes.
         of_jax = (ValueError,) if isinstance(self.function, JaxLoss) else ()
         refusals = (TypeError, IndexError, RuntimeError, AssertionError, *of_jax)
         errors: list[BaseException] = []

@@ -20,7 +20,7 @@ Filling = FieldOf | ObjectOf | Any
 
 @dataclass(frozen=True)
 class Arguments:
-    """What fills the parameters of a callable in each call; `receiver` is the `self` of a plain method."""
+    """Arguments for the parameters of a callable in each call; `receiver` is the `self` of a plain method."""
 
     parameters: tuple[inspect.Parameter, ...]
     fillings: Mapping[str, Filling]

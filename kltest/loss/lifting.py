@@ -21,7 +21,7 @@ from kltest.loss.frames import describe, failure
 from kltest.loss.importing import Imported, attribute, package_of, searching, source_of
 
 _PREFIX = "kltest_lifted_"
-# How far above a file's package the folder may lie that one of its imports names, itself or in `src`.
+# Levels above a file's package at which the folder may lie that one of its imports names, itself or in `src`.
 FOLDERS_ABOVE = 3
 _FLAGS = __future__.annotations.compiler_flag
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)

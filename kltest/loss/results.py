@@ -42,7 +42,7 @@ class Result:
 
 
 class _Parts(NamedTuple):
-    """What was returned: the loss, what stands beside it by name, and a note if it was not plain which is which."""
+    """A returned value taken apart: the loss, the others by name, and a note if it was not plain which is which."""
 
     loss: Any
     beside: Sequence[tuple[str, Any]] = ()

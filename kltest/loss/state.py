@@ -105,7 +105,7 @@ GENERATORS: Kinds = {
         lambda own, new: setattr(own.bit_generator, "state", new),
     ),
 }
-# What changes in place: how its content is copied and written.
+# Types that change in place: functions that copy and write their content.
 CONTAINERS: Kinds = {kind: (lambda container: container.copy(), _refill) for kind in (dict, list, set, deque)}
 CONTENTS: Kinds = {
     **CONTAINERS,

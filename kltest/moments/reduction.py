@@ -1,4 +1,4 @@
-"""How a loss reacts to being called: if it repeats itself, and how it combines the rows of a batch."""
+"""Reactions of a loss to being called: if it repeats itself, and how it combines the rows of a batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Literal

@@ -128,7 +128,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Dif
     earlier, present = _facts(old), _facts(new)
     for name in {**present, **earlier}:
         (was, before), (now, after) = (facts.get(name, (None, "")) for facts in (earlier, present))
-        # What only one of them has is worth a line if it is a gradient or a failure.
+        # A row that only one of them has is worth a line if it is a gradient or a failure.
         notable = name.startswith(GRADIENT) or (before or after).startswith(FAILING)
         if not _same(was, now) if before and after else notable:
             yield Difference(name, before, after)

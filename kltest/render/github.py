@@ -13,11 +13,12 @@ PROPERTY = {**DATA, **str.maketrans({":": "%3A", ",": "%2C"})}
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    """Return reports as workflow commands of GitHub, a line each, which become annotations."""
     return "\n".join(_annotation(found) for report in reports for found in findings(report))
 
 
 def _annotation(found: Finding) -> str:
-    # What could not be told is an error too: the exit code is not 0.
+    # An inconclusive verdict is an error too: the exit code is not 0.
     level = "error" if found.code in VERDICTS else found.level.replace("note", "notice")
     place = ""
     # GitHub knows a file by its path from the root of the checkout.

@@ -17,6 +17,7 @@ STYLE = resources.files("kltest.render").joinpath("templates/style.css.j2").read
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    """Return reports as one HTML page that needs no other file."""
     return templates().get_template("page.html.j2").render(reports=reports)
 
 

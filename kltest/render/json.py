@@ -8,6 +8,7 @@ from kltest.report import Report
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    """Return reports as JSON: an object for one, an array for several."""
     found = [report.to_dict() for report in reports]
     text = json.dumps(found[0] if len(found) == 1 else found, indent=2, ensure_ascii=False, allow_nan=False)
     # Lone surrogates, from a name in bytes that are not UTF-8, become escapes of JSON.

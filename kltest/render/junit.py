@@ -15,6 +15,7 @@ from kltest.report import Report
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    """Return reports as JUnit's XML, a suite for each loss and a case for each check."""
     from kltest.render.templating import environment  # Jinja2 is loaded when something is rendered
 
     text = partial(visible, keep="\n\t")

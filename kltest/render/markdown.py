@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    """Return reports as Markdown."""
     return _templates().get_template("report.md.j2").render(reports=reports).removesuffix("\n")
 
 

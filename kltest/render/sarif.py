@@ -48,6 +48,7 @@ class Finding:
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    """Return reports as a SARIF log, a result for each failed check."""
     return document(found for report in reports for found in findings(report) if found.code != CONFIRMED)
 
 

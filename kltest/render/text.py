@@ -17,6 +17,7 @@ MORE = "--verbose shows every environment, the fixes with code and the smallest 
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
+    """Return reports as text for a terminal: a screen each, tables with --verbose, a line each with --quiet."""
     if terminal.quiet:
         return "\n".join(_quiet(report, terminal) for report in reports)
     blocks = [[*_short(report, terminal), *(_long(report, terminal) if terminal.verbose else ())] for report in reports]

@@ -83,7 +83,7 @@ def near(value: float, tolerance: float) -> Bound:
     return Bound(near=value, high=tolerance)
 
 
-# What is true or false, and has to be true each time.
+# Bound of truth values, each of which has to be true.
 EVERY = Bound(True, True, closed=True)
 
 

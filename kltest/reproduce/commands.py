@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kltest.errors import KltestError, UsageError
+from kltest.errors import INTERRUPTED, KltestError, UsageError
 from kltest.files import as_csv, as_json, as_markdown, held, writable, write
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import LEFT_OUT, Claim, score
@@ -31,8 +31,7 @@ from kltest.reproduce.unchanged import Unchanged
 from kltest.sweeps.run import connect, title
 from kltest.sweeps.store import Failure
 
-INTERRUPTED = 130
-# What disagrees comes first in the summary, then what was not run.
+# Claims that disagree come first in the summary, then those that were not run.
 ORDER = {False: 0, None: 1, True: 2}
 Result = TypeVar("Result")
 

@@ -66,7 +66,7 @@ LIBRARIES = ("numpy", "scipy", "torch")
 
 @dataclass(frozen=True)
 class Computed:
-    """What a run computed. `failures` are configurations without rows; their claims are not run."""
+    """Rows that a run computed. `failures` are configurations without rows; their claims are not run."""
 
     claims: Sequence[Claim]
     failures: Sequence[Failure]
@@ -93,7 +93,7 @@ class Experiment:
     def version(self) -> str:
         """Changes with anything that a result depends on, so that no result of other code is ever reused."""
         package, experiments = PACKAGE, self.checkout.root / "experiments"
-        # What is said about results does not change them.
+        # Claims and tables do not change the rows.
         own = [path for path in (experiments / self.name).glob("*.py") if path.name != "claims.py"]
         own += experiments.glob("*.py")  # what experiments share
         module = self.checkout.load("experiments", self.name, "experiment")

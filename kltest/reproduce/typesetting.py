@@ -20,9 +20,9 @@ from kltest.files import write
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.frames import frame
 
-# What would differ from one drawing to the next, by format; random names are ruled out by the style's hash salt.
+# Metadata that would differ between two drawings, by format; random names are ruled out by the style's hash salt.
 DATES: dict[str, tuple[str, ...]] = {"pdf": ("CreationDate", "ModDate"), "svg": ("Date",), "png": ()}
-# How the text cites a number: #n("atlas", "bias", estimator: "k3-loss", digits: 2), the experiment first, then the
+# Citation of a number in the text: #n("atlas", "bias", estimator: "k3-loss", digits: 2), the experiment first, then the
 # quantity, then the columns that single it out; what says how to print it is no column. #interval cites its bounds too.
 CITATION = re.compile(
     r'#?\b(n|power|interval)\(\s*"([\w-]+)"\s*,\s*"([^"]+)"((?:\s*,\s*[\w-]+:\s*(?:"[^"]*"|[^\s",()]+))*),?\s*\)'

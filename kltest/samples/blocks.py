@@ -80,6 +80,7 @@ class Blocks:
 
     @property
     def vectors(self) -> np.ndarray:
+        """(n, m) means of the n blocks that are full."""
         return self._blocks[: self._filled]
 
 

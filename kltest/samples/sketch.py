@@ -62,7 +62,7 @@ class Sketch:
         shift, row_signs, column_signs = self._hashes[weight]
         rows, columns = _shape(weight)
         gradient, place = gradient.detach().reshape(rows, columns), torch.arange(columns, device=gradient.device)
-        # What goes beyond the last place is brought round at the end: remainders of indices cost more than the sum.
+        # Sums beyond the last place are brought round at the end: remainders of indices cost more than the sum.
         turns = 1 + -(-columns // self.size)
         spread = into.new_zeros(turns * self.size)
         step = max(1, (BLOCK if gradient.is_cpu else LARGE) // columns)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from kltest.adapters import NAMES, find
-from kltest.errors import KltestError, UsageError
+from kltest.errors import INTERRUPTED, KltestError, UsageError
 from kltest.files import PACKAGE, contents, writable, write
 from kltest.grading.isolated import terminated_as_interrupted
 from kltest.render.markdown import escape
@@ -72,7 +72,7 @@ def libraries(
                 found[each] = measured(each, store, request)
         except KeyboardInterrupt:
             log(f"kltest: interrupted; what is finished is stored in {folder}; run the same command to continue")
-            return 130
+            return INTERRUPTED
     rows = [row for each in wanted for row in found[each]]
     failed = [each for each in rows if not each["setting"]]
     if not failed:
@@ -145,7 +145,7 @@ def measured(each: Requested, store: Store, request: Measurement, within: Path |
         version = exact_version(library, wanted)
         log(f"{library.name} {version}: installing, unless it is there already")
         there = install(library, version, request.more, within=within)
-        # What could not be graded is tried once more.
+        # Settings that could not be graded are tried once more.
         stored = [] if request.again else store.all_rows()
         here = [row for row in stored if (row["library"], row["version"]) == (library.name, version)]
         done = {row["setting"]: row for row in here if graded(row)}

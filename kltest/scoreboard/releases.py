@@ -19,9 +19,9 @@ JSON = "application/vnd.pypi.simple.v1+json"
 PATIENCE, LONGEST = 60.0, 1800.0
 # Files of a release are uploaded within a day.
 AFTER = timedelta(days=1)
-# What pip asks if nothing is configured.
+# The index that pip asks if nothing is configured.
 INDEX = "https://pypi.org/simple"
-# Where pip reads an option, the last one wins.
+# Of several places that pip reads an option from, the last one wins.
 ORDER = ("global", "install", ":env:")
 
 

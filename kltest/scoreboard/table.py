@@ -36,7 +36,7 @@ KEPT = ("library", "version", "setting", "kind", "follows", "stale", "unset", "r
 # Settings that a cell of it names.
 MOST = 3
 OURS, FRESH = " (ours)", " (on-policy)"
-# How near a class is to ∇KL(π‖ref) of whole sequences.
+# Tones of classes by their nearness to ∇KL(π‖ref) of whole sequences.
 TONES = {"whole": "right", "on-policy": "near", "scaled": "near", "part": "near", "open": "open"}
 VALUES = {
     "kl": "KL",

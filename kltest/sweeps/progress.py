@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 PAUSE = 5.0
 """Seconds between two lines that say what is under way."""
@@ -11,9 +11,9 @@ PAUSE = 5.0
 class Progress:
     """Progress of `total` steps, as a context manager. Steps that were `done` before are shown but not timed."""
 
-    def __init__(self, label: str, total: int, *, done: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(self, label: str, total: int, *, done: int = 0) -> None:
         self.label, self.total, self.done = label, total, done
-        self.stream = stream if stream is not None else sys.stderr
+        self.stream = sys.stderr
         self._before, self._started, self._shown = done, time.monotonic(), -1
         self._next = self._started + 1
         self._bar = self._drawn() if self.stream.isatty() else None

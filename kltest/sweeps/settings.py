@@ -18,13 +18,26 @@ Configuration = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Setting:
+    """One setting: its value or values at quick scale, those at full scale, and the values that may be set.
+
+    Without values for full scale it has the same at both; `allowed` is that of `Settings`.
+    """
+
+    quick: Value | tuple[Value, ...]
+    full: Value | tuple[Value, ...] = None
+    allowed: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Settings:
     """Settings of an experiment, as plain data.
 
     Attributes:
         title: Title of the experiment.
         tags: Words for its topics.
-        values: Value of each name, or a tuple of values that are all run.
+        values: Value of each name, or a tuple of values that are all run; a `Setting` is divided among `values`, `full`
+            and `allowed`.
         full: Values that `--scale full` changes.
         seeds: Number of random repetitions by scale (`{"quick": 1, "full": 5}`); configurations then have a `seed`.
         allowed: Values that may be set: (smallest, largest) for numbers, the choices for words. A word without choices
@@ -38,13 +51,23 @@ class Settings:
 
     title: str
     tags: tuple[str, ...]
-    values: Mapping[str, Value | tuple[Value, ...]]
+    values: Mapping[str, Any]
     full: Mapping[str, Value | tuple[Value, ...]] = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=dict)
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     applies: Callable[[Mapping[str, Any]], bool] = lambda configuration: True
     parts: Mapping[str, Sequence[str] | Mapping[str, str]] = field(default_factory=dict)
     recorded: bool = False
+
+    def __post_init__(self) -> None:
+        whole = {name: one for name, one in self.values.items() if isinstance(one, Setting)}
+        parts: dict[str, dict[str, Any]] = {
+            "values": {name: one.quick for name, one in whole.items()},
+            "full": {name: one.full for name, one in whole.items() if one.full is not None},
+            "allowed": {name: one.allowed for name, one in whole.items() if one.allowed},
+        }
+        for attribute, own in parts.items():
+            object.__setattr__(self, attribute, {**getattr(self, attribute), **own})
 
     def grid(self, scale: str, changes: Sequence[str] = (), seeds: int | None = None) -> dict[str, tuple[Value, ...]]:
         """Return each name's values at a scale, after changes such as "beta=0.1,1"; UsageError for impossible ones."""

@@ -86,7 +86,7 @@ _EQUAL_ON_POLICY = {
     "to_sampler_kl": {"zero": 1.0},
 }
 
-# What stands behind g_t, and in words. A token from π cancels what came before it: with the token's own ratio the whole
+# Factors behind g_t, and their words. A token from π cancels what came before it: with the token's own ratio the whole
 # return, the return to go and any baseline give the same.
 _OWN_RATIO = {
     "reverse_kl": ("Σ_{s≥t} u_s", "the log-ratios from each token on, as a PPO surrogate follows them"),

@@ -15,7 +15,7 @@ ACTOR = (
 SAMPLED = (
     "The transform alone, with the policy gradient of the whole return: what makes an advantage of it is not called."
 )
-# What came later than the rest. Up to 0.14.0, DAPO's constructor has the parameters of one of its methods.
+# Settings that came later than the rest. Up to 0.14.0, DAPO's constructor has the parameters of one of its methods.
 LATER = {"aggregation": "0.11", "kl_mask_threshold": "0.11", "CISPOLoss": "0.11", "DAPO": "0.14.1"}
 TRANSFORMS = "torchrl.envs.llm.transforms.kl"
 

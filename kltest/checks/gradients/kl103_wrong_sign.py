@@ -21,6 +21,7 @@ remark = other_reading
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for a negative multiple of the declared gradient, its local form, or the forward KL in its place."""
     named = (row.identified, when_current(row.identified))
     meant = [row.expected, local_form(row.expected)]
     if row.expected.keys() & {"reverse_kl", "local_reverse_kl"}:

@@ -9,6 +9,7 @@ from kltest.moments.tolerances import Tolerances
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for a positive multiple, other than 1, of the declared gradient or of its local form."""
     whole = proportion(row.identified, row.expected)
     if whole is not None:
         return whole > 0

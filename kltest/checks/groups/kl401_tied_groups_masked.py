@@ -10,6 +10,7 @@ from kltest.moments.batches import groups_of
 
 
 def explains(row: Row, findings: Findings) -> str:
+    """Return the probability of a tie in words if the KL part of tied groups is masked, else the empty string."""
     if row.batch == 1 or not _masks_tied_groups(findings):
         return ""
     case = row.case
@@ -21,6 +22,7 @@ def explains(row: Row, findings: Findings) -> str:
 
 
 def examine(findings: Findings) -> Found | None:
+    """Report a KL part that vanishes with equal rewards and only then."""
     if not _masks_tied_groups(findings):
         return None
     return Found(
@@ -31,6 +33,7 @@ def examine(findings: Findings) -> Found | None:
 
 
 def moot(findings: Findings) -> str | None:
+    """Return a reason to skip the check if the loss sees no rewards, else None."""
     return None if findings.observed.uses & ROW_FIELDS else "the loss sees neither rewards nor advantages"
 
 

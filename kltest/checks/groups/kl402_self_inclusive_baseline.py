@@ -9,6 +9,7 @@ from kltest.moments.tolerances import Tolerances
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for the expected gradient times 1 − 1/B, in batches of B rows whose costs are its baseline."""
     if row.batch < 2:
         return False
     share, found = 1 - 1 / row.batch, when_current(row.identified)

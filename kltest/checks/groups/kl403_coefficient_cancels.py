@@ -7,10 +7,12 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True if the coefficient cancels."""
     return coefficient(findings).kind == "cancels"
 
 
 def examine(findings: Findings) -> Found | None:
+    """Report a KL part of tied groups that is the same at every β."""
     if coefficient(findings).kind != "cancels":
         return None
     return Found(

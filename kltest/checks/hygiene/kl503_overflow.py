@@ -14,6 +14,7 @@ moot = not_comparable
 
 
 def examine(findings: Findings) -> Found | None:
+    """Report values and gradients that are not finite, at large log-ratios u of one token."""
     experiment = findings.measure.experiment()
     bad: dict[float, str] = {}
     for u in LOG_RATIOS:

@@ -98,6 +98,7 @@ def every_other_step(logp, ref_logp, mask, step=STEP):
 
 
 def demonstrate(losses: Losses) -> Demonstration:
+    """Gradient of each loss in two calls on one batch."""
     fresh: Losses = {**losses, "as written": partial(every_other_step, step=count())}
     call = {"p": (0.8,), "ref": (0.5,), "gradient": 0}
     rows = [{"name": f"gradient, {which} call", **call} for which in ("first", "second")]

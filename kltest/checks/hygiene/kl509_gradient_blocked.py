@@ -4,10 +4,12 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True if no gradient reaches the policy."""
     return findings.observed.blocked
 
 
 def moot(findings: Findings) -> str | None:
+    """Return a reason to skip the check if the term is placed in the reward, else None."""
     return "a value in the reward needs no gradient" if findings.placement == "reward" else None
 
 

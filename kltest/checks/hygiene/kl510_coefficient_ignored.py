@@ -80,6 +80,7 @@ def _push(measure: Measure, rollout: Rollout, beta: float) -> tuple[np.ndarray, 
 
 
 def explains(row: Row, findings: Findings) -> bool | str:
+    """Return True, or a few words, if the gradient is that of a coefficient which is ignored or not a factor."""
     kind = coefficient(findings).kind
     if kind == "ignored":
         return row.identified in (None, {"zero": 1.0}) and "the loss at β is the loss without it"
@@ -87,6 +88,7 @@ def explains(row: Row, findings: Findings) -> bool | str:
 
 
 def examine(findings: Findings) -> Found | None:
+    """Report a coefficient that changes nothing, or that the KL part is not proportional to."""
     found = coefficient(findings)
     if found.kind not in ("ignored", "other"):
         return None

@@ -20,6 +20,7 @@ moot = no_kl
 
 
 def examine(findings: Findings) -> Found | None:
+    """Report the factors of a metric."""
     # A metric that is changed in place changes with its factors, and is right once it is logged as a copy (KL603).
     if mutated(findings):
         return None

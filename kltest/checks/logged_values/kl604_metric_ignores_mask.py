@@ -13,6 +13,7 @@ from kltest.truth import value
 
 
 def moot(findings: Findings) -> str | None:
+    """Return a reason to skip the check without a logged KL or without padding, else None."""
     return no_kl(findings) or no_padding(findings)
 
 

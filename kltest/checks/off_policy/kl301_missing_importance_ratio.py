@@ -5,6 +5,7 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for a gradient without ratios from a stale sampler, if the sampler's log-probs have no influence."""
     if row.sampler != "stale":
         return False
     without = row.identified is None or any(name.endswith("@rollouts") for name in row.identified)

@@ -5,6 +5,7 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True if the declared gradient is followed once detached log-probs are attached again."""
     if row.sampler != "stale" or findings.placement != "loss":
         return False
     return fixed_by_reattaching(findings, row.environment)

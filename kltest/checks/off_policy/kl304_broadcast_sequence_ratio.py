@@ -5,6 +5,7 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for one mean ratio of all tokens: identified by name, or seen as a dependence on the sum alone."""
     if any(name.endswith("@mean_ratio") for name in row.identified or ()):
         return True
     if row.sampler != "stale" or row.identified is not None or row.length == 1:

@@ -4,6 +4,7 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for a gradient that takes the KL to the sampler away from the KL to the reference."""
     named = (row.identified or {}).items()
     return any(name.startswith("to_sampler_kl") and coefficient < 0 for name, coefficient in named)
 

@@ -6,6 +6,7 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for a row from a stale sampler that is right once nothing is clipped."""
     if row.sampler != "stale" or row.agrees is not False:
         return False
     return right_without_clip(findings, row.environment)

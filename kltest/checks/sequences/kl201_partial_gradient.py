@@ -5,6 +5,7 @@ from kltest.identify.findings import Findings, Row, local_form, proportion, when
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for a multiple of the declared gradient's local form, prefixes held fixed."""
     partial = local_form(row.expected)
     if partial == row.expected:
         return False
@@ -12,6 +13,7 @@ def explains(row: Row, findings: Findings) -> bool:
 
 
 def moot(findings: Findings) -> str | None:
+    """Return a reason to skip the check if a local form was declared or rollouts have one token, else None."""
     plain = when_current(findings.expect)
     if local_form(plain) == plain:
         return "the declared target holds the prefixes fixed itself"

@@ -5,10 +5,12 @@ from kltest.identify.findings import Findings, Row, when_current
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for a multiple of the last token's gradient."""
     return set(when_current(row.identified)) == {"last_token_reverse_kl"}
 
 
 def moot(findings: Findings) -> str | None:
+    """Return a reason to skip the check if the last token was declared or rollouts have one token, else None."""
     if "last_token_reverse_kl" in findings.expect:
         return "the last token was declared"
     return only_one_token(findings)

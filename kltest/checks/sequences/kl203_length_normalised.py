@@ -9,6 +9,7 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for the declared gradient over each rollout's own length."""
     if divided_by_lengths_of_others(findings) or not divided_by_length(row, findings):
         return False
     return widened(findings)[0] <= limit(findings)  # else the columns are counted, padding and all: KL207 or KL501

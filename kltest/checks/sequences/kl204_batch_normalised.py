@@ -7,6 +7,7 @@ from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
+    """Return True for gradients divided by lengths of other rollouts of the batch."""
     if not divided_by_lengths_of_others(findings):
         return False
     return (row.batch > 1 and row.identified is None) or divided_by_length(row, findings)

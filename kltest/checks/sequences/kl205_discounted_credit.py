@@ -27,6 +27,7 @@ Factors = dict[tuple[int, int], float]
 
 
 def moot(findings: Findings) -> str | None:
+    """Return a reason to skip the check if ∇KL was not declared or rollouts have one token, else None."""
     if "reverse_kl" not in findings.expect:
         return "the declared target is not the sum over all later log-ratios"
     return only_one_token(findings)

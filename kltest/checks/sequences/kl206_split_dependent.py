@@ -31,6 +31,7 @@ SIZES = (2, 3)
 
 
 def examine(findings: Findings) -> Found | None:
+    """Report a gradient of a batch that is not the sum of those of its parts."""
     size, grouped = group_fixture(findings).size, "group" in findings.observed.uses
     fixture = GroupFixture(findings.measure, instances(VARYING, findings.seed, size)[0], size, findings.seed)
     lengths = fixture.instance.paths.lengths

@@ -12,6 +12,7 @@ moot = kl501_padding_leak.moot
 
 @shared
 def examine(findings: Findings) -> Found | None:
+    """Report a gradient at live tokens that changes with the number of padded columns."""
     moved, columns = widened(findings)
     if moved <= limit(findings):
         return None

@@ -35,6 +35,7 @@ BATCH = 4
 
 
 def moot(findings: Findings) -> str | None:
+    """Return a reason to skip the check if no gradient reaches the policy, else None."""
     return "no gradient reaches the policy" if findings.observed.blocked else None
 
 

@@ -41,6 +41,7 @@ WORDS = {
 
 
 def moot(findings: Findings) -> str | None:
+    """Return a reason to skip the check without a row that agrees or an estimator to compare with, else None."""
     if not any(row.agrees for row in findings.rows):
         return "no row agrees with the declared gradient, so there is nothing to be efficient at"
     instance = instances(findings.environments[0], findings.seed)[0]
@@ -49,6 +50,7 @@ def moot(findings: Findings) -> str | None:
 
 
 def examine(findings: Findings) -> Found | None:
+    """Compare the rollouts that each row needs with those of the best estimator known."""
     compared = [found for row in findings.rows if row.agrees and (found := _compare(row, findings)) is not None]
     if not compared:
         return Found("the best estimator known is exact in one call in the environments that were graded", "skip")
