@@ -173,14 +173,6 @@ def test_targets_that_are_none(target, words, write):
     assert refused.value.exit_code == 2
 
 
-def test_an_argument_for_self_where_there_is_none(write):
-    write("mine.py", PLAIN)
-    with pytest.raises(UsageError, match=r"Class\.method"):
-        resolve("mine:k2", Call(arguments={"self.beta": 1}))
-    with pytest.raises(UsageError, match=r"--arg self.one=VALUE"):
-        resolve("mine:Losses.plain", Call(arguments={"self.beta": 3.0}))(RAGGED)
-
-
 def test_a_module_that_fails_and_cannot_be_lifted_shows_its_frame(write):
     path = write("broken.py", "import math\n\nx = math.sqrt(-1)\n")
     with pytest.raises(UsageError, match="has no 'loss'") as refused:
