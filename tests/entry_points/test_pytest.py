@@ -309,20 +309,21 @@ CONFIGURED = """
 def test_the_configured_targets_are_items_when_asked_for(project, pytester):
     pytester.makefile(".toml", pyproject=textwrap.dedent(CONFIGURED))
     project('["k2-loss-sequence"], select="KL101"')
-    assert "pyproject.toml" not in pytester.runpytest_inprocess("--collect-only", "-q").stdout.str()
-    for arguments in ([], ["test_kl.py"]):
-        done = pytester.runpytest_inprocess("--kltest", "--strict-markers", "-W", "ignore", "-rf", *arguments)
-        done.stdout.fnmatch_lines(
-            [
-                "confirmed  losses.py:right",
-                "confirmed  losses.py:token_level",
-                "refuted    losses.py:forward  KL102",
-                "FAILED pyproject.toml::losses.py:forward-gradient*",
-                "FAILED pyproject.toml::losses.py:forward-KL102*",
-            ]
-        )
-        counts = done.parseoutcomes()
-        assert (counts["failed"], counts["xfailed"]) == (2, 2)
+    for asked, arguments in ((False, []), (True, ["--kltest"]), (True, ["--kltest", "test_kl.py"])):
+        collected = pytester.runpytest_inprocess("--collect-only", "-q", *arguments).stdout.str()
+        assert ("pyproject.toml::losses.py:forward-KL102" in collected) == asked
+    done = pytester.runpytest_inprocess("--kltest", "--strict-markers", "-W", "ignore", "-rf")
+    done.stdout.fnmatch_lines(
+        [
+            "confirmed  losses.py:right",
+            "confirmed  losses.py:token_level",
+            "refuted    losses.py:forward  KL102",
+            "FAILED pyproject.toml::losses.py:forward-gradient*",
+            "FAILED pyproject.toml::losses.py:forward-KL102*",
+        ]
+    )
+    counts = done.parseoutcomes()
+    assert (counts["failed"], counts["xfailed"]) == (2, 2)
     done = pytester.runpytest_inprocess("--kltest", "-W", "ignore", "pyproject.toml::losses.py:forward-KL102")
     done.assert_outcomes(failed=1)
     done.stdout.no_fnmatch_line("*Traceback*")
