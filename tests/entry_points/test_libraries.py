@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from called import WRITTEN
 from packaging.requirements import Requirement
 from processes import ran, until
 
@@ -30,60 +31,8 @@ from kltest.scoreboard.rows import absent, changes
 from kltest.scoreboard.table import frame
 
 ROOT = Path(__file__).resolve().parents[2]
-LOSSES = """
-import os, resource, signal, sys, tempfile, time
-
-def penalty(logp, ref_logp, kind):
-    u = logp - ref_logp
-    if kind == "square":
-        return FACTOR * u**2 / 2
-    if kind == "linear":
-        return u
-    if kind == "raises":
-        raise ValueError("this version does not know how")
-    if kind == "leaves":
-        os._exit(7)
-    if kind == "hangs":
-        time.sleep(3600)
-    if kind == "kills":
-        os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(3600)
-    if kind == "fills":
-        sys.dont_write_bytecode = True
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-        with tempfile.NamedTemporaryFile(delete=False) as file, open("beside", "wb") as beside:
-            beside.write(bytes(1 << 10))
-            print(os.path.abspath("beside"), file.name)
-            file.write(bytes(1 << 20))
-"""
-ADAPTER = """
-import os
-
-from kltest.adapters import Adapter, Setting
-
-def setting(kind, **more):
-    return Setting(f"penalty/{kind}", "kltest_made_up.losses:penalty", {"kind": kind}, **more)
-
-ADAPTER = Adapter(
-    name="made-up",
-    distribution="kltest-made-up",
-    version="1.0",
-    installs=(("--no-deps", "--no-index", "--find-links", "WHEELS", "kltest-made-up=={version}"),),
-    module="kltest_made_up.losses",
-    homepage="https://example.org",
-    settings=(
-        setting("linear", default=True),
-        setting("square", options={"expect": "local_reverse_kl"}),
-        setting("raises"),
-        setting("leaves"),
-        setting("kills", options={"timeout": 4}),
-        setting("fills"),
-        setting("hangs", options={"timeout": float(os.environ.get("HANGS", 4))}),
-        setting("straight", since="2.0"),
-    ),
-    history=(setting("square", options={"expect": "local_reverse_kl"}),),
-)
-"""
+LOSSES = (WRITTEN / "made_up_losses.py").read_text(encoding="utf-8")
+ADAPTER = (WRITTEN / "made_up_adapter.py").read_text(encoding="utf-8")
 
 
 def wheel(folder: Path, version: str, losses: str, name: str = "kltest_made_up", tag: str = "py3-none-any") -> None:

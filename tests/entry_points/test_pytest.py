@@ -6,6 +6,7 @@ import textwrap
 from functools import partial
 
 import pytest
+from called import WRITTEN
 
 # Loaded here, since what a run within this run imports is forgotten after it, and torch cannot be loaded twice.
 import kltest.cli.grade
@@ -20,26 +21,7 @@ from kltest.parametrize import ALLOWED, loss_name
 
 pytest_plugins = ["pytester"]
 
-LOSSES = """
-calls = []
-
-def right(logp, ref_logp, mask):
-    calls.append("right")
-    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
-
-def token_level(logp, ref_logp, mask):
-    return (logp - ref_logp).where(mask != 0, 0.0).square() / 2
-
-def forward(logp, ref_logp):
-    u = logp - ref_logp
-    return (-u).exp() - 1 + u
-
-def broken(logp):
-    raise ValueError("the user's own words")
-
-def unfillable(logp, banana):
-    return logp
-"""
+LOSSES = (WRITTEN / "counted.py").read_text(encoding="utf-8")
 
 
 @pytest.fixture

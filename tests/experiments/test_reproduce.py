@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from called import WRITTEN
 from processes import until, written
 from trial import look_up
 
@@ -31,66 +32,13 @@ from kltest.sweeps.store import Store, digest
 
 PYPROJECT = '[project]\nname = "kltest"\n'
 
-SETTINGS = """
-from kltest.sweeps.settings import Settings
+SETTINGS = (WRITTEN / "roots_settings.py").read_text(encoding="utf-8")
 
-SETTINGS = Settings(
-    title="Roots", tags=(), values={"number": tuple(range(12))}, full={"number": tuple(range(24))},
-    allowed={"number": (0, 99)},
-)
-"""
+EXPERIMENT = (WRITTEN / "roots_experiment.py").read_text(encoding="utf-8")
 
-EXPERIMENT = """
-import os, time
+ANALYSIS = (WRITTEN / "roots_claims.py").read_text(encoding="utf-8")
 
-def compute(configuration):
-    time.sleep(float(os.environ.get("PAUSE", 0)))
-    number = configuration["number"]
-    if number == int(os.environ.get("BREAK", -1)):
-        raise ValueError("this number is unlucky")
-    if number == int(os.environ.get("DIE", -1)):
-        os._exit(9)
-    with open(os.environ.get("CALLS", os.devnull), "a") as calls:
-        print(number, file=calls)
-    return [{"number": number, "root": number**0.5}]
-"""
-
-ANALYSIS = """
-import os
-from kltest.reproduce.bounds import below
-from kltest.reproduce.claims import Claims
-from kltest.reproduce.frames import frame, need, records
-from kltest.reproduce.numbers import Numbers, number
-
-claims, numbers = Claims("roots"), Numbers()
-
-def limit():
-    return float(os.environ.get("LIMIT", 100))
-
-def tidy(rows):
-    return frame(rows).sort_values("number")
-
-@claims.measure("arithmetic", "a limit", share_of_limit=below(1))
-def small(rows):
-    '''roots are small'''
-    return {"share_of_limit": need(rows)["root"] / limit()}
-
-def tables(rows):
-    return {"table": records(rows)}
-
-@numbers.add
-def largest(rows):
-    yield number("root", need(rows)["root"].max(), which="largest")
-"""
-
-FIGURE = """
-from matplotlib.figure import Figure
-
-def draw(rows, *others):
-    figure = Figure(figsize=(3, 2))
-    figure.subplots().plot(rows["number"].tolist(), rows["root"].tolist(), label="roots")
-    return figure
-"""
+FIGURE = (WRITTEN / "roots_figure.py").read_text(encoding="utf-8")
 
 RESULTS = (Path(__file__).parents[2] / "paper" / "results.typ").read_text()
 STYLE = (Path(__file__).parents[2] / "figures" / "style.py").read_text()
