@@ -244,14 +244,6 @@ def test_a_block_that_fails_leaves_what_it_did_not_bind(write):
         resolve("library.py:other")(RAGGED)
 
 
-def test_lifting_is_not_used_where_the_import_works(write):
-    text = "LATER = 1.0\ndef loss(logp, ref_logp):\n    return LATER * (logp - ref_logp) ** 2 / 2\n"
-    write("library.py", text, head="")
-    loss = resolve("library.py:loss")
-    assert loss.notes == []
-    follows(loss)
-
-
 def test_a_compiled_function_is_not_compiled_for_its_program_either(tmp_path, monkeypatch):
     """Compiling tiny batches takes minutes: neither grading nor running the program without kltest does it."""
     monkeypatch.chdir(tmp_path)
