@@ -1,9 +1,14 @@
 """Losses called on one batch, and the gradients that they should have there, derived by hand."""
 
+from pathlib import Path
+
 import torch
 
 from kltest.environments import Instance, ragged
 from kltest.rollout import Rollout
+
+WRITTEN = Path(__file__).parent / "written"
+"""Sources as users have them, which tests write into folders of their own: right, wrong and beyond repair."""
 
 # Rollouts of different lengths, so that the mask matters.
 RAGGED = Rollout.of(Instance.draw(ragged(), 3), sampler="stale")

@@ -20,7 +20,7 @@ collect_ignore = ["example_project"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The main job takes minutes, so it starts first; nothing waits for it at the end.
+# All of the main job takes minutes, so it starts first; nothing waits for it at the end.
 FIRST = "test_main_job.py"
 # Each test grades a loss of its own and shares nothing: they fill the gaps at the end, one by one.
 APART = "test_losses.py"

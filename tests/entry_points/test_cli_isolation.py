@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from processes import until
 
 from kltest.errors import TargetError, UsageError
 from kltest.grading.isolated import TAIL, Child, Children, Output
@@ -102,22 +103,15 @@ def test_each_failure_has_its_kind(work, kind, words):
     assert ("Traceback" in step.trace) == (kind == "crashed")
 
 
-def soon_gone(*pids):
-    until = time.monotonic() + 60
-    while not all(map(gone, pids)):
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
 def test_what_a_child_started_ends_with_it(tmp_path):
     with Child(starts_another, tmp_path / "pid") as child:
         pid = child.step(60).value
         assert not gone(pid)
         assert "did not return within 0.3 s" in child.step(0.3).message
-        soon_gone(pid)
+        until(gone, pid)
     with Child(starts_another, tmp_path / "pid") as child:
         pid = child.step(60).value
-    soon_gone(pid)
+    until(gone, pid)
 
 
 def holds_a_child(path):
@@ -131,15 +125,12 @@ def holds_a_child(path):
 def test_a_child_ends_with_a_parent_that_is_killed(tmp_path):
     parent = multiprocessing.get_context("fork").Process(target=holds_a_child, args=(tmp_path,))
     parent.start()
-    until = time.monotonic() + 60
-    while not (tmp_path / "child").is_file() or not (tmp_path / "child").read_text():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    until(lambda: (tmp_path / "child").is_file() and (tmp_path / "child").read_text())
     child = int((tmp_path / "child").read_text())
     assert not gone(child)
     parent.kill()
     parent.join()
-    soon_gone(child)
+    until(gone, child)
     os.kill(int((tmp_path / "another").read_text()), 9)
 
 

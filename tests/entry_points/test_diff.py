@@ -147,8 +147,12 @@ def test_the_command_shows_changes_beside_the_report_and_keeps_its_exit_code(fol
     assert json.loads(result.stdout)["verdict"] == "refuted"
     assert "confirmed → refuted" in result.stderr
     # The old report is read before the new one takes its place.
-    result = call("--diff", "old.json", "--output", "json:old.json", "--output", "markdown:now.md")
+    outputs = ("json:old.json", "markdown:now.md", "text", "junit:now.xml", "html:now.html")
+    result = call("--diff", "old.json", *(part for output in outputs for part in ("--output", output)))
     assert result.stderr == ""
+    assert result.stdout.startswith("REFUTED")
+    for name in ("now.md", "now.xml", "now.html"):
+        assert "KL102" in (folder / name).read_text()
     assert "| verdict | confirmed | refuted |" in (folder / "now.md").read_text()
     assert json.loads((folder / "old.json").read_text())["verdict"] == "refuted"
 

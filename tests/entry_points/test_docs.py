@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -196,6 +197,7 @@ def test_the_citation_is_valid_and_of_this_version():
     assert citation["license"] == PROJECT["license"]
 
 
+@cache
 def pins() -> dict[str, str]:
     """Versions of what is installed with this Python: a pin that only some need says which, by a marker."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
@@ -205,6 +207,7 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in here}
 
 
+@cache
 def needed() -> dict[str, list[Requirement]]:
     """Everything that the README's two commands install, by following the installed packages' own requirements."""
     found: dict[str, list[Requirement]] = {}

@@ -6,6 +6,7 @@ import textwrap
 from functools import partial
 
 import pytest
+from called import WRITTEN
 
 # Loaded here, since what a run within this run imports is forgotten after it, and torch cannot be loaded twice.
 import kltest.cli.grade
@@ -20,26 +21,7 @@ from kltest.parametrize import ALLOWED, loss_name
 
 pytest_plugins = ["pytester"]
 
-LOSSES = """
-calls = []
-
-def right(logp, ref_logp, mask):
-    calls.append("right")
-    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
-
-def token_level(logp, ref_logp, mask):
-    return (logp - ref_logp).where(mask != 0, 0.0).square() / 2
-
-def forward(logp, ref_logp):
-    u = logp - ref_logp
-    return (-u).exp() - 1 + u
-
-def broken(logp):
-    raise ValueError("the user's own words")
-
-def unfillable(logp, banana):
-    return logp
-"""
+LOSSES = (WRITTEN / "counted.py").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -309,20 +291,21 @@ CONFIGURED = """
 def test_the_configured_targets_are_items_when_asked_for(project, pytester):
     pytester.makefile(".toml", pyproject=textwrap.dedent(CONFIGURED))
     project('["k2-loss-sequence"], select="KL101"')
-    assert "pyproject.toml" not in pytester.runpytest_inprocess("--collect-only", "-q").stdout.str()
-    for arguments in ([], ["test_kl.py"]):
-        done = pytester.runpytest_inprocess("--kltest", "--strict-markers", "-W", "ignore", "-rf", *arguments)
-        done.stdout.fnmatch_lines(
-            [
-                "confirmed  losses.py:right",
-                "confirmed  losses.py:token_level",
-                "refuted    losses.py:forward  KL102",
-                "FAILED pyproject.toml::losses.py:forward-gradient*",
-                "FAILED pyproject.toml::losses.py:forward-KL102*",
-            ]
-        )
-        counts = done.parseoutcomes()
-        assert (counts["failed"], counts["xfailed"]) == (2, 2)
+    for asked, arguments in ((False, []), (True, ["--kltest"]), (True, ["--kltest", "test_kl.py"])):
+        collected = pytester.runpytest_inprocess("--collect-only", "-q", *arguments).stdout.str()
+        assert ("pyproject.toml::losses.py:forward-KL102" in collected) == asked
+    done = pytester.runpytest_inprocess("--kltest", "--strict-markers", "-W", "ignore", "-rf")
+    done.stdout.fnmatch_lines(
+        [
+            "confirmed  losses.py:right",
+            "confirmed  losses.py:token_level",
+            "refuted    losses.py:forward  KL102",
+            "FAILED pyproject.toml::losses.py:forward-gradient*",
+            "FAILED pyproject.toml::losses.py:forward-KL102*",
+        ]
+    )
+    counts = done.parseoutcomes()
+    assert (counts["failed"], counts["xfailed"]) == (2, 2)
     done = pytester.runpytest_inprocess("--kltest", "-W", "ignore", "pyproject.toml::losses.py:forward-KL102")
     done.assert_outcomes(failed=1)
     done.stdout.no_fnmatch_line("*Traceback*")

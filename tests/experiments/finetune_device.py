@@ -39,11 +39,7 @@ def device():
     return accelerator.Accelerator() if DEVICE == "fake" else contextlib.nullcontext()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def models_folder(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KLTEST_MODELS", str(tmp_path_factory.mktemp("models")))
-        yield
+pytestmark = pytest.mark.usefixtures("models_folder")
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,7 @@ SMALL = ("updates=16", "prompts=2", "group_size=2", "eval_prompts=8", "reference
 AT_END = {"kl": 2.0, "reward_held_out": 0.6, "gold_held_out": 0.5, "length_held_out": 9.0, "entropy": 1.0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def models(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KLTEST_MODELS", str(tmp_path_factory.mktemp("models")))
-        yield
+pytestmark = pytest.mark.usefixtures("models_folder")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from trial import Trial, irrefutable, representative
 
-from kltest.errors import UsageError
 from kltest.reproduce.bounds import near
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import OWN, Claims
@@ -41,12 +40,6 @@ def test_settings_are_plain_data_and_full_goes_on_from_quick(name):
     assert json.loads(json.dumps(quick, allow_nan=False)) == quick
     assert len({json.dumps(one, sort_keys=True) for one in full}) == len(full)
     assert len(full) >= len(quick)
-
-
-@every
-def test_an_unknown_setting_is_a_usage_error(name):
-    with pytest.raises(UsageError, match="there is no setting 'nonsense'"):
-        Experiment(CHECKOUT, name).configurations(Request(changes=("nonsense=1",)))
 
 
 @every

@@ -177,11 +177,3 @@ def k3(away):
 
 def flat(parts):
     return torch.cat([part.ravel() for part in parts])
-
-
-def test_the_command_takes_the_environment_transformer():
-    answer = CliRunner().invoke(
-        app, ["grade", "k2-loss", "--environment", "transformer", "--expect", "local_reverse_kl", "-v"]
-    )
-    assert answer.exit_code == 0, answer.output
-    assert "transformer  current  E_π[Σ_t ∇KL_t(π‖ref)]" in answer.output

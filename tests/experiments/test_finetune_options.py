@@ -20,11 +20,7 @@ SIZES = {"model": "tiny:30k", "task": "addition:1", "steps": 2, "prompts": 4, "g
 SMALL = Settings(**SIZES, eval_every=0, eval_prompts=4, gradient_every=0, kl="k3-loss", beta=0.5, device="cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def models_folder(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KLTEST_MODELS", str(tmp_path_factory.mktemp("models")))
-        yield
+pytestmark = pytest.mark.usefixtures("models_folder")
 
 
 def test_minibatches_are_updates_of_their_own():

@@ -1,16 +1,12 @@
 """The rules that decide what is graded of a loss: a loss that needs each, and a sister that must not meet it."""
 
 import pytest
-import torch
+from cases.parts import total as summed
 
 from kltest.identify import graded
 from kltest.identify.graded import kl_part
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import bind, resolve
-
-
-def summed(values, mask):
-    return torch.where(mask != 0, values, 0.0).sum(-1)
 
 
 def reward_less_penalty(reward, logp, ref_logp, mask, beta):

@@ -44,69 +44,44 @@ def test_a_random_gradient_is_null(seed):
     assert 0.1 < found.residual <= 1
 
 
-def test_four_terms_are_too_many():
-    found = identify(mixture(CANDIDATES, {"a": 1.0, "b": 1.0, "c": 1.0, "d": 1.0}), CANDIDATES)
-    assert found.combination is None
+A, B, C = (CANDIDATES[name] for name in "abc")
+DEPENDENT = {"first": A, "copy": [2 * each for each in A], "other": B}
+FUTURE = {
+    "reverse_kl": A,
+    "local_reverse_kl": B,
+    "future_reverse_kl": mixture(CANDIDATES, {"a": 1.0, "b": -1.0}),
+    "forward_kl": C,
+}
+# Three instances of two actions: three equations, so two terms always nearly fit and one must not count as two.
+FEW = {name: random_gradients(index, contexts=1, tokens=2) for index, name in enumerate("abc")}
+NOISY = [g + 1e-6 * n for g, n in zip(A, random_gradients(999), strict=True)]
+ONES = {"magnitudes": [1.0] * 4}  # rounding of a mean over gradients of size 1 is about 1e-16
+ROWS = {
+    "four terms are too many": (mixture(CANDIDATES, dict.fromkeys("abcd", 1.0)), CANDIDATES, {}, None),
+    "coefficients that differ between instances": ([(1 + i / 1000) * g for i, g in enumerate(A)], CANDIDATES, {}, None),
+    "the held-out instance must agree too": ([*A[:-1], 1.001 * A[-1]], CANDIDATES, {}, None),
+    "the first name of dependent ones": (A, DEPENDENT, {}, {"first": 1.0}),
+    "the future alone": (mixture(CANDIDATES, {"a": 3.0, "b": -3.0}), FUTURE, {}, {"future_reverse_kl": 3.0}),
+    "the future never in company": (
+        mixture(CANDIDATES, {"a": 1.0, "b": -1.0, "c": 1.0}),
+        *(FUTURE, {}, {"reverse_kl": 1.0, "local_reverse_kl": -1.0, "forward_kl": 1.0}),
+    ),
+    "two terms in three equations": ([a + b for a, b in zip(FEW["a"], FEW["b"], strict=True)], FEW, {}, None),
+    "one term in three equations": (FEW["b"], FEW, {}, {"b": 1.0}),
+    "what rounding leaves": ([1e-14 * g for g in A], CANDIDATES, ONES, {"zero": 1.0}),
+    "more than rounding leaves": ([1e-6 * g for g in A], CANDIDATES, ONES, {"a": 1e-6}),
+    "as little as single gradients": ([1e-15 * g for g in A], CANDIDATES, {"magnitudes": [1e-15] * 4}, {"a": 1e-15}),
+    "noise of float32 in float64": (NOISY, CANDIDATES, {}, None),
+    "noise of float32": (NOISY, CANDIDATES, {"dtype": "float32"}, {"a": 1.0}),
+}
 
 
-def test_coefficients_that_differ_between_instances_are_null():
-    gradients = [(1 + 0.001 * i) * gradient for i, gradient in enumerate(CANDIDATES["a"])]
-    assert identify(gradients, CANDIDATES).combination is None
+@pytest.mark.parametrize(("gradients", "candidates", "options", "combination"), ROWS.values(), ids=ROWS)
+def test_what_a_combination_is_and_what_is_none(gradients, candidates, options, combination):
+    found = identify(gradients, candidates, **options).combination
+    assert found == (combination and pytest.approx(combination, rel=1e-5, abs=0))
 
 
-def test_the_held_out_instance_must_agree_too():
-    gradients = list(CANDIDATES["a"])
-    gradients[-1] = gradients[-1] * 1.001
-    assert identify(gradients, CANDIDATES).combination is None
-
-
-def test_the_first_name_wins_among_dependent_ones():
-    candidates = {"first": CANDIDATES["a"], "copy": [2 * g for g in CANDIDATES["a"]], "other": CANDIDATES["b"]}
-    assert identify(CANDIDATES["a"], candidates).combination == pytest.approx({"first": 1.0})
-    columns = {name: np.concatenate([g.ravel() for g in gs]) for name, gs in candidates.items()}
+def test_of_dependent_names_the_first_are_kept():
+    columns = {name: np.concatenate([g.ravel() for g in gs]) for name, gs in DEPENDENT.items()}
     assert independent(columns) == ["first", "other"]
-
-
-def test_future_reverse_kl_is_named_alone_and_never_in_company():
-    candidates = {
-        "reverse_kl": CANDIDATES["a"],
-        "local_reverse_kl": CANDIDATES["b"],
-        "future_reverse_kl": mixture(CANDIDATES, {"a": 1.0, "b": -1.0}),
-        "forward_kl": CANDIDATES["c"],
-    }
-    alone = identify(mixture(CANDIDATES, {"a": 3.0, "b": -3.0}), candidates)
-    assert alone.combination == pytest.approx({"future_reverse_kl": 3.0})
-    company = identify(mixture(CANDIDATES, {"a": 1.0, "b": -1.0, "c": 1.0}), candidates)
-    assert company.combination == pytest.approx({"reverse_kl": 1.0, "local_reverse_kl": -1.0, "forward_kl": 1.0})
-
-
-def test_too_few_degrees_of_freedom_are_null():
-    """Three instances of two actions: three equations, so two terms always nearly fit and one must not count as two."""
-    candidates = {name: random_gradients(index, contexts=1, tokens=2) for index, name in enumerate("abc")}
-    two = [candidates["a"][i] + candidates["b"][i] for i in range(4)]
-    assert identify(two, candidates).combination is None
-    assert identify(candidates["b"], candidates).combination == pytest.approx({"b": 1.0})
-
-
-@pytest.mark.parametrize(("size", "zero"), [(1e-14, True), (1e-6, False)])
-def test_zero_is_told_by_the_size_of_single_gradients(size, zero):
-    """Rounding of a mean over gradients of size 1 is about 1e-16; a true gradient of 1e-6 is not rounding."""
-    gradients = [size * gradient for gradient in CANDIDATES["a"]]
-    found = identify(gradients, CANDIDATES, magnitudes=[1.0] * 4)
-    assert (found.combination == {"zero": 1.0}) is zero
-    if not zero:
-        assert found.combination == pytest.approx({"a": size})
-
-
-def test_a_tiny_coefficient_is_not_zero_when_single_gradients_are_as_tiny():
-    gradients = [1e-15 * gradient for gradient in CANDIDATES["a"]]
-    found = identify(gradients, CANDIDATES, magnitudes=[1e-15] * 4)
-    assert found.combination == pytest.approx({"a": 1e-15})
-
-
-def test_float32_noise_is_tolerated_only_where_the_loss_computed_in_float32():
-    noisy = [g + 1e-6 * n for g, n in zip(CANDIDATES["a"], random_gradients(999), strict=True)]
-    assert identify(noisy, CANDIDATES).combination is None
-    found = identify(noisy, CANDIDATES, dtype="float32")
-    assert found.combination is not None
-    assert set(found.combination) == {"a"}

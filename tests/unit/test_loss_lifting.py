@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from called import RAGGED, follows
+from called import RAGGED, WRITTEN, follows
 
 import kltest
 from kltest.errors import TargetError, UsageError
@@ -19,113 +19,7 @@ def write(write):
     return lambda name, text, head=BROKEN: write(name, text, head)
 
 
-LIBRARY = """
-    import math, os
-    import torch as th
-    from typing import Optional, TYPE_CHECKING
-    from dataclasses import dataclass, field
-    if TYPE_CHECKING:
-        from no_such_accelerator.types import Model
-
-    try:
-        from flash_attn.losses import fast_loss
-        HAS_FLASH = True
-    except ImportError:
-        HAS_FLASH = False
-
-    HALF = 0.5
-    DOUBLE = HALF * 4
-    WEIGHTS = {"kl": 0.0}
-    WEIGHTS["kl"] = 1.0
-    WEIGHTS.update(other=2.0)
-    ESTIMATORS = {}
-    ESTIMATORS["k2"] = lambda u: squared(u)
-
-    def same(function):
-        return function
-
-    def unrelated():
-        raise AssertionError("must not run")
-
-    CRASH = unrelated
-
-    @same
-    def squared(u: "Model", scale: no_such_accelerator.Tensor = HALF) -> no_such_accelerator.Tensor:
-        return scale * u ** 2
-
-    def masked_mean(values, mask, axis=None):
-        return (values * mask).sum(axis) / mask.sum(axis)
-
-    def uses_everything(
-        logp: th.Tensor, ref_logp: Optional[no_such_accelerator.Tensor], mask: "Model" = None
-    ) -> no_such_accelerator.Tensor:
-        if HAS_FLASH:
-            return fast_loss(logp, ref_logp)
-        value: Model = ESTIMATORS["k2"](logp - ref_logp) * WEIGHTS["kl"] * DOUBLE / 2
-        return (value * mask).sum(-1) * th.ones(()).item() * math.sqrt(1.0)
-
-    @dataclass
-    class Config(no_such_accelerator.Base):
-        beta: float = 1.0
-        names: list[no_such_accelerator.Tensor] = field(default_factory=list)
-
-    def with_config(logp, ref_logp, config=Config()):
-        return squared(logp - ref_logp) * config.beta
-
-    @no_such_accelerator.jit(fast=True)
-    @th.no_grad
-    def never_differentiated(logp, ref_logp):
-        return squared(logp - ref_logp)
-
-    @no_such_accelerator.jit
-    def decorated(logp, ref_logp):
-        return squared(logp - ref_logp)
-
-    class Trainer(no_such_accelerator.Trainer, metaclass=no_such_accelerator.Meta):
-        scale = 2.0
-        device = no_such_accelerator.current_device()
-
-        def loss(self, logp, ref_logp):
-            return self._kl(logp, ref_logp) * self.beta * self.scale
-
-        @staticmethod
-        def _kl(logp, ref_logp):
-            return squared(logp - ref_logp)
-
-    def is_even(logp, ref_logp, n=4):
-        return squared(logp - ref_logp) if n == 0 else is_odd(logp, ref_logp, n - 1)
-
-    def is_odd(logp, ref_logp, n):
-        return is_even(logp, ref_logp, n - 1)
-
-    def needs_it(logp):
-        logp = logp * 2
-        return no_such_accelerator.reduce(logp)
-
-    def needs_it_elsewhere(logp, ref_logp, distributed=False):
-        if distributed:
-            logp = no_such_accelerator.reduce(logp)
-        return squared(logp - ref_logp)
-
-    def imports_inside(logp, ref_logp):
-        from .neighbours import kl
-        return kl(logp, ref_logp)
-
-    BAD = math.sqrt(-1)
-
-    def needs_a_constant(logp):
-        return logp * BAD
-
-    if HAS_FLASH:
-        def chosen(logp, ref_logp):
-            return fast_loss(logp, ref_logp)
-    else:
-        def chosen(logp, ref_logp):
-            return squared(logp - ref_logp)
-
-    def bad_default(logp, n=no_such_accelerator.size()):
-        return logp
-"""
+LIBRARY = (WRITTEN / "library.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("form", ["library.py", "library"])
@@ -348,14 +242,6 @@ def test_a_block_that_fails_leaves_what_it_did_not_bind(write):
     write("library.py", FAILING_BLOCK)
     with pytest.raises(TargetError, match=r"whole is not available to the lifted function: line 3 of library"):
         resolve("library.py:other")(RAGGED)
-
-
-def test_lifting_is_not_used_where_the_import_works(write):
-    text = "LATER = 1.0\ndef loss(logp, ref_logp):\n    return LATER * (logp - ref_logp) ** 2 / 2\n"
-    write("library.py", text, head="")
-    loss = resolve("library.py:loss")
-    assert loss.notes == []
-    follows(loss)
 
 
 def test_a_compiled_function_is_not_compiled_for_its_program_either(tmp_path, monkeypatch):

@@ -4,52 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from called import RAGGED, by_hand, follows, gradient, u
+from called import RAGGED, WRITTEN, by_hand, follows, gradient, u
 
 from kltest.errors import TargetError, UsageError
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 
-PLAIN = """
-    def k2(logp, ref_logp):
-        return (logp - ref_logp) ** 2 / 2
-
-    class Losses:
-        scale = 1.0
-
-        @staticmethod
-        def static(logp, ref_logp):
-            return k2(logp, ref_logp)
-
-        @classmethod
-        def of_class(cls, logp, ref_logp):
-            return cls.scale * k2(logp, ref_logp)
-
-        def plain(self, logp, ref_logp):
-            return self.beta * self._helper(logp, ref_logp) * self.scale * self.unit
-
-        def _helper(self, logp, ref_logp):
-            return k2(logp, ref_logp)
-
-        @property
-        def unit(self):
-            return self.one
-
-        class Inner:
-            @staticmethod
-            def deep(logp, ref_logp):
-                return k2(logp, ref_logp)
-
-    instance = Losses()
-    instance.beta, instance.one = 2.0, 0.5
-    number = 3
-
-    def named(log_p, log_q, kind):
-        return k2(log_p, log_q) if kind == "mse" else None
-
-    if __name__ == "__main__":
-        raise SystemExit("ran")
-"""
+PLAIN = (WRITTEN / "plain.py").read_text(encoding="utf-8")
 NAMED = {"log_p": "@logp", "log_q": "@ref_logp", "kind": "mse"}
 TRAINER = """
     class Trainer:
@@ -171,14 +132,6 @@ def test_targets_that_are_none(target, words, write):
         resolve(target)(RAGGED)
     assert words in str(refused.value)
     assert refused.value.exit_code == 2
-
-
-def test_an_argument_for_self_where_there_is_none(write):
-    write("mine.py", PLAIN)
-    with pytest.raises(UsageError, match=r"Class\.method"):
-        resolve("mine:k2", Call(arguments={"self.beta": 1}))
-    with pytest.raises(UsageError, match=r"--arg self.one=VALUE"):
-        resolve("mine:Losses.plain", Call(arguments={"self.beta": 3.0}))(RAGGED)
 
 
 def test_a_module_that_fails_and_cannot_be_lifted_shows_its_frame(write):

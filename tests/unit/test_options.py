@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+from cases.parts import k2 as right
 from processes import ran
 from rich.cells import cell_len
 from typer.main import get_command
@@ -16,10 +17,6 @@ from kltest.cli import app
 from kltest.estimators import registry
 from kltest.grading.options import KEYS, OPTIONS, RENAMED, Options
 from kltest.parametrize import GradedCheck
-
-
-def right(logp, ref_logp, mask):
-    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
 
 
 def test_grades_signature_is_the_table():

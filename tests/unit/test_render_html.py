@@ -7,6 +7,7 @@ from functools import cache
 
 import losses_to_shrink as losses
 import pytest
+from called import WRITTEN
 from pages import BROWSER, Strict, opened
 
 import kltest
@@ -159,32 +160,7 @@ def test_enormous_noise_does_not_hide_the_bars():
         assert all(0 <= float(x) <= _pictures.WIDTH for x in re.findall(r"[MH]([\d.]+)", whisker))
 
 
-MEASURE = """
-<!doctype html><body><iframe id="f" src="page.html" width="WIDTH" height="900"></iframe><pre id="out"></pre><script>
-function overlap(a, b) {
-  const slack = 1.5;
-  return a.left + slack < b.right && b.left + slack < a.right && a.top + slack < b.bottom && b.top + slack < a.bottom;
-}
-document.getElementById("f").onload = function () {
-  const inner = this.contentDocument, view = this.contentWindow, found = {svgs: [], clashes: [], outside: []};
-  found.width = inner.documentElement.scrollWidth;
-  found.paper = view.getComputedStyle(inner.body).backgroundColor;
-  found.dark = view.matchMedia("(prefers-color-scheme: dark)").matches;
-  for (const svg of inner.querySelectorAll("svg")) {
-    const box = svg.getBoundingClientRect(), texts = [...svg.querySelectorAll("text")];
-    const boxes = texts.map(text => text.getBoundingClientRect());
-    found.svgs.push({width: box.width, letters: 12 * box.width / svg.viewBox.baseVal.width});
-    boxes.forEach((one, i) => {
-      if (one.left < box.left - 1 || one.right > box.right + 1 || one.top < box.top - 1 || one.bottom > box.bottom + 1)
-        found.outside.push(texts[i].textContent);
-      for (let j = 0; j < i; j++)
-        if (overlap(one, boxes[j])) found.clashes.push([texts[i].textContent, texts[j].textContent]);
-    });
-  }
-  document.getElementById("out").textContent = JSON.stringify(found);
-};
-</script></body>
-"""
+MEASURE = (WRITTEN / "measure.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is installed")

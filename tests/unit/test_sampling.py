@@ -1,20 +1,19 @@
 """Sampled grading: what is subtracted has mean zero, verdicts agree with exact ones, and doubt is said to be doubt."""
 
 import json
-from importlib.resources import files
 from itertools import product
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
+from cases.parts import k2 as squared
 from cases.parts import total
 from cases.right_sceptic import squared_sum_of_the_batch
 from cases.wrong_sceptic import square_of_the_mean
-from typer.testing import CliRunner
+from doors import SCHEMA, call, graded
 
 import kltest
-from kltest.cli import app
 from kltest.environments import Instance, ngram, sequence
 from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.estimators import registry
@@ -34,16 +33,10 @@ from kltest.truth import combine, gradient
 
 ENVIRONMENTS = ("bandit", "sequence", "ragged")
 GROUPED = ("group-mean", "group-std", "leave-one-out", "tied-groups-masked")
-SCHEMA = json.loads((files("kltest.render") / "grade-2.schema.json").read_text(encoding="utf-8"))
 
 
 def first(environment):
     return instances(environment, 0)[0]
-
-
-def squared(logp, ref_logp, mask):
-    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
-    return log_ratio.square() / 2
 
 
 def compared(loss, instance, sampler="current", *, margin=0.05, expect="reverse_kl", **options):
@@ -373,16 +366,10 @@ def test_named_is_what_surely_leaves_less_than_the_margin(name, scale, noise, co
 def test_the_command_line_takes_the_same_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text('[tool.kltest]\nmethod = "sampled"\nmargin = 0.2\nerror-rate = 1e-3\n')
-    arguments = ["grade", "k2-loss-sequence", "--environment", "bandit", "--select", "KL101", "--output", "json"]
-    result = CliRunner().invoke(app, [*arguments, "--margin", "0.3", "--samples", "3000"])
-    (row,) = json.loads(result.stdout)["gradients"]
-    assert result.exit_code == 0
+    given = ("k2-loss-sequence", "--environment", "bandit", "--select", "KL101")
+    (row,) = graded(*given, "--margin", "0.3", "--samples", "3000", code=0)["gradients"]
     assert (row["method"], row["margin"], row["error_rate"]) == ("sampled", 0.3, 1e-3)
-    text = CliRunner().invoke(app, [*arguments[:-2], "--verbose"]).stdout
-    assert "confirmed within 20% at error rate 0.001 (asymptotic)" in text
-    for option, wrong in {"method": "guessed", "error-rate": "2", "margin": "0", "samples": "0", "bound": "0"}.items():
-        refused = CliRunner().invoke(app, [*arguments, f"--{option}", wrong])
-        assert (refused.exit_code, f"--{option}" in refused.stderr) == (2, True)
+    assert "confirmed within 20% at error rate 0.001 (asymptotic)" in call("grade", *given, "--verbose").stdout
 
 
 def test_a_bounded_sphere_is_paired_too_and_its_bound_grows_by_what_is_subtracted(monkeypatch):

@@ -44,6 +44,8 @@ def reward(credit: str, placement: str = "reward") -> dict:
 # Loss, options, and the size of the smallest environment that can show the failure, worked out by hand: (tokens,
 # actions, ragged, rollouts in a batch).
 BANDIT, PAIR, RAGGED = (1, 2, False, 1), (2, 2, False, 1), (2, 2, True, 1)
+# Where it shows, if not in a bandit.
+SHOWN = {PAIR: "bandit,sequence", RAGGED: "bandit,sequence,ragged"}
 CASES = {
     "a value a token": (losses.k3_per_token, {}, BANDIT),
     "a value a sequence": (losses.k3_of_sequences, {}, BANDIT),
@@ -54,14 +56,14 @@ CASES = {
     "a pair": (losses.with_metrics, {}, BANDIT),
     "logits": (losses.whole_distribution, {}, PAIR),
     "three actions": (losses.wrong_for_three_actions, {}, (1, 3, False, 1)),
-    "no ratio": (losses.no_ratio, {"environment": "bandit", "sampler": "both"}, BANDIT),
-    "token ratio": (losses.token_ratio, {"environment": "bandit,sequence"}, PAIR),
+    "no ratio": (losses.no_ratio, {"sampler": "both"}, BANDIT),
+    "token ratio": (losses.token_ratio, {}, PAIR),
     "token ratio, stale": (losses.token_ratio, {"expect": "local_reverse_kl"}, PAIR),
     "only where lengths differ": (losses.divided_where_lengths_differ, {}, RAGGED),
     "no name": (losses.square_root, {}, BANDIT),
     "argument": (losses.scaled, {"arguments": {"scale": -0.25}}, BANDIT),
-    "coefficient": (losses.policy_loss, {"environment": "bandit"}, BANDIT),
-    "coefficient, given": (losses.policy_loss, {"environment": "bandit", "beta": 0.04}, BANDIT),
+    "coefficient": (losses.policy_loss, {}, BANDIT),
+    "coefficient, given": (losses.policy_loss, {"beta": 0.04}, BANDIT),
     "group": (losses.baseline_of_the_group, {"environment": "bandit"}, (1, 2, False, 2)),
     "group, added up": (losses.baseline_of_the_group_added_up, {"environment": "bandit"}, (1, 2, False, 2)),
     "blocked": (losses.detached, {}, BANDIT),
@@ -86,7 +88,10 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def reports() -> dict:
-    return {name: kltest.grade(loss, select=NO_EXPERIMENT, **options) for name, (loss, options, _) in CASES.items()}
+    return {
+        name: kltest.grade(loss, select=NO_EXPERIMENT, **{"environment": SHOWN.get(size, "bandit"), **options})
+        for name, (loss, options, size) in CASES.items()
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """Combinations of named gradients: text, words and numbers say the same."""
 
 import contextlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -113,11 +111,3 @@ def test_combination_is_linear():
     expected = gradient("reverse_kl", instance) - 0.5 * gradient("forward_kl", instance)
     np.testing.assert_array_equal(combine(parse("reverse_kl-0.5*forward_kl"), instance), expected)
     assert not combine(parse("zero"), instance).any()
-
-
-def test_the_atlas_is_listed_without_torch_or_numpy():
-    code = (
-        "import sys; from kltest.truth import ATLAS, parse, render; render(parse('-entropy'));"
-        "assert not {'torch', 'numpy', 'scipy'} & set(sys.modules), 'heavy'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
