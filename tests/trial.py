@@ -70,10 +70,7 @@ class Trial:
         return False not in self.verdicts(rows).values()
 
     def claims_can_fail(self, rows: Sequence[dict[str, Any]], module: str = "claims") -> None:
-        """Assert that each claim of a module that agrees with rows disagrees if one measured column is changed.
-
-        Claims of a quick run are held to it by `test_main_job.py`, those of all other rows by this.
-        """
+        """Assert that each claim of a module that agrees with rows disagrees if one measured column is changed."""
         (analysis,) = self.modules(module)
         assert irrefutable(analysis, frame(rows), dict(Experiment(CHECKOUT, self.name).settings.values)) == []
 

@@ -1,4 +1,4 @@
-"""One step, Gaussians and sequences by hand, and claims with and without their parts."""
+"""One step, Gaussians and sequences by hand, and that a wrong result is called wrong."""
 
 import itertools
 import math
@@ -197,5 +197,6 @@ def test_where_the_noise_is_equal_it_is(rows):
     assert loss == pytest.approx(reward, rel=1e-9)
 
 
-def test_claims_agree_and_may_lack_parts(rows):
+def test_claims_agree_and_each_can_fail(rows):
     TRIAL.may_lack_parts(rows)
+    TRIAL.claims_can_fail(rows)

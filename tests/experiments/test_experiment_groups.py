@@ -1,4 +1,4 @@
-"""The groups experiment: its closed forms by brute force, its claims with and without their rows."""
+"""The groups experiment: its closed forms by brute force, its claims able to fail, its parts apart."""
 
 import itertools
 
@@ -64,3 +64,7 @@ def test_claims_agree_and_those_without_rows_are_not_run(rows):
     sampled = {claim for claim in found if claim.startswith("sampled")}
     assert {claim for claim, agrees in found.items() if agrees is None} == sampled
     assert False not in found.values()
+
+
+def test_each_claim_can_fail(rows):
+    TRIAL.claims_can_fail(rows)

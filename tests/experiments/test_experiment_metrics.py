@@ -1,4 +1,4 @@
-"""The metrics experiment: its numbers derived again, its claims with and without their parts."""
+"""The metrics experiment: its numbers derived again, its claims able to fail, its parts apart."""
 
 import numpy as np
 import pytest
@@ -48,5 +48,6 @@ def test_the_run_is_gradient_ascent_on_the_objective(rows):
     assert first["objective"] == pytest.approx(objective, rel=1e-11)
 
 
-def test_claims_agree_and_may_lack_parts(rows):
+def test_claims_agree_and_each_can_fail(rows):
     TRIAL.may_lack_parts(rows)
+    TRIAL.claims_can_fail(rows)

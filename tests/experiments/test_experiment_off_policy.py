@@ -1,4 +1,4 @@
-"""The off-policy experiment: its gradients and factors by hand, its claims with and without their parts."""
+"""The off-policy experiment: its gradients and factors by hand, its claims able to fail, subsets not run."""
 
 import itertools
 
@@ -183,5 +183,6 @@ def test_a_part_alone_is_no_error(rows, part):
     TRIAL.may_lack([row for row in rows if row["part"] == part])
 
 
-def test_claims_agree(rows):
+def test_claims_agree_and_each_can_fail(rows):
     assert TRIAL.agree(rows)
+    TRIAL.claims_can_fail(rows)

@@ -1,4 +1,4 @@
-"""The sequence experiment: its formulas by hand and by brute force, and claims that agree."""
+"""The sequence experiment: its formulas by hand and by brute force, and that a wrong result is called wrong."""
 
 import itertools
 import math
@@ -73,5 +73,6 @@ def test_the_circulation_by_hand(rows):
     assert found["circulation"] == pytest.approx((p[1] - p[0]) * (kl(y1) - kl(y0)), abs=1e-13)
 
 
-def test_claims_agree(rows):
+def test_claims_agree_and_each_can_fail(rows):
     assert TRIAL.agree(rows)
+    TRIAL.claims_can_fail(rows)

@@ -1,4 +1,4 @@
-"""The training-curves experiment: its curves by a loop over sequences, and claims that agree."""
+"""The training-curves experiment: its curves by a loop over sequences, and each claim able to fail."""
 
 import itertools
 
@@ -60,5 +60,6 @@ def test_sampled_runs_lie_about_the_curve(rows):
         assert abs(row["reward"] - row["reward_exact"]) < 8 * row["reward_reach"] + 0.1
 
 
-def test_claims_agree(rows):
+def test_claims_agree_and_can_fail(rows):
     assert TRIAL.agree(rows)
+    TRIAL.claims_can_fail(rows)

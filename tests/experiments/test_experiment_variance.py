@@ -1,4 +1,4 @@
-"""The variance experiment: the pair by hand, recursions by rollouts, the floor, and claims that agree."""
+"""The variance experiment: the pair by hand, recursions by rollouts, the floor, and wrong results called wrong."""
 
 import math
 
@@ -263,5 +263,6 @@ def test_the_record_is_consistent():
             assert shares[0] > 0
 
 
-def test_claims_agree(rows):
+def test_claims_agree_and_each_can_fail(rows):
     assert TRIAL.agree(rows)
+    TRIAL.claims_can_fail(rows)
