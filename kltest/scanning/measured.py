@@ -139,10 +139,10 @@ def field_of(roles: Roles, node: Node) -> str:
 def is_settled(roles: Roles, node: Node) -> bool:
     """Return True for a field that is one whatever its choices.
 
-    It is none if it is the policy's and detached in some of them, or if some give it another shape and others do not.
+    It is none if it is the policy's and detached in some of them, or absent in some.
     """
     fact = roles.of(node)
-    if len({isinstance(one, Node) and _keeps_shape(roles, one) for one in node.arguments[1:]}) > 1:
+    if node.operation == CHOICE and not all(isinstance(one, Node) for one in node.arguments[1:]):
         return False
     if fact.is_field:
         return fact.who != POLICY or len(roles.flows(node)) == 1

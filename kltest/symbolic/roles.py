@@ -76,6 +76,7 @@ HEADS = words_of("@ matmul mm bmm linear")
 ENTRYWISE = words_of(
     "- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num"
 )
+BLANK = words_of("zeros zeros_like new_zeros")
 STEPS = words_of("log_softmax softmax log exp / div * mul clamp") | MOVES
 
 
@@ -294,6 +295,8 @@ class Roles:
         parts = [one for one in parts_of(node) if one.arguments != (ABSENT,)]
         if is_filled(node):
             parts = [one for one in parts if self.of(one).sides]
+        if node.operation == CHOICE:  # what is returned for no tokens is empty
+            parts = [one for one in parts if under(one, {"detach"}).operation not in BLANK]
         found = {self.of(one).quantity for one in parts}
         return found.pop() if len(found) == 1 else ""
 
