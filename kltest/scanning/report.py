@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Callable, Iterable
+from pathlib import PurePath
 
 from kltest.checks import CHECKS
 from kltest.files import as_json, as_markdown
@@ -17,6 +18,8 @@ MOST = 20
 STYLES = {"finding": "red", "passed": "green"}
 RANKS = {"finding": 1, "unnamed": 2, "inconclusive": 2, "known": 3, "note": 3, "passed": 4}
 """What to look at first, after findings in losses; what was not run is last."""
+TESTS = frozenset({"test", "tests", "benchmark", "benchmarks"})
+"""Folders of what is not trained with."""
 OTHER_WAY = "the other direction, KL(ref‖π)"
 FOLLOWS = {
     "reverse_kl": "∇KL(π‖ref)",
@@ -62,10 +65,11 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
 def _blocks(scan: Scan, terminal: Terminal, *, whole: bool) -> list[tuple[list[Row], list[str]]]:
     """Return rows of which the same is true with lines that say it and where, of findings also where they are used.
 
+    Within a kind those of tests come last.
     If `whole`, the places have a line of their own, and those of findings their formulas.
     """
     groups: dict[tuple[int, str], list[Row]] = {}
-    for row in scan.rows:
+    for row in sorted(scan.rows, key=_is_of_tests):
         lost = row.status == "finding" and (row.place == "loss" or (row.place == "helper" and row.used))
         groups.setdefault((0 if lost else RANKS.get(row.status, 5), sentence(row)), []).append(row)
     blocks = []
@@ -84,6 +88,12 @@ def _blocks(scan: Scan, terminal: Terminal, *, whole: bool) -> list[tuple[list[R
         lines = [paint(line, style, terminal) for line in wrap(one_line(words), terminal, indent="    ", first="")]
         blocks.append((rows, [*lines, *_indented((places if formulas else ["; ".join(places)]) * whole, terminal)]))
     return blocks
+
+
+def _is_of_tests(row: Row) -> bool:
+    """Return True for a row of tests and benchmarks, which stand behind those of what is trained with."""
+    *folders, name = PurePath(row.file).parts
+    return name.startswith(("test_", "benchmark_")) or not TESTS.isdisjoint(folders)
 
 
 def _indented(texts: Iterable[str], terminal: Terminal) -> list[str]:

@@ -314,6 +314,14 @@ def test_a_helper_that_no_loss_calls_is_a_note():
     assert github(Scan([note])).startswith("::notice file=a.py,line=1,endLine=1,title=kltest KL101::")
 
 
+def test_what_is_trained_with_stands_before_tests_and_benchmarks():
+    files = ["benchmarks/a.py", "test/b.py", "test_c.py", "contest.py"]
+    codes = (["KL101"], ["KL102"], ["KL103"], ["KL105"])
+    rows = [filled(row(FRESH, file=name, spot=name), report(ZERO, code)) for name, code in zip(files, codes, strict=True)]
+    words = text(Scan(rows), Terminal(verbose=True))
+    assert sorted(files, key=words.index) == ["contest.py", *files[:3]]
+
+
 def test_a_finding_is_told_where_it_is_used(tree):
     used = ["the default of GRPOTrainer.compute_loss, trl/x.py:3071", "an option of PPO.step, ppo.py:7"]
     found = filled(row(FRESH, place="helper", form="k1", used=used), report(ZERO, ["KL101"]))
