@@ -34,6 +34,8 @@ from kltest.version import VERSION
 
 # A call that was cut off hangs if it took more than this share of the time, and this many times the longest other.
 HANGS = 4
+# Seconds for which a busy machine may hold up any call.
+A_PAUSE = 0.1
 # Seconds that there are at least until a loss is found: one that is at hand takes a thousandth, on any processor.
 LOOK_UP = 0.05
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
@@ -282,8 +284,8 @@ def unmeasured(options: Options, target: str, *, reduction: str = "mean", error:
 
 
 def _hangs(calls: Calls, limit: float) -> bool:
-    """True if the call that was under way when the time was over is one that does not return, it seems."""
-    return calls.interrupted > max(limit / HANGS, HANGS * calls.longest)
+    """Return True if the call that was under way when the time was over seems to be one that does not return."""
+    return calls.interrupted > max(limit / HANGS, HANGS * calls.longest, A_PAUSE)
 
 
 def _on_hanging(name: str, calls: Calls | None, limit: float, frame: Frame | None) -> str:

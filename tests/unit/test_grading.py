@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from losses_to_shrink import k2_per_token as k2
 
 from kltest.checks import CHECKS
 from kltest.estimators import find
+from kltest.grading import grader
 from kltest.grading.grader import grade as grade_with_all_checks
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
@@ -442,3 +444,11 @@ def test_a_package_that_is_missing_when_a_loss_is_called_is_named_with_where_to_
         return a_package_of_nobody.kl(logp, ref_logp)
 
     assert f"Install a_package_of_nobody in the environment that kltest runs in, {sys.prefix}" in grade(loss).error
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "longest", "limit", "hangs"),
+    [(0.05, 5e-5, 1e-6, False), (0.9, 5e-5, 1e-6, True), (0.9, 5e-5, 2.0, True), (0.3, 5e-5, 2.0, False)],
+)
+def test_a_call_that_a_busy_machine_holds_up_does_not_hang(interrupted, longest, limit, hangs):
+    assert grader._hangs(SimpleNamespace(interrupted=interrupted, longest=longest), limit) is hangs
