@@ -68,7 +68,7 @@ SAME = words_of(
     """
 )
 # Functions and methods of any package that give their argument in another container.
-CONVERSIONS = words_of("from_dlpack from_jax from_numpy from_tensor from_torch to_jax to_numpy to_tensor to_torch")
+CONVERSIONS = words_of("from_tensor from_torch to_tensor to_torch")
 # Calls that put together what several processes have: there is one.
 COLLECTIVE = words_of("all_reduce gather gather_for_metrics pmean psum reduce")
 PROCESSES = words_of("world_size num_processes process_count")
