@@ -10,8 +10,8 @@ from kltest.scanning.measured import FAILURES, Leaves, leaves
 from kltest.scanning.parts import Part, Parts
 from kltest.scanning.unfolding import excluded
 from kltest.scanning.variants import Variant, made
-from kltest.symbolic.calls import BACKWARD_OF
-from kltest.symbolic.values import CHOICE, Node, Thing, nodes_in, reached
+from kltest.symbolic.calls import BACKWARD_OF, branches_of
+from kltest.symbolic.values import CHOICE, Node, Thing, nodes_in, reached, under
 from kltest.symbolic.words import REFERENCE, is_logged, is_loss, is_preference, says, says_kl
 
 NOWHERE = Place(MODULE, 0, 0)
@@ -229,13 +229,20 @@ def _is_number(node: Any) -> bool:
     """Return True for what was made without a gradient, in whatever branch."""
     if isinstance(node, Node) and node.operation == CHOICE:
         return all(map(_is_number, node.arguments[1:]))
-    return not isinstance(node, Node) or node.operation == "detach"
+    return not isinstance(node, Node) or _is_detached(node)
+
+
+def _is_detached(value: Any) -> bool:
+    """Return True for what has lost its gradient, as a number of Python as well."""
+    inner = under(value, {"same"})
+    return isinstance(inner, Node) and inner.operation == "detach"
 
 
 def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
     """Yield what a function returns, stores as a loss or reward, and differentiates, with its place."""
     named = list(_returned(entry.returned, entry.graph.names))
     losses = [value for name, value in named if is_loss(name) and not is_logged(name)]
+    losses = [one for one in losses if not any(map(_is_detached, branches_of(one)))]
     logs = set(nodes_in([one for _, one in _keyed(entry.returned)])) if losses else set()
     helpers = [(name, value) for name, value in named if not is_logged(name)]
     yield from ((value, "helper") for name, value in helpers if not losses or (says_kl(name) and value not in logs))

@@ -14,6 +14,15 @@ from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 
 TERMS = {
+    "a loss that is logged as a number where it is one": (
+        """
+def loss_of(logp, ref_logp, mask, data):
+    kl = ((logp - ref_logp) ** 2 * mask).sum() if "mask" in data else ((logp - ref_logp) ** 2).mean()
+    metrics = {"loss": float(kl.item()) if kl.ndim == 0 else kl}
+    return kl, metrics
+""",
+        "loss",
+    ),
     "beside operations of a name whose operand is not given": (
         """
 def track(one, other, third):
