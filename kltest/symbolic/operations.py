@@ -35,7 +35,7 @@ FUNCTIONS = words_of(
 )
 # Other names of the same: of methods, and of NumPy, JAX and optax.
 ALIASES = {
-    **dict.fromkeys(("stop_gradient", "item", "tolist", "numpy"), "detach"),
+    **dict.fromkeys(("stop_gradient",), "detach"),
     **{"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"},
     **dict.fromkeys(("negative",), "neg"),
     **dict.fromkeys(("multiply",), "mul"),
@@ -64,7 +64,8 @@ ARRAYS = {
 SAME = words_of(
     """
     astype bfloat16 block_until_ready checkpoint compile contiguous cpu cuda device_get device_put double float float32
-    float64 full_tensor half jit pmap remat requires_grad_ to to_local type type_as with_sharding_constraint
+    float64 full_tensor half item jit numpy pmap remat requires_grad_ to to_local tolist type type_as
+    with_sharding_constraint
     """
 )
 # Functions and methods of any package that give their argument in another container.

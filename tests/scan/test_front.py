@@ -317,7 +317,8 @@ def test_a_helper_that_no_loss_calls_is_a_note():
 def test_what_is_trained_with_stands_before_tests_and_benchmarks():
     files = ["benchmarks/a.py", "test/b.py", "test_c.py", "contest.py"]
     codes = (["KL101"], ["KL102"], ["KL103"], ["KL105"])
-    rows = [filled(row(FRESH, file=name, spot=name), report(ZERO, code)) for name, code in zip(files, codes, strict=True)]
+    pairs = zip(files, codes, strict=True)
+    rows = [filled(row(FRESH, file=name, spot=name), report(ZERO, code)) for name, code in pairs]
     words = text(Scan(rows), Terminal(verbose=True))
     assert sorted(files, key=words.index) == ["contest.py", *files[:3]]
 
