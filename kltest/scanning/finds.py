@@ -244,7 +244,8 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
     losses = [value for name, value in named if is_loss(name) and not is_logged(name)]
     losses = [one for one in losses if not any(map(_is_detached, branches_of(one)))]
     logs = set(nodes_in([one for _, one in _keyed(entry.returned)])) if losses else set()
-    helpers = [(name, value) for name, value in named if not is_logged(name)]
+    # Under its own key: what else it is called says nothing of this use.
+    helpers = [(name, value) for name, value in named if not is_logged(name.partition(" ")[0])]
     yield from ((value, "helper") for name, value in helpers if not losses or (says_kl(name) and value not in logs))
     for stored in entry.stores:
         name = stored.name

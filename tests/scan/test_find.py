@@ -23,6 +23,15 @@ def loss_of(logp, ref_logp, mask, data):
 """,
         "loss",
     ),
+    "a helper whose value is measured as well": (
+        """
+def calculate_kl(logprobs, ref_logprobs, stats):
+    kl_stats = (ref_logprobs - logprobs) ** 2
+    stats.append(kl_stats)
+    return kl_stats
+""",
+        "helper",
+    ),
     "beside operations of a name whose operand is not given": (
         """
 def track(one, other, third):
