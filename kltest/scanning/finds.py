@@ -12,7 +12,7 @@ from kltest.scanning.unfolding import excluded
 from kltest.scanning.variants import Variant, made
 from kltest.symbolic.calls import BACKWARD_OF, branches_of
 from kltest.symbolic.values import CHOICE, Node, Thing, nodes_in, reached, under
-from kltest.symbolic.words import REFERENCE, is_logged, is_loss, is_preference, says, says_kl
+from kltest.symbolic.words import LOSS, REFERENCE, is_logged, is_loss, is_preference, says, says_kl
 
 NOWHERE = Place(MODULE, 0, 0)
 SIGMOIDS = frozenset({"sigmoid", "logsigmoid", "softplus", "log_sigmoid", "binary_cross_entropy_with_logits"})
@@ -253,7 +253,7 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
             yield stored.value, "loss"
     yield from _stored_scores(entry)
     title = entry.title if entry.function.name.strip("_") in CALLED else entry.function.name
-    if not losses and is_loss(title):
+    if not losses and says(title, *LOSS):
         losses = [value for _, value in named[:1]]
     elif not losses and says(title, *REWARD) and not _is_aside(title):
         yield from ((value, _scored(title)) for _, value in named[:1])

@@ -373,7 +373,8 @@ class Calls:
             (holder, _), key = owner.arguments[0].arguments, owner.arguments[1]
             value = arguments[0] if name == "set" else self.operator("+", self.item(holder, key), arguments[0])
             return self.made("written", holder, key, value)
-        if (given := _given_back(name, arguments or [owner])) is not None and "index" not in named:
+        gathers = "index" in named or any(isinstance(one, Node) for one in arguments[1:])
+        if not gathers and (given := _given_back(name, arguments or [owner])) is not None:
             return given
         if operation is None:
             return self.opaque("method", owner, name, *arguments, **named)

@@ -30,6 +30,7 @@ METRICS = words_of(
 )
 # Of preference pairs, and of rewards that a model is trained to give, whose log-ratios are no penalties.
 _PREFERENCE = words_of("chosen rejected preferred dispreferred win lose winner loser implicit")
+LOSS = ("loss", "objective")
 # Of what a loss is given, which is none itself.
 _GIVEN = words_of("arg args config input inputs kwarg kwargs mask masks")
 _RATIO = words_of("ratio ratios importance sampling is token policy coef weight weights")
@@ -66,8 +67,8 @@ def says(name: str, *which: str) -> bool:
 
 
 def is_loss(name: str) -> bool:
-    """Return True for names of losses, but of what they are given: loss_fn_inputs."""
-    return says(name, "loss", "objective") and not _GIVEN.intersection(words(name))
+    """Return True if one of some names is that of a loss, but of what it is given: loss_fn_inputs."""
+    return any(says(one, *LOSS) and not _GIVEN.intersection(words(one)) for one in name.split())
 
 
 @lru_cache(maxsize=100_000)

@@ -23,6 +23,25 @@ def loss_of(logp, ref_logp, mask, data):
 """,
         "loss",
     ),
+    "a loss that a helper is given under another name": (
+        """
+def measured(inputs):
+    return inputs.mean()
+
+def step(logp, ref_logp, mask):
+    total = ((logp - ref_logp) ** 2 * mask).sum()
+    measured(total)
+    return {"loss": total}
+""",
+        "loss",
+    ),
+    "a loss in whose name there is a mask": (
+        """
+def loss_with_mask(logp, ref_logp, mask):
+    return ((logp - ref_logp) ** 2 * mask).sum()
+""",
+        "loss",
+    ),
     "a helper whose value is measured as well": (
         """
 def calculate_kl(logprobs, ref_logprobs, stats):
