@@ -109,22 +109,22 @@ def made(
     known = asked(entry.graph, *lines)
     use = f"{entry.title}, {entry.source.place(entry.function.definition.lineno)}"
     for one in Lifting(entry.unfolding, settings).of(part, place):
+        notes = [note for note in one.notes if note != UNMASKED]
+        may_be_loose = UNMASKED in one.notes or not entry.sees_masks
+        if may_be_loose and one.node is not None and "mask" not in fields(one.node).values():
+            notes.append(UNMASKED)
         variant = Variant(
             place,
             "",
             "",
             why=one.refused,
-            notes=one.notes,
+            notes=notes,
             choices=choices(one.assumed, known, entry.graph),
             assumed=one.assumed,
         )
         variant.used = [use] if place not in ("helper", "logged") else []
         variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
         _write(variant, one)
-        if one.node is not None:
-            masked = "mask" in fields(one.node).values()
-            loose = not masked and (UNMASKED in one.notes or not entry.sees_masks)
-            variant.notes = [*(note for note in one.notes if note != UNMASKED), *([UNMASKED] if loose else ())]
         if entry.failure:
             variant.program, variant.why = "", entry.failure
         variant.key = variant.key or one.refused

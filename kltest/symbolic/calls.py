@@ -314,6 +314,8 @@ class Calls:
             for name, one in reversed(owner.items()):
                 found = self.graph.choice(self.graph.node("==", key, name), one, found)
             return found
+        if (one := _repeated(owner)) is not owner and not isinstance(key, slice):
+            return one
         if _is_of_objects(owner):
             return self._branchwise(owner, lambda one: self.item(one, key))
         if isinstance(owner, Thing) and (getter := owner.kind.lookup("__getitem__")) is not None:
@@ -449,8 +451,6 @@ class Calls:
         if (known := self._of_library(path)) is not None:
             return self.call(known, arguments, named)
         package, _, name = path.rpartition(".")
-        if path == "typing.cast" and len(arguments) > 1:
-            return arguments[1]
         if (given := _given_back(name, arguments)) is not None and operation_of(path) is None:
             return given
         if name in GRADIENTS and package and arguments and isinstance(arguments[0], Function | Partial):
@@ -620,7 +620,20 @@ def rest_of(owner: dict[Any, Any]) -> Node | None:
 def _is_of_objects(value: Any) -> bool:
     """Return True for a choice of which some branches are objects, functions or containers."""
     chosen = isinstance(value, Node) and value.operation == CHOICE
-    return chosen and any(not isinstance(one, Node) and not is_constant(one) for one in branches_of(value))
+    return chosen and any(_is_object(one) or _repeated(one) is not one for one in branches_of(value))
+
+
+def _is_object(value: Any) -> bool:
+    return not isinstance(value, Node) and not is_constant(value)
+
+
+def _repeated(value: Any) -> Any:
+    """Return the one entry of a list that repeats it an unknown number of times; other values as they are."""
+    if isinstance(value, Node) and value.operation == "*":
+        for one in value.arguments:
+            if isinstance(one, list | tuple) and len(one) == 1:
+                return one[0]
+    return value
 
 
 def _given_back(name: str, arguments: Sequence[Any]) -> Any:

@@ -18,7 +18,7 @@ from functools import lru_cache
 from itertools import chain, zip_longest
 from typing import Any
 
-from kltest.symbolic.calls import Calls, branches_of, merge, rest_of, stored
+from kltest.symbolic.calls import Calls, merge, rest_of, stored
 from kltest.symbolic.operations import CONDITIONS, constant_of, is_constant, words_of
 from kltest.symbolic.values import (
     ABSENT,
@@ -483,13 +483,7 @@ class Evaluator(Calls):
         if isinstance(items, Node) and items.operation == "enumerate":
             first, *start = items.arguments
             return self.operator("+", index, *start) if start else index, self._at(first, index)
-        if any(_repeated(one) is not one for one in branches_of(items)):
-            return self._branchwise(items, lambda one: self._item_of(one, index))
-        return self._item_of(items, index)
-
-    def _item_of(self, items: Any, index: Any) -> Any:
-        repeated = _repeated(items)
-        return self.item(items, index) if repeated is items else repeated
+        return self.item(items, index)
 
     def _while(self, statement: ast.While) -> None:
         """Follow the body once; what it changes is then known by what it is made of, not by its value."""
@@ -812,15 +806,6 @@ def _yields(definition: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             stack.extend(ast.iter_child_nodes(node))
     return False
-
-
-def _repeated(value: Any) -> Any:
-    """Return the one entry of a list that repeats it an unknown number of times; other values as they are."""
-    if isinstance(value, Node) and value.operation == "*":
-        for one in value.arguments:
-            if isinstance(one, list | tuple) and len(one) == 1:
-                return one[0]
-    return value
 
 
 def _owned(member: Any, kind: Kind, around: Scope) -> Any:

@@ -76,6 +76,7 @@ HEADS = words_of("@ matmul mm bmm linear")
 ENTRYWISE = words_of(
     "- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num"
 )
+# Tensors of zeros, and empty ones.
 BLANK = words_of("zeros zeros_like new_zeros")
 STEPS = words_of("log_softmax softmax log exp / div * mul clamp") | MOVES
 
