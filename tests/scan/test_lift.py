@@ -23,6 +23,8 @@ from scan.reading import (
     variants,
 )
 
+from kltest.scanning.entries import Tree
+from kltest.scanning.sources import sources
 from kltest.scanning.variants import Variant
 from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS
 
@@ -547,3 +549,24 @@ def criterion(self, logp, ref_logp, mask, inputs):
     by = {each.place: each for each in found if "penalised" in each.name or each.place != "loss"}
     torch.testing.assert_close(computed(by["loss"]), 0.5 * live(k3)(rollouts()))
     assert "nothing detaches it" in by["advantage"].why
+
+
+def test_an_early_return_of_nothing_does_not_hide_what_is_returned_else(tmp_path: Path) -> None:
+    text = """
+def logps_of(model, ids, kept):
+    if kept <= 0:
+        return ids.new_empty((ids.size(0), 0))
+    return model(ids).logits.log_softmax(-1).gather(2, ids.unsqueeze(-1)).squeeze(-1)
+"""
+    (tmp_path / "losses.py").write_text("import torch\n" + text, encoding="utf-8")
+    (entry,) = Tree({str(source.path): source for source in sources([tmp_path], [])}).entries()
+    assert entry.roles.of(entry.returned).is_field
+
+
+def test_a_helper_that_returns_a_number_without_a_gradient_is_not_run(tmp_path: Path) -> None:
+    text = """
+def approx_kl(logp, ref_logp):
+    return (logp - ref_logp).abs().mean().detach()
+"""
+    (only,) = variants(tmp_path, text)
+    assert only.why == "it carries no gradient, and nothing says what becomes of it"
