@@ -42,10 +42,26 @@ def no_padding(findings: Findings) -> str | None:
 
 def usual_batch(findings: Findings, sampler: str = "stale") -> Rollout:
     """Rollouts of every length with different rewards; groups of two, three, four or six divide their number."""
+    return _usual(findings, sampler, rows_taken(findings))
+
+
+def _usual(findings: Findings, sampler: str, many: int) -> Rollout:
     instance = instances("ragged", findings.seed)[0]
     lengths = instance.paths.mask.sum(axis=1)
-    rows = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))[:ROWS]
+    rows = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))[:many]
     return Rollout.of(instance, sampler=sampler, padding=findings.seed, centre="batch").take(sorted(rows))
+
+
+@shared
+def rows_taken(findings: Findings) -> int:
+    """Rows of the usual batch: as many as in the graded batches if the loss takes no other."""
+    graded = max((row.batch for row in findings.rows), default=1)
+    if 1 < graded < ROWS:
+        try:
+            findings.measure.experiment().call(_usual(findings, "stale", ROWS))
+        except KltestError:
+            return graded
+    return ROWS
 
 
 def single_tokens(findings: Findings) -> Rollout:
@@ -176,7 +192,12 @@ def share_by_size(row: Row, findings: Findings) -> dict[int, float]:
 
 
 def companions(findings: Findings) -> int:
-    """Number of mild rollouts that, with one more, make two groups of the size that the loss is graded with."""
+    """Number of mild rollouts that, with one more, make two groups of the size that the loss is graded with.
+
+    They make one batch if it takes no other.
+    """
+    if (taken := rows_taken(findings)) < ROWS:
+        return taken - 1
     size = findings.measure.sizes.each[0] if findings.measure.sizes.grouped else 2
     return 2 * size - 1
 

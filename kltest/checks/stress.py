@@ -30,6 +30,7 @@ from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings, Row, shared
 from kltest.identify.instances import with_ties
+from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.tolerances import TOLERANCES, Tolerances
 from kltest.report import Level
 
@@ -45,8 +46,9 @@ ONE_SURE = ((0.96, 0.5), (0.5, 0.96), (0.993, 0.65), (0.65, 0.993), (0.9992, 0.9
 BOTH_SURE = ((0.993, 0.9992), (0.9992, 0.993))
 # In batches, which are enumerated prompt by prompt, only the surest.
 SUREST = (*ONE_SURE[-2:], BOTH_SURE[-1])
-# Actions of a bandit, and those that have all of the probability if batches are enumerated.
-MANY, LIKELY = 300, (41, 170, 299)
+# Actions of a bandit; those that have all of the probability if batches are enumerated, as shares of their number; and
+# how many there are at most if each call is a mean over many.
+MANY, LIKELY, FEWER = 300, (0.14, 0.57, 1.0), 100
 # Logit of a certain token above the others: 59 of them leave 6e-12, and a log-prob of −30 is legal everywhere.
 CERTAIN = 30.0
 TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
@@ -55,11 +57,12 @@ TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 REACHED = (*((step / 2, 0.0) for step in range(1, 11)), *((5.0, step / 2) for step in range(1, 11)))
 BEYOND = ((7.0, 0.0), (10.0, 0.0), (14.0, 0.0), (19.0, 0.0))
 LENGTH = 64
-# Positions of the tokens that are not certain, by the rows of a batch: multisets of rollouts are enumerated.
+# Positions of the tokens that are not certain, by the rows of a batch: multisets of rollouts are enumerated. In shorter
+# rollouts they are nearer.
 CHOICES = {1: (0, 5, 19, 42, 63), 2: (0, 19, 63)}
 CHOICES_OF_GROUPS = (0, 42)
-# Share of a difference below which the part at one position is none.
-SMALL = 1e-3
+# Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
+SMALL, ALIKE = 1e-3, 0.1
 
 Setting = tuple[float, ...]
 
@@ -98,6 +101,7 @@ class Stress:
         tolerance: The field of Tolerances up to which a bias is none.
         where: Names a setting, for the beginning of a sentence.
         codes: The checks that may report it.
+        nearer: What is tried instead of a setting at which the loss fails, from far to near.
     """
 
     rows: Callable[[Findings], list[Row]]
@@ -107,6 +111,7 @@ class Stress:
     where: Callable[[Off], str]
     codes: tuple[str, ...]
     apart: bool = False
+    nearer: Callable[[Any], Sequence[Any]] = lambda setting: ()
 
     def words(self, off: Off) -> str:
         """Return a sentence without its full stop."""
@@ -120,7 +125,7 @@ class Stress:
 def wrong(findings: Findings, name: str) -> str:
     """Describe the first setting of a kind of case at which the gradient is not the declared one, "" if there is none.
 
-    Calls that fail are reported by other checks.
+    KltestError if the loss fails there and nearer.
     """
     found = findings.once(_first_off, name)
     return f"{STRESS[name].words(found)}." if found else ""
@@ -131,13 +136,40 @@ def _first_off(findings: Findings, name: str) -> Off | None:
     allowed = getattr(tolerances, stress.tolerance)
     if allowed is None or tolerances.far is None:
         return None
+    return next((off for off in tried(findings, stress) if off.bias > allowed), None)
+
+
+def tried(findings: Findings, stress: Stress) -> Iterator[Off]:
+    """Compare from each row at each setting, nearer where the loss fails; a row that runs nowhere fails at the end.
+
+    `Findings.reach` tells how far it went.
+    """
+    failures: list[KltestError] = []
     for row in stress.rows(findings):
         for some in _calls(stress, row, stress.settings(row)):
+            try:
+                yield from _nearer(findings, row, stress, some)
+            except KltestError as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _nearer(findings: Findings, row: Row, stress: Stress, settings: Sequence[Any]) -> list[Off]:
+    """Compare at settings that share a call; if it fails, at each alone, and at nearer ones in place of those."""
+    try:
+        return list(compared(findings, row, stress, settings))
+    except KltestError as error:
+        failure = error
+    found: list[Off] = []
+    for setting in settings:
+        for one in [*([setting] if len(settings) > 1 else []), *stress.nearer(setting)]:
             with suppress(KltestError):
-                for one in compared(findings, row, stress, some):
-                    if one.bias > allowed:
-                        return one
-    return None
+                found += compared(findings, row, stress, [one])
+                break
+    if not found:
+        raise failure
+    return found
 
 
 def _calls(stress: Stress, row: Row, settings: Sequence[Any]) -> list[list[Any]]:
@@ -169,15 +201,18 @@ def bias(findings: Findings, row: Row, instance: Instance) -> float:
 def _row_of(findings: Findings, sampler: str) -> list[Row]:
     """Return the row to go further from, of batches if rows are coupled, else of several tokens if there is one.
 
-    None if a row of this sampler is not exact, or is not right.
+    None if a row of this sampler is not right.
     """
     rows = _right([row for row in findings.rows if row.sampler == sampler])
     return sorted(rows, key=lambda row: (-row.batch, row.length is None, -(row.length or 0)))[:1]
 
 
 def _right(rows: list[Row]) -> list[Row]:
-    """Return rows if all of them are exact and right, else none."""
-    return rows if all(row.agrees is True and row.method == "exact" for row in rows) else []
+    """Return rows if all of them are right, else none; KltestError if samples left one undecided."""
+    for row in rows:
+        if row.agrees is None and row.method == "sampled":
+            raise KltestError(f"it goes further from rows that are right, and {row.where} is not decided")
+    return rows if all(row.agrees is True for row in rows) else []
 
 
 def tokens_of(row: Row) -> int:
@@ -195,9 +230,11 @@ def prompts(many: int, tokens: int, generator: np.random.Generator) -> Environme
 
 
 def _bandit_rows(findings: Findings) -> list[Row]:
-    with suppress(KltestError):
-        return _right(findings.measure.rows("bandit", "current"))
-    return []
+    try:
+        rows = findings.measure.rows("bandit", "current")
+    except KltestError:  # it does not take rollouts of one token
+        return []
+    return _right(rows)
 
 
 def _moved(findings: Findings, row: Row, settings: Sequence[Any]) -> Instance:
@@ -220,7 +257,12 @@ def _log_ratios(off: Off) -> str:
 
 def _apart_by(shifts: Sequence[Setting], tolerance: str, code: str) -> Stress:
     settings = [*zip(("reference", "policy"), shifts, strict=True)]
-    return Stress(_bandit_rows, lambda row: settings, _moved, tolerance, _log_ratios, (code,), apart=True)
+    return Stress(_bandit_rows, lambda row: settings, _moved, tolerance, _log_ratios, (code,), True, _halved)
+
+
+def _halved(setting: tuple[str, Setting]) -> list[tuple[str, Setting]]:
+    moved, shift = setting
+    return [(moved, tuple(each / 2**halvings for each in shift)) for halvings in range(1, 6)]
 
 
 # Tokens that are all but certain
@@ -242,14 +284,21 @@ def _sure_settings(row: Row) -> tuple[Setting, ...]:
 # A large vocabulary
 
 
-def _many_actions(findings: Findings, row: Row, settings: Sequence[Any]) -> Instance:
-    reward = np.random.default_rng(findings.seed).integers(2, size=(1, MANY)).astype(float)
-    instance = Instance.draw(bandit(MANY, reward=reward), findings.seed)
+def _many_actions(findings: Findings, row: Row, settings: Sequence[int]) -> Instance:
+    many = min(settings[0], FEWER if findings.observed.dtype == AVERAGED else MANY)
+    reward = np.random.default_rng(findings.seed).integers(2, size=(1, many)).astype(float)
+    instance = Instance.draw(bandit(many, reward=reward), findings.seed)
     if row.batch == 1:
         return instance
-    above = np.where(np.isin(np.arange(MANY), LIKELY), CERTAIN, 0.0)
+    likely = np.array([int(share * (many - 1)) for share in LIKELY])
+    above = np.where(np.isin(np.arange(many), likely), CERTAIN, 0.0)
     tables = (table(logits + above) for logits in (instance.policy, instance.reference, instance.sampler))
-    return OfSome(instance.environment, *tables, some=instance.paths.take(np.array(LIKELY)))
+    return OfSome(instance.environment, *tables, some=instance.paths.take(likely))
+
+
+def _many(off: Off) -> str:
+    many = off.instance.environment.vocabulary
+    return f"In a bandit with {many} actions, token ids 0 to {many - 1},"
 
 
 # A sampler far from the policy
@@ -277,7 +326,7 @@ def examine_far_sampler(findings: Findings) -> Found | None:
     levels: tuple[tuple[Level, tuple[Setting, ...]], ...] = (("error", REACHED), ("warning", BEYOND))
     for row, (level, reach) in product(stress.rows(findings), levels):
         try:
-            found = list(compared(findings, row, stress, [one for one in stress.settings(row) if one in reach]))
+            found = _nearer(findings, row, stress, [one for one in stress.settings(row) if one in reach])
         except KltestError as error:
             if level == "error":
                 raise
@@ -305,31 +354,31 @@ def _long_rows(findings: Findings) -> list[Row]:
     return [max(rows, key=lambda row: row.batch) for rows in several if rows]
 
 
-def choices_of(batch: int) -> tuple[int, ...]:
+def choices_of(batch: int, length: int = LENGTH) -> tuple[int, ...]:
     """Return the positions of the tokens that are not certain, for batches of this size."""
-    return CHOICES.get(batch, CHOICES_OF_GROUPS)
+    return tuple(dict.fromkeys(place * length // LENGTH for place in CHOICES.get(batch, CHOICES_OF_GROUPS)))
 
 
 @lru_cache(maxsize=8)
-def long_instance(batch: int, seed: int) -> Instance:
+def long_instance(batch: int, seed: int, length: int = LENGTH) -> Instance:
     """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time.
 
     Contexts are a time step and the choices before it. Tokens between the choices are 0 in all rollouts.
     """
-    choices, generator = choices_of(batch), np.random.default_rng([seed, LENGTH])
-    counts = [2 ** sum(choice < step for choice in choices) for step in range(LENGTH)]
-    first, steps = np.cumsum([0, *counts]), np.repeat(np.arange(LENGTH), counts)
+    choices, generator = choices_of(batch, length), np.random.default_rng([seed, length])
+    counts = [2 ** sum(choice < step for choice in choices) for step in range(length)]
+    first, steps = np.cumsum([0, *counts]), np.repeat(np.arange(length), counts)
     successors = np.full((len(steps), 2, 1), END, dtype=np.int64)
     many = 2 ** len(choices)
-    tokens, contexts = np.zeros((2, many, LENGTH), dtype=np.int64)
+    tokens, contexts = np.zeros((2, many, length), dtype=np.int64)
     tokens[:, choices] = np.arange(many)[:, None] >> np.arange(len(choices))[::-1] & 1
-    for step in range(LENGTH - 1):
+    for step in range(length - 1):
         history = np.arange(counts[step])[:, None]
         onward = 2 * history + np.arange(2) if step in choices else np.repeat(history, 2, axis=1)
         successors[first[step] : first[step + 1], :, 0] = first[step + 1] + onward
         contexts[:, step + 1] = successors[contexts[:, step], tokens[:, step], 0]
     nothing, certain, reward = np.zeros(many, dtype=np.int64), np.ones(successors.shape), np.zeros((len(steps), 2))
-    environment = Environment("long", LENGTH, nothing[:1], np.ones(1), successors, certain, reward, tree=True)
+    environment = Environment("long", length, nothing[:1], np.ones(1), successors, certain, reward, tree=True)
     rollouts = Paths(contexts, tokens, np.ones(tokens.shape, dtype=bool), nothing, nothing.astype(float))
     free = np.isin(steps, choices)[:, None]
     base = np.where(free, 0.6 * generator.standard_normal((len(steps), 2)), (CERTAIN, 0.0))
@@ -348,18 +397,19 @@ def _in_long_rollouts(findings: Findings) -> tuple[str, str] | None:
     """Return the check that the first difference in long rollouts belongs to, and its words."""
     tolerance = max(Tolerances.guard, TOLERANCES[findings.observed.dtype].gradient)
     stress = STRESS["long rollouts"]
-    tried = (off for row in stress.rows(findings) for off in compared(findings, row, stress, stress.settings(row)))
-    off = next((off for off in tried if off.bias > tolerance), None)
+    off = next((off for off in tried(findings, stress) if off.bias > tolerance), None)
     if off is None:
         return None
     where = stress.words(off)
     factor = float((off.found * off.wanted).sum() / ((off.wanted**2).sum() or 1.0))
-    if norm(off.found) <= SMALL * norm(off.wanted):
+    small = max(SMALL, tolerance)
+    if norm(off.found) <= small * norm(off.wanted):
         return "KL105", f"{where}: nothing is left of it."
-    if norm(off.found - factor * off.wanted) <= 10 * tolerance * norm(off.found):
+    if norm(off.found - factor * off.wanted) <= min(10 * tolerance, ALIKE) * norm(off.found):
         return "KL203", f"{where}: it is {factor:.4g} times the declared one."
-    choices, contexts, difference = choices_of(off.row.batch), off.instance.paths.contexts, off.found - off.wanted
-    places = [t for t in choices if norm(difference[np.unique(contexts[:, t])]) > SMALL * norm(difference)]
+    choices = choices_of(off.row.batch, off.setting)
+    contexts, difference = off.instance.paths.contexts, off.found - off.wanted
+    places = [t for t in choices if norm(difference[np.unique(contexts[:, t])]) > small * norm(difference)]
     differs = f"{where}: it differs at tokens {', '.join(map(str, places))} of {', '.join(map(str, choices))} from 0 on"
     if "reverse_kl" in findings.expect and choices[-1] not in places:
         return "KL205", f"{differs}, so that log-ratios of much later tokens are not credited in full."
@@ -387,8 +437,9 @@ STRESS = {
         lambda row: [MANY],
         _many_actions,
         "far",
-        lambda off: f"In a bandit with {MANY} actions, token ids 0 to {MANY - 1},",
+        _many,
         ("KL105",),
+        nearer=lambda many: [many // 3, many // 10],
     ),
     "far sampler": Stress(
         lambda findings: _row_of(findings, "stale"),
@@ -401,9 +452,10 @@ STRESS = {
     "long rollouts": Stress(
         _long_rows,
         lambda row: [LENGTH],
-        lambda findings, row, settings: long_instance(row.batch, findings.seed),
+        lambda findings, row, settings: long_instance(row.batch, findings.seed, *settings),
         "gradient",
-        lambda off: f"In rollouts of {LENGTH} tokens, {off.row.sampler} sampler,",
+        lambda off: f"In rollouts of {off.setting} tokens, {off.row.sampler} sampler,",
         ("KL105", "KL203", "KL205"),
+        nearer=lambda length: [length // 2, length // 4, length // 8],
     ),
 }

@@ -17,9 +17,10 @@ CAUSES = {"KL101": ("KL510",), "KL106": ("KL203", "KL204", "KL207", "KL402", "KL
 LEFTOVER = "KL105"
 # These need a single call. Every other experiment compares calls, which differ anyway if a loss does not repeat itself.
 IN_ONE_CALL = frozenset({"KL505", "KL506", "KL507"})
-# These take expectations, or compare batches of other shapes or precisions. A loss that draws random numbers is given
-# the same ones in each call of an experiment: that is no expectation, and another shape draws others.
-OTHER_DRAWS = frozenset(f"KL{number}" for number in (105, 203, 204, 205, 206, 207, 306, 404, 504, 508, 801, 802))
+# A loss that draws random numbers is given the same ones in each call of an experiment. That is no expectation, and
+# another shape or precision draws others: these take the mean over many draws, or cannot be made.
+ON_AVERAGE = frozenset(f"KL{number}" for number in (105, 203, 204, 205, 206, 207, 306, 404, 504, 701, 703))
+OF_THE_NOISE = frozenset(("KL508", "KL801", "KL802"))
 
 
 @dataclass(frozen=True)
@@ -183,14 +184,15 @@ def _examined(check: Check, findings: Findings) -> Found | None:
             CHECKS["KL507"].examine(findings)
         if findings.observed.unrepeatable:
             return Found("the loss gives different results for the same batch (KL507)", "inconclusive")
-        if findings.observed.draws and check.code in OTHER_DRAWS:
+    try:
+        if findings.noisy and check.code in ON_AVERAGE:
+            return check.examine(findings.on_average())
+        if findings.observed.draws and check.code in OF_THE_NOISE:
             why = "it draws random numbers (KL507), and others in batches of another shape or precision"
             return Found(why, "inconclusive", level="warning")
-    try:
         return check.examine(findings)
-    except KltestError as error:
-        # Of a loss that does not take the batch of an experiment nothing is known, but nothing is wrong either.
-        return Found(f"the experiment could not be made: {error}", "inconclusive", level="warning")
+    except KltestError as error:  # what was not looked at is not passed
+        return Found(f"the experiment could not be made: {error}", "inconclusive")
 
 
 def _words(check: Check, row: Row, findings: Findings) -> str:

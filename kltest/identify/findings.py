@@ -1,7 +1,7 @@
 """Data for checks: the rows of one loss, and a service that measures one more case if a check needs it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -83,11 +83,34 @@ class Findings:
             raise result
         return result
 
+    @property
+    def noisy(self) -> bool:
+        """True if the loss draws random numbers that change its gradient, in graded batches or in others."""
+        return self.observed.draws and bool(self.observed.nondeterministic)
+
+    def on_average(self) -> "Findings":
+        """Return findings for experiments with a loss that draws random numbers: each call is a mean over many draws.
+
+        TargetError if that cannot be had (kltest.moments.averaged).
+        """
+        return self.once(_on_average)
+
     def why_not_stale(self) -> str | None:
         """Return the reason to skip what shows with a stale sampler only, if that was not graded."""
         if "stale" in self.samplers:
             return None
         return "graded with the sampler equal to the policy only; ask for --sampler both"
+
+
+def _on_average(findings: Findings) -> Findings:
+    measure = findings.measure.averaged()
+    findings.notes.append(
+        "Beyond the graded environments, and wherever batches are compared, its gradient was a mean over many draws of "
+        "its random numbers: a difference below 10 % is not seen there."
+    )
+    # Without noise one rollout is a batch again, unless rows are coupled.
+    rows = [row if measure.sizes.grouped or measure.sizes.requested else replace(row, batch=1) for row in findings.rows]
+    return replace(findings, measure=measure, rows=rows, _results={})
 
 
 def shared(experiment: Callable[..., T]) -> Callable[..., T]:

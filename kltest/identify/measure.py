@@ -20,9 +20,12 @@ from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.values import reported
 from kltest.loss.calling import Loss
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches
+from kltest.moments.averaged import DTYPE as AVERAGED
+from kltest.moments.averaged import averaged
 from kltest.moments.caller import Caller
 from kltest.moments.differentiate import LossExperiment, RowGradients, differentiate, live_positions
 from kltest.moments.moments import Reduction
+from kltest.moments.reduction import probe
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 from kltest.samples.sampled import Sampled
@@ -149,6 +152,22 @@ class Measure:
         loss = self.loss if beta is None else self.loss.at(beta)
         return differentiate(loss, rollout.replace(), live_positions(rollout))
 
+    def averaged(self) -> "Measure":
+        """Return the service for the loss as it is on average over the random numbers that it draws.
+
+        TargetError if that cannot be had (kltest.moments.averaged).
+        """
+        size = self.sizes.each[0] if self.sizes.grouped else None
+        case = Case("ragged", "stale", self.seed, group=size)
+        batch = Rollout.of(case.instances[0], sampler="stale", padding=self.seed, centre="batch")
+        if size:
+            batch = batch.take(np.flatnonzero(batch.peek("group").numpy() == int(batch.peek("group")[0]))[:size])
+        loss = averaged(self.loss, batch, adds_up=self.observed.reduction == "sum")
+        sister = Measure(loss, self.declared, self.observed.uses, seed=self.seed, sizes=self.sizes)
+        own, known = sister.observed, self.observed
+        own.dtype, own.reached, own.draws, own.keeps_state = AVERAGED, known.reached, True, known.keeps_state
+        return sister
+
     def rows_of(self, case: Case) -> list[Row]:
         """Measure one case: rows as in `rows`, for a case of any kind; random numbers go on from call to call."""
         measure, past = partial(self._rows_of, case), partial(histories, self.loss, case)
@@ -260,21 +279,36 @@ class Measure:
             raise error
         self.observed.nondeterministic, self.observed.draws = str(error), True
         self._remark(f"{error}.")
-        many = self.sizes.each[0] if self.sizes.requested or self.sizes.grouped else NOISY_BATCH
-        return self._by_sampling(case, many, "the loss gives different gradients for the same batch", noisy=True)
+        why = "the loss gives different gradients for the same batch"
+        if self.sizes.requested or self.sizes.grouped:
+            return self._by_sampling(case, self.sizes.each[0], why, noisy=True)
+        apart = self._apart_on_average(case)
+        return self._by_sampling(case, 1 if apart else NOISY_BATCH, why, noisy=True, apart=apart)
 
-    def _by_sampling(self, case: Case, batch: int, why: str, *, noisy: bool = False) -> Row:
+    def _apart_on_average(self, case: Case) -> Reduction | None:
+        """Return how a loss that draws random numbers combines rows if it treats them apart on average, else None."""
+        instance = case.instances[0]
+        try:
+            rollout = Rollout.of(instance, sampler=case.sampler, padding=self.seed)
+            found = probe(self.averaged().loss, rollout, np.random.default_rng(self.seed)).reduction
+        except KltestError:
+            return None
+        return None if found == "coupled" else found
+
+    def _by_sampling(
+        self, case: Case, batch: int, why: str, *, noisy: bool = False, apart: Reduction | None = None
+    ) -> Row:
         """Return the row of a case that cannot be enumerated, and why; not judged if it cannot be sampled either."""
         place = self._place(case, batch)
         try:
-            return self._from_samples(place, batch, why, noisy=noisy)[1]
+            return self._from_samples(place, batch, why, noisy=noisy, apart=apart)[1]
         except InvalidEnvironmentError as error:
             return not_judged(place, self.declared, batch, f"{why}; {error}")
 
     def _from_samples(
-        self, case: Case, batch: int = 1, why: str = "", *, noisy: bool = False
+        self, case: Case, batch: int = 1, why: str = "", **noise: Any
     ) -> tuple[Sequence[Moments | Sampled], Row]:
-        found = sample(self.loss, self.declared, case, self.sampling, batch, noisy=noisy)
+        found = sample(self.loss, self.declared, case, self.sampling, batch, **noise)
         self._note(found)
         return found, self._judged(sampled_row(case, self.declared, self.sampling, found, why))
 

@@ -27,6 +27,7 @@ from kltest.truth import gradient as true_gradient
 
 if TYPE_CHECKING:
     from kltest.loss.calling import Loss
+    from kltest.moments.moments import Reduction
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def sample(
     batch: int = 1,
     *,
     noisy: bool = False,
+    apart: "Reduction | None" = None,
 ) -> list[Sampled]:
     """Sample the gradient of batches of `batch` rollouts on each instance; exceptions are those of `sampled`."""
     drawn = case.instances
@@ -77,6 +79,7 @@ def sample(
             size=batch,
             grouped=case.group is not None,
             noisy=noisy,
+            apart=apart,
             bound=sampling.bound,
             padding=case.seed,
             seed=int(seed),

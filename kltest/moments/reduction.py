@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from kltest.errors import TargetError
+from kltest.errors import KltestError, TargetError
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.state import State
@@ -66,9 +66,22 @@ def probe(loss: Loss, base: Rollout, generator: np.random.Generator) -> Caller:
     _check_memory(caller, order[0])
     pairs = [order[0]] * 2, order[:2], [by_length[0], by_length[-1]]
     # A loss that goes through its rows in blocks shows it in batches of odd size, or of even size.
-    for rows in (*pairs, [order[0], *order[:2]], order, [order[0], *order]):
+    for rows in (*pairs, [order[0], *order[:2]]):
         caller.look(rows)
+    _look_at_many(caller, [order[0], *order])
     return caller
+
+
+def _look_at_many(caller: Caller, rows: list[int]) -> None:
+    """Call the largest batch of the rows that the loss takes, and that of one row less."""
+    while True:
+        try:
+            caller.look(rows[1:])
+            return caller.look(rows)
+        except KltestError:
+            if len(rows) <= SEVERAL:
+                raise
+            rows = rows[: max(SEVERAL, len(rows) // 2)]
 
 
 def _check_repeats(caller: Caller, row: int) -> None:

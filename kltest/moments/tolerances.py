@@ -75,28 +75,29 @@ class Tolerances:
         return self.identified[-1]
 
 
-LOWEST_FIRST = ("float16", "bfloat16", "float32", "float64")
-"""In the order of precision of a result; float16 underflows where bfloat16 does not."""
+LOWEST_FIRST = ("averaged", "float16", "bfloat16", "float32", "float64")
+"""In the order of precision of a result; float16 underflows where bfloat16 does not, and a mean over random draws
+(kltest.moments.averaged) has noise of some hundredths whatever it is computed in."""
 
 _COLUMNS: dict[str, tuple[Any, ...]] = {
-    # float16, bfloat16, float32, float64
-    "rows": (2e-2, 1e-1, 1e-4, 1e-9),
-    "rows_absolute": (1e-2, 1e-1, 1e-5, 1e-14),
-    "repeated": (1e-2, 1e-1, 1e-6, 1e-12),
-    "identified": ((3e-3,), (2e-2,), (1e-4,), (1e-9, 1e-7)),
-    "zero": (4e-4, 3e-3, 1e-6, 1e-11),
-    "zero_in_units": (5e-3, 3e-2, 1e-5, 1e-12),
-    "terms": (1, 1, 3, 3),
-    "influence": (1e-2, 1e-2, 1e-5, 1e-10),
-    "groups": (5e-2, 5e-2, 1e-4, 1e-9),
-    "proportional": (5e-2, 5e-2, 1e-2, 1e-6),
-    "value": (3e-2, 3e-2, 1e-4, 1e-4),
-    "search": (0.0, 0.0, 1e-4, 1e-6),
-    "head": (1e-3, 1e-3, 1e-6, 1e-10),
-    "narrow": (0.04, 0.25, None, None),
-    "log_ratio": (0.01, 0.05, 0.0, 0.0),
-    "far": (None, None, 1e-2, 1e-2),
-    "far_sampler": (None, None, 1e-3, 1e-3),
+    # averaged, float16, bfloat16, float32, float64
+    "rows": (2.5e-1, 2e-2, 1e-1, 1e-4, 1e-9),
+    "rows_absolute": (5e-2, 1e-2, 1e-1, 1e-5, 1e-14),
+    "repeated": (1e-1, 1e-2, 1e-1, 1e-6, 1e-12),
+    "identified": ((1e-1,), (3e-3,), (2e-2,), (1e-4,), (1e-9, 1e-7)),
+    "zero": (5e-2, 4e-4, 3e-3, 1e-6, 1e-11),
+    "zero_in_units": (1e-1, 5e-3, 3e-2, 1e-5, 1e-12),
+    "terms": (1, 1, 1, 3, 3),
+    "influence": (1e-1, 1e-2, 1e-2, 1e-5, 1e-10),
+    "groups": (1e-1, 5e-2, 5e-2, 1e-4, 1e-9),
+    "proportional": (1e-1, 5e-2, 5e-2, 1e-2, 1e-6),
+    "value": (1e-1, 3e-2, 3e-2, 1e-4, 1e-4),
+    "search": (0.0, 0.0, 0.0, 1e-4, 1e-6),
+    "head": (1e-1, 1e-3, 1e-3, 1e-6, 1e-10),
+    "narrow": (None, 0.04, 0.25, None, None),
+    "log_ratio": (0.0, 0.01, 0.05, 0.0, 0.0),
+    "far": (1e-1, None, None, 1e-2, 1e-2),
+    "far_sampler": (1e-1, None, None, 1e-3, 1e-3),
 }
 TOLERANCES = {
     dtype: Tolerances(**{name: column[index] for name, column in _COLUMNS.items()})

@@ -16,8 +16,14 @@ from kltest.moments.projection import each_gradient
 from kltest.moments.reduction import probe
 from kltest.rollout import Centre, Rollout
 
+# Most samples by default, likewise: if rows can be called together, and if each batch needs a call of its own.
+ROWS, BATCHES = 200_000, 10_000
+# Samples in a unit if rows can be called together, and if each batch needs a call of its own.
+UNIT_ROWS, UNIT_BATCHES = 8, 2
 # Batches on which is tried how a loss combines rows.
 PROBED = 16
+# Rollouts of one call at least, each of them many times, if noise alone is drawn.
+ROWS_OF_NOISE = 4096
 # Fewest and most batches of each of two sizes whose mean gradients are compared.
 COMPARED, MOST_COMPARED = 128, 4096
 # Standard errors between these means that count as a difference: chance exceeds six less than once in 10⁸ times.
@@ -72,6 +78,49 @@ class Drawing:
         return each_gradient(paths, policy, leaves.get("logp"), leaves.get("logits")).reshape(len(paths), -1)
 
 
+class EveryRollout:
+    """Samples of the gradient of a loss that draws random numbers: each sees all rollouts, and noise alone is drawn.
+
+    It is for losses that treat the rows of a batch apart, but for what they draw. A call has `unit` copies of the
+    rollouts, a sample each; blocks are made of whole calls, so that copies may share random numbers. Attributes are
+    those of `Draws`.
+    """
+
+    together, coupling = False, ""
+
+    def __init__(self, drawing: Drawing, reduction: Reduction) -> None:
+        self.drawing, self.reduction = drawing, reduction
+        self.leaves: frozenset[str] = frozenset()
+        paths, instance = drawing.instance.paths, drawing.instance
+        self.unit = -(-ROWS_OF_NOISE // len(paths))
+        self.most = BATCHES * self.unit
+        tiled = paths.take(np.tile(np.arange(len(paths)), self.unit))
+        self._weights = instance.rollout_weights(drawing.sampler) * (1.0 if reduction == "sum" else len(tiled))
+        self.caller = Caller(drawing.loss, drawing.rollout(tiled), logs=False)
+        # Which context each token of the rollouts has, and which entry of a table of contexts and tokens it is.
+        contexts = paths.contexts.ravel()[:, None] == np.arange(len(instance.policy))
+        self._contexts = (contexts & paths.mask.ravel()[:, None]).astype(float)
+        tokens = paths.tokens.ravel()[:, None] == np.arange(instance.environment.vocabulary)
+        self._entries = (self._contexts[:, :, None] * tokens[:, None]).reshape(len(tokens), -1)
+
+    def take(self, count: int) -> tuple[Paths, np.ndarray]:
+        """Return no rollouts, and the gradient (count, C·V) of each sample."""
+        policy, paths = self.drawing.instance.policy, self.drawing.instance.paths
+        tables = np.zeros((-(-count // self.unit), self.unit, *policy.shape))
+        for table in tables:
+            called = self.caller.call(np.arange(len(self.caller.base)))
+            self.leaves |= called.by_leaf.keys()
+            for leaf, part in called.by_leaf.items():
+                each = part.reshape(self.unit, len(paths), paths.shape[1], -1) * self._weights[:, None, None]
+                each = each.reshape(self.unit, -1, each.shape[-1])
+                if leaf == "logp":
+                    table += (each[..., 0] @ self._entries).reshape(table.shape)
+                else:
+                    table += np.einsum("nc,unv->ucv", self._contexts, each)
+        gradients = tables - np.exp(policy) * tables.sum(axis=-1, keepdims=True)
+        return paths.take(np.arange(0)), gradients.reshape(-1, policy.size)[:count]
+
+
 class Draws:
     """Samples of the gradient of a batch: rows of one call, batches of a call each, or groups that a call keeps apart.
 
@@ -81,6 +130,8 @@ class Draws:
         reduction: How the loss combines rows.
         coupling: The observation that showed a coupling of rows, else empty.
         together: Rows are samples of their own and are called together.
+        unit: Samples of which blocks are made; the first look is at as many units as there are blocks.
+        most: Most samples, by default.
         leaves: Fields that the gradient reached so far.
 
     Args:
@@ -107,6 +158,7 @@ class Draws:
             self.reduction, self.coupling = self.caller.reduction, self.caller.coupling
             # If every gradient was zero, a mean cannot be told from a sum.
             self.together = len(self.caller.shares) == 1
+        self.unit, self.most = (UNIT_ROWS, ROWS) if self.together else (UNIT_BATCHES, BATCHES)
 
     def take(self, count: int) -> tuple[Paths, np.ndarray]:
         """Return the rollouts of `count` batches, one after the other, and the gradient (count, C·V) of each."""

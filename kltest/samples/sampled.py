@@ -16,17 +16,13 @@ from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
-from kltest.moments.moments import ExpectedGradient
+from kltest.moments.moments import ExpectedGradient, Reduction
 from kltest.samples.blocks import MOST_BLOCKS, Blocks, Interval, Sample
 from kltest.samples.bounded import EmpiricalBernstein
 from kltest.samples.controls import KNOWN, Controls
-from kltest.samples.drawing import CoupledError, Drawing, Draws
+from kltest.samples.drawing import CoupledError, Drawing, Draws, EveryRollout
 from kltest.samples.fits import distance
 
-# Most samples by default: if rows can be called together, and if each batch needs a call of its own.
-ROWS, BATCHES = 200_000, 10_000
-# Samples in a unit, of which blocks are made, likewise. The first look is at MOST_BLOCKS units.
-UNIT_ROWS, UNIT_BATCHES = 8, 2
 # Fewest blocks of which anything is said.
 LEAST = 8
 # Most rollouts of one chunk.
@@ -83,6 +79,7 @@ def sampled(
     size: int = 1,
     grouped: bool = False,
     noisy: bool = False,
+    apart: Reduction | None = None,
     bound: float | None = None,
     controls: bool = True,
     padding: int = 0,
@@ -102,11 +99,13 @@ def sampled(
         unit: (C, V) gradient whose norm is the unit; None: the target.
         margin: Distance from `target` to decide about, in that unit.
         error_rate: Highest probability that the interval ever misses the distance.
-        samples: Most batches to draw; None: ROWS or BATCHES.
+        samples: Most batches to draw; None: as many as the way of drawing has by default.
         size: Rollouts in a batch. Batches of several are called whole, and a sum over rows is divided by their number.
         grouped: A batch is a group, rollouts of one prompt; else its rows are independent. `advantage` is the reward
             minus its mean over the batch's rows of the same prompt.
         noisy: The loss draws random numbers.
+        apart: How it combines rows if it treats them apart but for these numbers: then all rollouts are enumerated in
+            each sample. None: rollouts are drawn.
         bound: Largest norm of a batch's gradient, if one is known. The interval then comes from an empirical Bernstein
             sphere, valid at any number of samples; without it, it is asymptotic (kltest.samples.fits).
         controls: False to subtract no known estimators.
@@ -132,15 +131,17 @@ def sampled(
     drawn = Drawing(loss, instance, sampler, size, grouped, padding, np.random.default_rng([seed, size, padding]))
     fixed = np.stack([target.ravel(), (target if unit is None else unit).ravel()])
 
-    def follow(source: Draws) -> Sampled:
-        known = Controls(instance, sampler, size, known=KNOWN if controls else {})
-        run = _Run(source, known, fixed, error_rate, bound, samples or (ROWS if source.together else BATCHES))
+    def follow(source: Draws | EveryRollout) -> Sampled:
+        known = Controls(instance, sampler, size, known=KNOWN if controls and apart is None else {})
+        run = _Run(source, known, fixed, error_rate, bound, samples or source.most)
         for found in run.distances():
             if found.high <= margin or (found.low > margin and run.may_be_named(margin)):
                 break
         return run.result(found, target.shape)
 
     with preserved(seed):
+        if apart is not None:
+            return follow(EveryRollout(drawn, apart))
         try:
             return follow(Draws(drawn, noisy=noisy))
         except CoupledError as error:
@@ -151,10 +152,16 @@ class _Run:
     """Takes units into blocks, and bounds the distance of their mean from the target at each look."""
 
     def __init__(
-        self, source: Draws, controls: Controls, fixed: np.ndarray, error_rate: float, bound: float | None, most: int
+        self,
+        source: Draws | EveryRollout,
+        controls: Controls,
+        fixed: np.ndarray,
+        error_rate: float,
+        bound: float | None,
+        most: int,
     ) -> None:
         self.source, self.controls, self.fixed, self.most = source, controls, fixed, most
-        self.unit = UNIT_ROWS if source.together else UNIT_BATCHES
+        self.unit = source.unit
         self.looks = max(0, math.ceil(math.log2(most / (MOST_BLOCKS * self.unit)))) + 1
         self.rate = error_rate / self.looks
         self.blocks = Blocks()
@@ -243,7 +250,7 @@ class _Run:
         self.drawn, self.longest = self.drawn + count, max(self.longest, longest)
         self._sum += gradients.sum(axis=0)
         self._squares += float((gradients**2).sum())
-        known = self.controls.samples(paths)
+        known = self.controls.samples(paths) if len(self.controls) else np.zeros((count, 0, gradients.shape[1]))
         if self.sphere is not None and len(self._sample) >= LEAST:
             # The coefficients come from earlier samples alone, as a martingale needs it.
             shares = self._sample.shares(self._places)

@@ -1,10 +1,13 @@
 """KL105: the gradient is not the declared one, and no other check accounts for it."""
 
+from contextlib import suppress
+
 from kltest.checks.approximations import kl701_top_k_bias, kl703_truncated_sampler
 from kltest.checks.check import Found
 from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.stress import late, wrong
+from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, when_current
 from kltest.moments.tolerances import Tolerances
 
@@ -25,15 +28,30 @@ def examine(findings: Findings) -> Found | None:
 
     KL504 reports a clamp, KL701 and KL703 a loss that distinguishes the likeliest tokens only.
     """
-    if found := late(findings, "KL105"):
-        return found
-    dead = dead_zones(findings)
-    if (away := wrong(findings, "less far apart")) and not dead:
-        return Found(away)
-    if (sure := wrong(findings, "near-deterministic")) and not (dead and dead.level == "error"):
-        return Found(sure)
-    many = wrong(findings, "many tokens")
-    return Found(many) if many and not any(head(findings) for head in HEADS) else None
+    dead = None
+    with suppress(KltestError):
+        dead = dead_zones(findings)
+    experiments = (
+        lambda: late(findings, "KL105"),
+        lambda: None if dead else _found(findings, "less far apart"),
+        lambda: None if dead and dead.level == "error" else _found(findings, "near-deterministic"),
+        lambda: None if any(head(findings) for head in HEADS) else _found(findings, "many tokens"),
+    )
+    failure: KltestError | None = None
+    for experiment in experiments:
+        try:
+            if found := experiment():
+                return found
+        except KltestError as error:
+            failure = failure or error
+    if failure:
+        raise failure
+    return None
+
+
+def _found(findings: Findings, name: str) -> Found | None:
+    words = wrong(findings, name)
+    return Found(words) if words else None
 
 
 def absolute(logp, ref_logp):

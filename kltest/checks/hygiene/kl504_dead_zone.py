@@ -95,6 +95,18 @@ class _Levels:
         self.experiment, self.what, self.companions = experiment, what, companions
         steps = STEPS[finest <= STEPS]
         self.grid = np.concatenate([-steps[::-1], [0.0], steps])
+        self._keep_what_runs()
+
+    def _keep_what_runs(self) -> None:
+        """Leave out the largest log-ratios, as long as the loss fails there; KltestError if it fails everywhere."""
+        while True:
+            try:
+                self.level(self.grid[0]), self.level(self.grid[-1])
+                return
+            except KltestError:
+                if len(self.grid) <= 3:
+                    raise
+                self.grid = self.grid[1:-1]
 
     def intervals(self, *, dead: bool) -> list[Zone]:
         """Dead intervals, or those in which a gradient is constant and not zero; their ends found by bisection."""

@@ -56,6 +56,7 @@ def examine(findings: Findings) -> Found | None:
     calls.held = (*calls.held, draws)
     words += " It draws random numbers"
     if random:
+        observed.nondeterministic = words
         return Found(f"{words}, and none in the batches whose expected gradient was measured.", "inconclusive")
     return Found(f"{words}, which change no gradient.", level="warning")
 

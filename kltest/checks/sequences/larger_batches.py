@@ -29,7 +29,7 @@ VARYING = "ragged"
 @shared
 def examine_larger(findings: Findings) -> Found | None:
     """Report the smallest batch whose rows are coupled, if those of smaller ones are not or are coupled rightly."""
-    rows = [row for row in findings.rows if row.agrees is True and row.method == "exact"]
+    rows = [row for row in findings.rows if row.agrees is True]
     if not rows or len(rows) < len(findings.rows):
         return None
     row = max(rows, key=lambda row: row.batch)

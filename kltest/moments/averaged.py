@@ -1,0 +1,104 @@
+"""A loss without its noise: each call is the mean over many draws of the random numbers that it makes.
+
+Copies of a batch stand side by side in one call, each with groups of its own, so that every row meets other random
+numbers in each copy and what couples the rows of a batch stays as it is: a mean, a sum, or a divisor that counts the
+tokens of the batch.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kltest.errors import TargetError
+from kltest.loss.calling import Loss
+from kltest.loss.global_state import preserved
+from kltest.loss.outcome import Outcome
+from kltest.moments.differentiate import leaf_gradients
+from kltest.rollout import Rollout
+
+DTYPE = "averaged"
+"""Stands for the precision of such a loss in `TOLERANCES`."""
+
+# Noise that is left of a gradient, relative to it: what is aimed at, and the most with which anything is compared.
+AIM, MOST = 0.015, 0.03
+# Copies with which noise is measured first, and the most of them; numbers in one field of a call.
+FIRST, COPIES, NUMBERS = 64, 2**14, 2**25
+
+
+def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> Loss:
+    """Return the loss as it is on average over its random numbers.
+
+    Args:
+        loss: The loss, which draws from the generators of torch, NumPy or Python.
+        batch: A batch on which is tried how many copies that takes.
+        adds_up: True if it sums over rows.
+
+    Raises:
+        TargetError: Copies in one call do not take the noise away, as if all of them share a random number.
+    """
+    noise = _noise(lambda seed: _average(loss, FIRST, seed, adds_up), batch)
+    copies = int(np.clip(FIRST * (noise / AIM) ** 2, FIRST, COPIES))
+    noise = _noise(lambda seed: _average(loss, copies, seed, adds_up), batch)
+    if noise > MOST:
+        raise TargetError(
+            f"{loss.name} draws random numbers, and {100 * noise:.2g} % of noise is left in the mean gradient of "
+            f"{copies} copies of a batch; at most {100 * MOST:g} % is compared. Switch the noise off"
+        )
+    return _average(loss, copies, 0, adds_up)
+
+
+def _noise(loss_of: Callable[[int], Loss], batch: Rollout) -> float:
+    """Standard error of a mean gradient, relative to it, from two that were drawn apart."""
+    one, other = (_gradients(loss_of(seed), batch.replace()) for seed in (1, 2))
+    size = math.sqrt(sum(float((mean**2).sum()) for mean in one.values()))
+    apart = math.sqrt(sum(float(((one[name] - other[name]) ** 2).sum()) for name in one.keys() & other.keys()))
+    return apart / math.sqrt(2) / size if size else 0.0
+
+
+def _gradients(loss: Loss, batch: Rollout) -> dict[str, Tensor]:
+    return leaf_gradients(loss, loss(batch).objective, batch)
+
+
+def _average(loss: Loss, copies: int, seed: int, adds_up: bool) -> Loss:
+    own = loss.for_experiments()
+
+    def call(rollout: Rollout) -> Outcome:
+        numbers = rollout.peek("mask").numel()
+        if loss.takes & {"logits", "rollout"} or rollout.built("logits") is not None:
+            numbers *= rollout.peek("ref_logits").shape[-1]
+        many = max(FIRST, min(copies, NUMBERS // numbers))
+        tiled = side_by_side(rollout, many)
+        with loss.calls.holding(), preserved(seed):
+            outcome = own(tiled)
+        gradients = leaf_gradients(own, outcome.objective, tiled)
+        rollout.accessed |= tiled.accessed
+
+        def mean(each: Tensor | None) -> Tensor | None:
+            alike = each is not None and each.dim() and len(each) == many * len(rollout)
+            return each.reshape(many, len(rollout), *each.shape[1:]).mean(dim=0) if alike and each is not None else each
+
+        share = many if adds_up and outcome.rows is None else 1
+        objective = outcome.objective.detach() / share
+        for name, gradient in gradients.items():
+            leaf = rollout.peek(name)
+            towards = gradient.reshape(many, *leaf.shape).sum(dim=0) / share
+            # Its value is zero, its gradient the mean one.
+            objective = objective + ((leaf - leaf.detach()) * towards).sum()
+        reports = {"value": mean(outcome.value), "metric": mean(outcome.metric)}
+        return replace(outcome, objective=objective, rows=None, returned="scalar", dtype=DTYPE, **reports)
+
+    return loss.changed(instead=call)
+
+
+def side_by_side(rollout: Rollout, copies: int) -> Rollout:
+    """Return one batch with each row as often as there are copies; the groups of each copy are its own."""
+    tiled = rollout.take(np.tile(np.arange(len(rollout)), copies))
+    if "group" not in rollout:
+        return tiled
+    group = rollout.peek("group")
+    first = torch.arange(copies)[:, None] * (int(group.max()) + 1)
+    return tiled.replace(group=(group + first).reshape(-1))

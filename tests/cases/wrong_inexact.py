@@ -1,0 +1,114 @@
+"""Losses that leave the exact path: they draw random numbers, refuse what is far, or are graded from samples.
+
+What is wrong with them shows beyond the graded environments only. Each has a right sister: confirmed with a warning if
+it draws random numbers, else without one.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from cases.table import Case, right, wrong
+from torch import Tensor
+
+
+def penalty(logp, ref_logp, old_logp, mask, *, clamp=None, window=None, first=None, cap=None):
+    """(B, T) the score function of each token times the log-ratios that it is credited with, and the ratio."""
+    live = mask != 0
+    log_ratio = (logp - ref_logp).detach().where(live, 0.0)
+    if clamp is not None:
+        log_ratio = log_ratio.clamp(-clamp, clamp)
+    steps = logp.shape[1]
+    credit = log_ratio.sum(1, keepdim=True).expand(-1, steps)
+    if window is not None:
+        credit = torch.stack([log_ratio[:, step : step + window].sum(1) for step in range(steps)], dim=1)
+    if first is not None:
+        credit = credit * (torch.arange(steps) < first)
+    ratio = (logp - old_logp).detach().where(live, 0.0).sum(1, keepdim=True).exp()
+    if cap is not None:
+        ratio = ratio.clamp(max=cap)
+    return ratio * credit * logp.where(live, 0.0)
+
+
+def half_of_the_tokens(terms: Tensor) -> Tensor:
+    return (terms * (torch.rand_like(terms) < 0.5) * 2).sum(1).mean()
+
+
+def dropped_out(terms: Tensor) -> Tensor:
+    return F.dropout(terms, 0.25).sum(1).mean()
+
+
+def half_of_the_rows(terms: Tensor) -> Tensor:
+    kept = torch.randperm(len(terms))[: max(1, len(terms) // 2)]
+    return terms[kept].sum(1).mean()
+
+
+DEFECTS = {
+    "clamp": ({"clamp": 2.5}, {"KL504", "KL105"}),
+    "window": ({"window": 4}, {"KL205", "KL105"}),
+    "first": ({"first": 8}, {"KL105"}),
+    "cap": ({"cap": 5.0}, {"KL306"}),
+}
+
+
+def named(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def noisy(noise: Callable[[Tensor], Tensor], name: str, **changes: float) -> Callable[..., Tensor]:
+    def loss(logp, ref_logp, old_logp, mask):
+        return noise(penalty(logp, ref_logp, old_logp, mask, **changes))
+
+    return named(f"{noise.__name__}_{name}", loss)
+
+
+def guarded(name: str, **changes: float) -> Callable[..., Tensor]:
+    """Refuses log-ratios beyond 6, more than 32 tokens, and more than 16 rows."""
+
+    def loss(logp, ref_logp, old_logp, mask):
+        if (logp - ref_logp)[mask != 0].abs().max() > 6:
+            raise ValueError("the policy has left the reference")
+        assert logp.shape[1] <= 32, "too long"
+        if len(logp) > 16:
+            raise RuntimeError("the buffer has 16 rows")
+        return penalty(logp, ref_logp, old_logp, mask, **changes).sum(1)
+
+    return named(f"guarded_{name}", loss)
+
+
+def full_kl(kept: int | None) -> Callable[..., Tensor]:
+    """The KL of the next token over the likeliest tokens, half of the tokens of a rollout dropped."""
+
+    def loss(logits, ref_logits, mask):
+        terms = logits.exp() * (logits - ref_logits)
+        if kept is not None:
+            terms = terms.gather(-1, logits.topk(min(kept, terms.shape[-1]), -1).indices)
+        return half_of_the_tokens(terms.sum(-1) * (mask != 0))
+
+    return named(f"half_of_the_tokens_{'full' if kept is None else f'top_{kept}'}", loss)
+
+
+def beyond(loss: Callable[..., Tensor], codes: set[str], *, slow: bool = True, **options: str) -> Case:
+    """A loss that one of these codes refutes."""
+    return Case(
+        loss.__name__, loss, False, codes=frozenset(codes), level="error", defect=min(codes), slow=slow, **options
+    )
+
+
+QUICK = {(half_of_the_tokens, "cap"), (half_of_the_rows, "window")}
+NOISES = (half_of_the_tokens, dropped_out, half_of_the_rows)
+LOCAL = {"expect": "local_reverse_kl"}
+
+CASES = [
+    *(wrong("KL507", noisy(noise, "right"), warns=True, slow=noise is not half_of_the_rows) for noise in NOISES),
+    *(
+        beyond(noisy(noise, name, **changes), codes, slow=(noise, name) not in QUICK)
+        for noise in NOISES
+        for name, (changes, codes) in DEFECTS.items()
+    ),
+    wrong("KL507", full_kl(None), also=("KL502",), options=LOCAL, warns=True, slow=True),
+    beyond(full_kl(20), {"KL105", "KL701"}, **LOCAL),
+    *(beyond(guarded(name, **changes), codes, slow=False) for name, (changes, codes) in DEFECTS.items()),
+    right(guarded("right")),
+]

@@ -1,0 +1,92 @@
+"""A loss without its noise: copies of a batch in one call, each with random numbers of its own."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kltest.environments import Instance, ragged
+from kltest.errors import TargetError
+from kltest.loss.calling import bind
+from kltest.moments import exact
+from kltest.moments.averaged import averaged, side_by_side
+from kltest.moments.differentiate import leaf_gradients
+from kltest.rollout import Rollout
+
+INSTANCE = Instance.draw(ragged(3, 3), 0)
+
+
+def batch():
+    return Rollout.of(INSTANCE, sampler="stale")
+
+
+def squares(logp, ref_logp, mask):
+    return ((logp - ref_logp) * mask).sum(-1) ** 2 / 2
+
+
+def plain(logp, ref_logp, mask):
+    return squares(logp, ref_logp, mask).mean()
+
+
+def by_row(logp, ref_logp, mask):
+    return (squares(logp, ref_logp, mask) * (torch.rand(len(logp)) < 0.5) * 2).mean()
+
+
+def added_up(logp, ref_logp, mask):
+    return F.dropout(squares(logp, ref_logp, mask), 0.2).sum()
+
+
+def of_numpy(logp, ref_logp, mask):
+    kept = torch.from_numpy(np.random.rand(len(logp)) < 0.5)  # noqa: NPY002
+    return (squares(logp, ref_logp, mask) * kept * 2).mean()
+
+
+def per_tokens_of_the_batch(logp, ref_logp, mask):
+    return (squares(logp, ref_logp, mask) * (torch.rand(len(logp)) < 0.5) * 2).sum() / mask.sum()
+
+
+def quiet_per_tokens_of_the_batch(logp, ref_logp, mask):
+    return squares(logp, ref_logp, mask).sum() / mask.sum()
+
+
+PAIRS = {by_row: plain, added_up: plain, of_numpy: plain, per_tokens_of_the_batch: quiet_per_tokens_of_the_batch}
+
+
+@pytest.mark.parametrize(("noisy", "quiet"), PAIRS.items(), ids=lambda one: one.__name__)
+def test_the_mean_is_the_gradient_without_noise(noisy, quiet):
+    """Of every row, whether the loss averages, adds up or counts the tokens of the batch."""
+    one, other, sums = batch(), batch(), noisy is added_up
+    loss = averaged(bind(noisy), batch(), adds_up=sums)
+    found = leaf_gradients(loss, loss(one).objective, one)["logp"]
+    plainly = bind(quiet)
+    wanted = leaf_gradients(plainly, plainly(other).objective, other)["logp"] * (len(other) if sums else 1)
+    assert float((found - wanted).norm()) < 0.04 * float(wanted.norm())
+
+
+def test_its_expected_gradient_is_the_exact_one():
+    loss = averaged(bind(by_row), batch(), adds_up=False)
+    found, wanted = exact(loss, INSTANCE), exact(bind(plain), INSTANCE)
+    assert found.dtype == "averaged"
+    assert np.linalg.norm(found.gradient - wanted.gradient) < 0.06 * np.linalg.norm(wanted.gradient)
+
+
+def test_a_number_that_all_copies_share_is_not_taken_away():
+    def scaled(logp, ref_logp, mask):
+        return plain(logp, ref_logp, mask) * 2 * random.random()
+
+    with pytest.raises(TargetError, match="of noise is left"):
+        averaged(bind(scaled), batch(), adds_up=False)
+
+
+def test_copies_have_groups_of_their_own():
+    rollout = batch().take([0, 1, 2]).replace(group=torch.tensor([0, 0, 1]))
+    assert side_by_side(rollout, 3).peek("group").tolist() == [0, 0, 1, 2, 2, 3, 4, 4, 5]
+
+
+def test_a_call_leaves_the_random_numbers_of_others_alone():
+    loss = averaged(bind(by_row), batch(), adds_up=False)
+    before = torch.get_rng_state()
+    loss(batch())
+    assert torch.equal(before, torch.get_rng_state())
