@@ -23,7 +23,7 @@ def prefix_ratio(logp, ref_logp, old_logp, mask):
 
 def rao_blackwell(logp, logits, ref_logits, mask):
     live = mask != 0
-    log_pi, log_ref = (part.where(live.unsqueeze(-1), 0.0) for part in (logits, ref_logits))
+    log_pi, log_ref = (part.where(live.unsqueeze(-1), 0.0).log_softmax(-1) for part in (logits, ref_logits))
     next_kl = (log_pi.exp() * (log_pi - log_ref)).sum(-1).where(live, 0.0)
     following = next_kl.detach().flip(-1).cumsum(-1).flip(-1) - next_kl.detach()
     return (next_kl + following * logp.where(live, 0.0)).sum(-1)

@@ -15,8 +15,8 @@ where a probability is a millionth may be the small constant that guards a logar
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -24,12 +24,12 @@ import numpy as np
 
 from kltest.checks.batches import norm
 from kltest.checks.check import Found, signed
-from kltest.environments import END, Environment, Instance, Paths, bandit, sequence
+from kltest.environments import Environment, Instance, OfSome, bandit, of_choices, sequence
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings, Row, shared
-from kltest.identify.instances import with_ties
+from kltest.identify.instances import CERTAIN, with_ties
 from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.tolerances import TOLERANCES, Tolerances
 from kltest.report import Level
@@ -49,8 +49,6 @@ SUREST = (*ONE_SURE[-2:], BOTH_SURE[-1])
 # Actions of a bandit; those that have all of the probability if batches are enumerated, as shares of their number; and
 # how many there are at most if each call is a mean over many.
 MANY, LIKELY, FEWER = 300, (0.14, 0.57, 1.0), 100
-# Logit of a certain token above the others: 59 of them leave 6e-12, and a log-prob of −30 is legal everywhere.
-CERTAIN = 30.0
 TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 # |log π/μ| of the first token and of the second, an entry for each prompt: of one token up to 5, then summed up to 10,
 # which training reaches; a clamp at 20 is out of reach.
@@ -65,18 +63,6 @@ CHOICES_OF_GROUPS = (0, 42)
 SMALL, ALIKE = 1e-3, 0.1
 
 Setting = tuple[float, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class OfSome(Instance):
-    """An instance of which some rollouts are enumerated; all others are all but impossible."""
-
-    some: Paths = field(kw_only=True)
-
-    @cached_property
-    def paths(self) -> Paths:
-        """The rollouts that are enumerated."""
-        return self.some
 
 
 class Off(NamedTuple):
@@ -361,28 +347,12 @@ def choices_of(batch: int, length: int = LENGTH) -> tuple[int, ...]:
 
 @lru_cache(maxsize=8)
 def long_instance(batch: int, seed: int, length: int = LENGTH) -> Instance:
-    """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time.
-
-    Contexts are a time step and the choices before it. Tokens between the choices are 0 in all rollouts.
-    """
-    choices, generator = choices_of(batch, length), np.random.default_rng([seed, length])
-    counts = [2 ** sum(choice < step for choice in choices) for step in range(length)]
-    first, steps = np.cumsum([0, *counts]), np.repeat(np.arange(length), counts)
-    successors = np.full((len(steps), 2, 1), END, dtype=np.int64)
-    many = 2 ** len(choices)
-    tokens, contexts = np.zeros((2, many, length), dtype=np.int64)
-    tokens[:, choices] = np.arange(many)[:, None] >> np.arange(len(choices))[::-1] & 1
-    for step in range(length - 1):
-        history = np.arange(counts[step])[:, None]
-        onward = 2 * history + np.arange(2) if step in choices else np.repeat(history, 2, axis=1)
-        successors[first[step] : first[step + 1], :, 0] = first[step + 1] + onward
-        contexts[:, step + 1] = successors[contexts[:, step], tokens[:, step], 0]
-    nothing, certain, reward = np.zeros(many, dtype=np.int64), np.ones(successors.shape), np.zeros((len(steps), 2))
-    environment = Environment("long", length, nothing[:1], np.ones(1), successors, certain, reward, tree=True)
-    rollouts = Paths(contexts, tokens, np.ones(tokens.shape, dtype=bool), nothing, nothing.astype(float))
-    free = np.isin(steps, choices)[:, None]
-    base = np.where(free, 0.6 * generator.standard_normal((len(steps), 2)), (CERTAIN, 0.0))
-    reference, sampler = (base + free * width * generator.uniform(-1, 1, size=base.shape) for width in (0.4, 0.15))
+    """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time."""
+    generator = np.random.default_rng([seed, length])
+    environment, rollouts, chosen = of_choices(2, length, choices_of(batch, length), name="long")
+    free, shape = chosen[:, None], (len(chosen), 2)
+    base = np.where(free, 0.6 * generator.standard_normal(shape), (CERTAIN, 0.0))
+    reference, sampler = (base + free * width * generator.uniform(-1, 1, size=shape) for width in (0.4, 0.15))
     return with_ties(OfSome(environment, *map(table, (base, reference, sampler)), some=rollouts), seed)
 
 

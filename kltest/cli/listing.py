@@ -85,12 +85,14 @@ def _gradients() -> list[Entry]:
 
 
 def _environments() -> list[Entry]:
-    from kltest.identify.instances import ENVIRONMENTS
+    from kltest.identify.instances import ENVIRONMENTS, NETWORKS, instances
 
     found = []
     for name, build in ENVIRONMENTS.items():
         environment = build(0)
-        lengths = environment.enumerate().mask.sum(axis=1)
+        # Drawing a network takes seconds, and its rollouts are those of its environment.
+        paths = environment.enumerate() if name in NETWORKS else instances(name, 0)[0].paths
+        lengths = paths.lengths
         span = str(lengths[0]) if (lengths == lengths[0]).all() else f"{lengths.min()} to {lengths.max()}"
         found.append({"name": name, "tokens": environment.vocabulary, "length": span, "rollouts": len(lengths)})
     return found

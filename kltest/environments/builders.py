@@ -4,11 +4,13 @@ A sequence has one context per prefix, an n-gram one per recent history; a bandi
 process has sparse stochastic dynamics and a stationary policy.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from kltest.environments.environment import END, Environment, memory_limit
+from kltest.environments.paths import Paths
 from kltest.errors import InvalidEnvironmentError
 
 
@@ -236,3 +238,41 @@ def _check_size(name: str, vocabulary: int, fan: int, depths: int, prompts: int,
             f"environment {name!r} would have {contexts:.6g} contexts of {vocabulary} tokens, which need about "
             f"{needed / 2**30:.3g} GiB; {allowed / 2**30:.3g} GiB are allowed. {remedy}"
         )
+
+
+def of_choices(
+    vocabulary: int, length: int, choices: Sequence[int], masked: Sequence[int] = (), name: str = "choices"
+) -> tuple[Environment, Paths, np.ndarray]:
+    """Return sequences whose tokens are chosen at some positions and are 0 at all others, and those rollouts.
+
+    Contexts are a time step and the choices before it. A policy is to be all but certain at the other positions.
+
+    Args:
+        vocabulary: Number of tokens, V.
+        length: Tokens of a rollout.
+        choices: Positions at which every token is possible.
+        masked: Positions at which the rollouts are not live, as tool output is not.
+        name: Name for messages.
+
+    Returns:
+        The environment, without rewards, of C contexts; its V^choices rollouts; and which contexts (C,) are choices.
+    """
+    counts = [vocabulary ** sum(choice < step for choice in choices) for step in range(length)]
+    first, steps = np.cumsum([0, *counts]), np.repeat(np.arange(length), counts)
+    successors = np.full((len(steps), vocabulary, 1), END, dtype=np.int64)
+    many = vocabulary ** len(choices)
+    tokens, contexts = np.zeros((2, many, length), dtype=np.int64)
+    tokens[:, list(choices)] = np.arange(many)[:, None] // vocabulary ** np.arange(len(choices))[::-1] % vocabulary
+    for step in range(length - 1):
+        history = np.arange(counts[step])[:, None]
+        chosen = step in choices
+        onward = vocabulary * history + np.arange(vocabulary) if chosen else np.repeat(history, vocabulary, axis=1)
+        successors[first[step] : first[step + 1], :, 0] = first[step + 1] + onward
+        contexts[:, step + 1] = successors[contexts[:, step], tokens[:, step], 0]
+    nothing, certain = np.zeros(many, dtype=np.int64), np.ones(successors.shape)
+    reward = np.zeros((len(steps), vocabulary))
+    environment = Environment(name, length, nothing[:1], np.ones(1), successors, certain, reward, tree=True)
+    live = np.ones(tokens.shape, dtype=bool)
+    live[:, list(masked)] = False
+    rollouts = Paths(np.where(live, contexts, 0), np.where(live, tokens, 0), live, nothing, nothing.astype(float))
+    return environment, rollouts, np.isin(steps, choices)

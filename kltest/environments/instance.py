@@ -1,6 +1,6 @@
 """Instances: an environment with a policy, a reference and a sampler."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -85,6 +85,18 @@ class Instance:
     def behaviour(self, sampler: str) -> np.ndarray:
         """Return the log-probs (C, V) that rollouts are drawn from: the policy's ("current") or sampler's ("stale")."""
         return {"current": self.policy, "stale": self.sampler}[sampler]
+
+
+@dataclass(frozen=True, eq=False)
+class OfSome(Instance):
+    """An instance of which some rollouts are enumerated; all others are all but impossible."""
+
+    some: Paths = field(kw_only=True)
+
+    @cached_property
+    def paths(self) -> Paths:
+        """The rollouts that are enumerated."""
+        return self.some
 
 
 def _near(environment: Environment, policy: np.ndarray, direction: np.ndarray, bound: float) -> np.ndarray:

@@ -21,6 +21,7 @@ from kltest.estimators.spec import UNNAMED, Spec, everywhere, local, register
 )
 def full_loss(logits, ref_logits):
     """Σ_v π_v (log π_v − log ref_v) per token. Value: KL(π‖ref). Gradient: exact in each prefix. (B, T, V) → (B, T)."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return (logits.exp() * (logits - ref_logits)).sum(dim=-1)
 
 
@@ -45,14 +46,26 @@ def full_loss(logits, ref_logits):
 def full_reward(logits, ref_logits, mask):
     """KL of the *next* prefix per token, as a cost to go. Gradient as placed: Σ_t g_t Σ_(s>t) KL_s. (B, T, V) → (B, T).
 
-    The KL itself is logged: the cost leaves out the first prefix's, to which no token led. Live tokens stand together.
+    The KL itself is logged: the cost leaves out the first prefix's, to which no token led.
     """
-    live = (mask != 0).unsqueeze(-1)
-    log_pi = logits.where(live, 0.0)
-    kl = (log_pi.exp() * (log_pi - ref_logits.where(live, 0.0))).sum(dim=-1)
-    following = kl.roll(-1, dims=1)
-    following[:, -1] = 0.0
+    kl = _next_kl(logits, ref_logits, mask)
+    following = _to_the_token_before(kl, mask)
     return following, {"kl": kl.detach()}
+
+
+def _next_kl(logits, ref_logits, mask):
+    """KL of the next token at every position, 0 where the mask is. (B, T, V) → (B, T)."""
+    live = (mask != 0).unsqueeze(-1)
+    log_pi, log_ref = (part.where(live, 0.0).log_softmax(-1) for part in (logits, ref_logits))
+    return (log_pi.exp() * (log_pi - log_ref)).sum(dim=-1).where(mask != 0, 0.0)
+
+
+def _to_the_token_before(kl, mask):
+    """Move each live token's number to the live token before it, whatever stands between them. (B, T) → (B, T)."""
+    order = (mask == 0).long().argsort(dim=1, stable=True)  # live tokens first
+    later = kl.gather(1, order).roll(-1, dims=1)
+    later[:, -1] = 0.0
+    return later.new_zeros(later.shape).scatter(1, order, later)
 
 
 @register(
@@ -80,13 +93,10 @@ def full_reward(logits, ref_logits, mask):
 def rao_blackwell(logits, ref_logits, mask):
     """Gradient of this prefix's KL, value of the next one's, per token; the KL itself is logged. (B, T, V) → (B, T).
 
-    Gradient as placed: Σ_t [∇KL_t + g_t Σ_(s>t) KL_s], the reverse KL's. Live tokens stand together.
+    Gradient as placed: Σ_t [∇KL_t + g_t Σ_(s>t) KL_s], the reverse KL's.
     """
-    live = (mask != 0).unsqueeze(-1)
-    log_pi = logits.where(live, 0.0)
-    kl = (log_pi.exp() * (log_pi - ref_logits.where(live, 0.0))).sum(dim=-1)
-    following = kl.detach().roll(-1, dims=1)
-    following[:, -1] = 0.0
+    kl = _next_kl(logits, ref_logits, mask)
+    following = _to_the_token_before(kl.detach(), mask)
     return kl - kl.detach() + following, {"kl": kl.detach()}
 
 
@@ -114,6 +124,7 @@ def top_k(logits, ref_logits, logp, ref_logp, tokens, k=2):
 
     The head is the k likeliest tokens under the policy (all of them if k ≥ V), held fixed.
     """
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     log_head, top = logits.topk(min(k, logits.shape[-1]), dim=-1)
     head = (log_head.exp() * (log_head - ref_logits.gather(-1, top))).sum(dim=-1)
     in_head = (top == tokens.unsqueeze(-1)).any(dim=-1)
@@ -142,6 +153,7 @@ def top_k_detached(logits, ref_logits, logp, ref_logp, tokens, k=2):
 
     The head is the k likeliest tokens under the policy (all of them if k ≥ V), held fixed.
     """
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     log_head, top = logits.topk(min(k, logits.shape[-1]), dim=-1)
     head = (log_head.exp() * (log_head - ref_logits.gather(-1, top)).detach()).sum(dim=-1)
     in_head = (top == tokens.unsqueeze(-1)).any(dim=-1)

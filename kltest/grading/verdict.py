@@ -19,7 +19,7 @@ LEFTOVER = "KL105"
 IN_ONE_CALL = frozenset({"KL505", "KL506", "KL507"})
 # A loss that draws random numbers is given the same ones in each call of an experiment. That is no expectation, and
 # another shape or precision draws others: these take the mean over many draws, or cannot be made.
-ON_AVERAGE = frozenset(f"KL{number}" for number in (105, 203, 204, 205, 206, 207, 306, 404, 504, 701, 703))
+ON_AVERAGE = frozenset(f"KL{number}" for number in (105, 203, 204, 205, 206, 207, 208, 306, 404, 504, 701, 703))
 OF_THE_NOISE = frozenset(("KL508", "KL801", "KL802"))
 
 

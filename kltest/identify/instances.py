@@ -13,7 +13,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kltest.environments import END, Environment, Instance, bandit, mdp, ragged, sequence, tabular
+from kltest.environments import (
+    END,
+    Environment,
+    Instance,
+    OfSome,
+    Paths,
+    bandit,
+    mdp,
+    of_choices,
+    ragged,
+    sequence,
+    tabular,
+)
+from kltest.environments.policies import table
 from kltest.truth import ATLAS, gradient
 
 if TYPE_CHECKING:
@@ -42,10 +55,33 @@ ENVIRONMENTS: dict[str, Callable[[int], Environment]] = {
     "ragged": _with_reward(ragged, 3, 3),
     "mdp": lambda seed: mdp(5, 3, 3, seed=seed),
     "transformer": _with_reward(sequence, 4, 3),
+    "turns": lambda seed: _turns()[0],
 }
+TURNS = "turns"
+"""Two turns of two tokens, and two masked columns of tool output between them."""
+# Logit of a certain token above the others: 59 of them leave 6e-12, and a log-prob of −30 is legal everywhere.
+CERTAIN = 30.0
 NETWORKS = frozenset({"transformer"})
 """Environments in which policy, reference and sampler are one small network with different weights."""
 MODEL = "tiny:20k"
+
+
+def _turns(vocabulary: int = 3, tokens: int = 2) -> tuple[Environment, Paths, np.ndarray]:
+    first, tool = range(tokens), range(tokens, tokens + 2)
+    return of_choices(vocabulary, 2 * tokens + 2, (*first, *range(tokens + 2, 2 * tokens + 2)), tool, name=TURNS)
+
+
+def _in_turns(own_seed: int, policy_seed: int, group: int | None) -> Instance:
+    """Draw an instance of two turns, of one token each for groups; tool output is certain under all policies."""
+    environment, rollouts, chosen = _turns() if group is None else _turns(2, 1)
+    reward = np.random.default_rng(own_seed).standard_normal(environment.reward.shape) * chosen[:, None]
+    drawn = Instance.draw(replace(environment, reward=reward), policy_seed)
+    tool = np.arange(environment.vocabulary) == 0
+    tables = (
+        table(np.where(chosen[:, None], logits, CERTAIN * tool))
+        for logits in (drawn.policy, drawn.reference, drawn.sampler)
+    )
+    return OfSome(drawn.environment, *tables, some=rollouts)
 
 
 def _layered(horizon: int, seed: int) -> Environment:
@@ -93,11 +129,13 @@ def instances(environment: str, seed: int, group: int | None = None) -> tuple[In
         seed: Seed of environments and policies.
         group: Rollouts in a group, for a loss that couples the rollouts of a prompt; None for single rollouts.
     """
-    build = ENVIRONMENTS[environment] if group is None else _of_groups(environment, group)
+    build = ENVIRONMENTS[environment] if group is None or environment == TURNS else _of_groups(environment, group)
     drawn = []
     for own_seed, policy_seed in seeds(environment, seed):
         built = replace(build(own_seed), name=environment)
-        if environment in NETWORKS:
+        if environment == TURNS:
+            instance = _in_turns(own_seed, policy_seed, group)
+        elif environment in NETWORKS:
             instance = network(built.vocabulary).instance(built, (policy_seed,))
         else:
             instance = Instance.draw(built, policy_seed)
@@ -127,7 +165,7 @@ def _groups(environment: Environment, size: int) -> int:
 def with_ties(instance: Instance, seed: int) -> Instance:
     """Return the instance with a reward of 0 or 1 at the end of each rollout, each with a probability near one half."""
     paths, environment = instance.paths, instance.environment
-    last = np.arange(len(paths)), paths.lengths - 1
+    last = np.arange(len(paths)), paths.shape[1] - 1 - paths.mask[:, ::-1].argmax(axis=1)
     cells = paths.contexts[last] * environment.vocabulary + paths.tokens[last]
     ends, place = np.unique(cells, return_inverse=True)
     paid = np.random.default_rng(seed).integers(2, size=(ASSIGNMENTS, len(ends))).astype(float)

@@ -68,7 +68,7 @@ def both_placements(logp, ref_logp):
 def rao_blackwellised(logits, ref_logits, logp, mask):
     """Each next token's exact KL, and in the score of what led to it."""
     live = (mask != 0).unsqueeze(-1)
-    own, other = logits.where(live, 0.0), ref_logits.where(live, 0.0)
+    own, other = (part.where(live, 0.0).log_softmax(-1) for part in (logits, ref_logits))
     divergence = (own.exp() * (own - other)).sum(-1).where(mask != 0, 0.0)
     later = divergence.detach().flip(1).cumsum(1).flip(1) - divergence.detach()
     return (divergence + later * logp.where(mask != 0, 0.0)).sum(-1)
@@ -87,7 +87,8 @@ def gathered_from_logits(logits, ref_logits, completion_ids, completion_mask):
 def local_by_kl_div(logits, ref_logits, mask):
     """torch's own divergence, whose arguments stand the other way round."""
     live = mask.bool()
-    return F.kl_div(ref_logits[live], logits[live], log_target=True, reduction="none").sum() / len(mask)
+    own, other = logits[live].log_softmax(-1), ref_logits[live].log_softmax(-1)
+    return F.kl_div(other, own, log_target=True, reduction="none").sum() / len(mask)
 
 
 def local_by_cross_entropy_and_entropy(logits, ref_logits):

@@ -18,6 +18,7 @@ def schulman_k3(logp, ref_logp, mask):
 
 
 def cross_entropy_of_the_reference(logits, ref_logits):
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return -(ref_logits.exp() * logits).sum(-1)
 
 

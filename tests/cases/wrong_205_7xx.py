@@ -42,6 +42,7 @@ def mixed_with_the_local_loss(logp, ref_logp, mask):
 
 
 def ema_pg(logits, ref_logits, logp, ref_logp, tokens):
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     top = logits.topk(2, dim=-1)
     head = (top.values.exp() * (top.values - ref_logits.gather(-1, top.indices))).sum(-1)
     outside = (top.indices != tokens.unsqueeze(-1)).all(-1)
@@ -52,6 +53,7 @@ def ema_pg(logits, ref_logits, logp, ref_logp, tokens):
 
 
 def generation_temperature_on_the_policy(logits, ref_logits, tokens):
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     own = chosen(torch.log_softmax(logits / 0.7, -1), tokens)
     return 0.5 * (own - chosen(ref_logits, tokens)).square()
 
@@ -65,6 +67,7 @@ def distillation_temperature(logits, ref_logits):
 
 
 def top_p_log_prob(logits, ref_logp, tokens):
+    logits = logits.log_softmax(-1)
     ordered = logits.sort(-1, descending=True)
     chances = ordered.values.exp()
     inside = (chances.cumsum(-1) - chances < 0.7).scatter(-1, ordered.indices, chances.cumsum(-1) - chances < 0.7)

@@ -51,7 +51,7 @@ def truncated_importance_sampling(logp, ref_logp, old_logp, mask):
 
 def exact_kl_at_sampled_prefixes(logits, ref_logits, mask):
     live = mask.bool()
-    own, other = logits[live], ref_logits[live]
+    own, other = logits[live].log_softmax(-1), ref_logits[live].log_softmax(-1)
     divergence = torch.zeros_like(mask)
     divergence[live] = torch.einsum("nv,nv->n", own.exp(), own - other)
     return divergence.sum(-1)

@@ -93,12 +93,14 @@ def length_cost_baked_in(scores, logp, ref_logp, mask):
 
 def tilted_reference(logits, ref_logits, mask, beta=0.25):
     """The KL to a geometric mixture of reference and policy: held constant, three quarters of that to the reference."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     mixture = (beta * logits.detach() + (1 - beta) * ref_logits).log_softmax(-1)
     return total((logits.exp() * (logits - mixture)).sum(-1), mask).mean()
 
 
 def interpolated(logits, ref_logits, mask, beta=0.0):
     """Between the reverse KL at β = 0 and the forward one at 1, by a mixture."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     p, q = logits.exp(), ref_logits.exp()
     if beta == 0:
         return total((p * (logits - ref_logits)).sum(-1), mask).mean()

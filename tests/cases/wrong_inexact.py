@@ -81,6 +81,7 @@ def full_kl(kept: int | None) -> Callable[..., Tensor]:
     """The KL of the next token over the likeliest tokens, half of the tokens of a rollout dropped."""
 
     def loss(logits, ref_logits, mask):
+        logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
         terms = logits.exp() * (logits - ref_logits)
         if kept is not None:
             terms = terms.gather(-1, logits.topk(min(kept, terms.shape[-1]), -1).indices)

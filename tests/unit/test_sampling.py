@@ -265,7 +265,7 @@ def test_where_samples_do_not_tell_a_sum_from_a_mean_nothing_is_said(monkeypatch
 def test_a_random_loss_is_sampled_by_itself_with_a_warning():
     report = kltest.grade(dropout, environment="bandit", margin=0.1, error_rate=1e-3, select="KL507")
     (row,) = report.gradients
-    assert (row.method, row.agrees, row.batch) == ("sampled", True, 512)
+    assert (row.method, row.agrees, row.batch) == ("sampled", True, 1)
     assert [(check.code, check.level) for check in report.failed] == [("KL507", "warning")]
     assert "judged by sampling" in report.failed[0].message
     assert report.verdict == "confirmed"

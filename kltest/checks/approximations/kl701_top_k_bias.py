@@ -9,6 +9,7 @@ examine = partial(beyond_the_usual_environments, drawn=False)
 
 
 def over_the_head(logits, ref_logits):
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     log_probs, head = logits.topk(2, dim=-1)
     ref_log_probs = ref_logits.gather(-1, head)
     return (log_probs.exp() * (log_probs - ref_log_probs)).sum(-1)

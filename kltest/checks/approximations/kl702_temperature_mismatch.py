@@ -136,5 +136,6 @@ class _Bandits:
 
 
 def at_a_temperature(logits, ref_logits):
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     log_probs = (logits / 0.5).log_softmax(-1)
     return (log_probs.exp() * (log_probs - ref_logits)).sum(-1)

@@ -9,6 +9,7 @@ examine = partial(beyond_the_usual_environments, drawn=True)
 
 
 def under_the_truncated_policy(logits, ref_logp, tokens):
+    logits = logits.log_softmax(-1)
     kept = logits >= logits.topk(2, dim=-1).values[..., -1:]
     log_probs = logits.where(kept, float("-inf")).log_softmax(-1)
     logp = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -16,6 +17,7 @@ def under_the_truncated_policy(logits, ref_logp, tokens):
 
 
 def under_the_whole_policy(logits, ref_logp, tokens, mask):
+    logits = logits.log_softmax(-1)
     live = mask != 0
     log_probs = logits.where(live.unsqueeze(-1), 0.0).log_softmax(-1)
     logp = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kltest.checks.batches import LOG_PROBS, apart, as_array, limit, no_padding, usual_batch
+from kltest.checks.batches import LOG_PROBS, no_padding, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import difference, not_comparable
 from kltest.identify.findings import Findings, shared
-from kltest.moments.differentiate import CallResult, differentiate
+from kltest.moments.differentiate import CallResult
 from kltest.moments.tolerances import near
 from kltest.rollout import LEAVES, Rollout
 
@@ -34,41 +34,13 @@ def moot(findings: Findings) -> str | None:
 
 @shared
 def examine(findings: Findings) -> Found | None:
-    """Fill padding with other legal numbers: near those that stood there, and as far apart as the usual ones get.
-
-    Then put padding between live tokens.
-    """
+    """Fill padding with other legal numbers: near those that stood there, and as far apart as the usual ones get."""
     fills: Fills = {
         "other log-probs and token ids": None,
         "0 for the policy and −50 for the others": (0.0, LEAST),
         "−50 for the policy and 0 for the others": (LEAST, 0.0),
     }
-    return exchange(findings, fills) or _between(findings)
-
-
-def _between(findings: Findings) -> Found | None:
-    """Compare the gradient if a masked column stands last, and if it comes second."""
-    right = all(row.agrees is True for row in findings.rows)
-    if not right or "mask" not in findings.observed.uses:
-        return None
-    findings = findings.on_average() if findings.noisy else findings  # other columns meet other random numbers
-    last = usual_batch(findings).wider(1, findings.seed)
-    width = last.peek("mask").shape[1]
-    places = [0, width - 1, *range(1, width - 1)]
-    fields = {name: last.peek(name).detach() for name in last}
-    second = last.replace(**{name: field[:, places] for name, field in fields.items() if field.dim() > 1})
-    expected, found = (as_array(differentiate(findings.loss, one, None), one) for one in (last, second))
-    findings.reach.holes = True
-    off = apart(found, expected[:, places])
-    if off <= limit(findings):
-        return None
-    return Found(
-        f"With a masked column between live tokens the gradient differs by {off:.3g} of its size from that with the "
-        "same column behind them: what stands in the gap counts, or a live token behind it does not. It matters if "
-        "rollouts have tool output or several turns, whose masks have such gaps; packed tokens that come with lengths "
-        "or cu_seqlens cannot have any.",
-        level="warning",
-    )
+    return exchange(findings, fills)
 
 
 def _others(name: str, dead: Tensor) -> Tensor:

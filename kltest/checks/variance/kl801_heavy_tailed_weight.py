@@ -108,6 +108,7 @@ def weighted_by_the_ratio(logp, ref_logp, mask):
 
 
 def exact_forward_kl(logits, ref_logits, mask):
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     live = (mask != 0).unsqueeze(-1)
     return -(ref_logits.where(live, 0.0).exp() * logits.where(live, 0.0)).where(live, 0.0).sum((-1, -2))
 

@@ -1,0 +1,81 @@
+"""KL511: the backward pass does not scale with the gradient that comes in."""
+
+from math import log
+
+import torch
+
+from kltest.checks.batches import apart, as_array, limit, usual_batch
+from kltest.checks.check import Found
+from kltest.checks.demonstrations import Demonstration, Losses, one_row
+from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
+from kltest.identify.findings import Findings
+from kltest.loss.outcome import Outcome
+from kltest.moments.differentiate import differentiate, live_positions
+from kltest.rollout import Rollout
+
+
+def moot(findings: Findings) -> str | None:
+    """Return a reason to skip the check if the term is placed in the reward, or if calls cannot be compared."""
+    return "a value in the reward needs no gradient" if findings.placement == "reward" else not_comparable(findings)
+
+
+def examine(findings: Findings) -> Found | None:
+    """Compare the gradient of twice the loss with twice the gradient."""
+    loss, batch = findings.measure.experiment().loss, usual_batch(findings)
+
+    def times(factor: float) -> torch.Tensor:
+        def scaled(rollout: Rollout) -> Outcome:
+            outcome = loss(rollout)
+            return Outcome(factor * outcome.objective, "scalar", dtype=outcome.dtype)
+
+        found = differentiate(loss.changed(instead=scaled), batch.replace(), live_positions(batch))
+        return as_array(found, batch)
+
+    once, twice = times(1.0), times(2.0)
+    if not once.any() or (off := apart(twice, 2 * once)) <= limit(findings):
+        return None
+    share = float((twice * once).sum() / (once**2).sum())
+    return Found(f"The gradient of 2·loss is {share:.4g} times that of the loss, off by {off:.2g} of twice as much.")
+
+
+def without_upstream(logp, ref_logp, mask):
+    class HalfSquare(torch.autograd.Function):
+        @staticmethod
+        def forward(context, log_ratio):
+            context.save_for_backward(log_ratio)
+            return log_ratio.sum(-1).square() / 2
+
+        @staticmethod
+        def backward(context, upstream):
+            (log_ratio,) = context.saved_tensors
+            return log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+
+    return HalfSquare.apply((logp - ref_logp).where(mask != 0, 0.0))
+
+
+def with_upstream(logp, ref_logp, mask):
+    class HalfSquare(torch.autograd.Function):
+        @staticmethod
+        def forward(context, log_ratio):
+            context.save_for_backward(log_ratio)
+            return log_ratio.sum(-1).square() / 2
+
+        @staticmethod
+        def backward(context, upstream):
+            (log_ratio,) = context.saved_tensors
+            return upstream[:, None] * log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+
+    return HalfSquare.apply((logp - ref_logp).where(mask != 0, 0.0))
+
+
+def demonstrate(losses: Losses) -> Demonstration:
+    """Gradient of each loss, and of twice as much."""
+    rows = []
+    for factor, name in ((1.0, "gradient of the loss"), (2.0, "gradient of twice the loss")):
+        found = []
+        for loss in losses.values():
+            logp = one_row((log(0.8),)).requires_grad_()
+            (factor * loss(logp, one_row((log(0.5),)), one_row((1.0,))).sum()).backward()
+            found.append(float(logp.grad[0, 0]))
+        rows.append((name, *found))
+    return Demonstration("one token, π = 0.8, ref = 0.5", ("", *losses), tuple(rows))

@@ -1,0 +1,79 @@
+"""KL208: right only for masks without gaps.
+
+Tool output between the turns of a rollout, and several turns, leave masked columns between live tokens. A gap is put
+into a batch, and the two turns of an environment are graded.
+"""
+
+import torch
+
+from kltest.checks.batches import apart, as_array, limit, usual_batch
+from kltest.checks.check import Found
+from kltest.errors import KltestError
+from kltest.identify.findings import Findings
+from kltest.identify.instances import TURNS
+from kltest.moments.differentiate import differentiate
+from kltest.report import Level
+from kltest.truth import render
+
+# Names that say which tokens exist, whoever wrote them; every other name of a mask says which tokens are the policy's.
+OF_EXISTING_TOKENS = frozenset({"attention_mask", "full_attention_mask"})
+
+# Rounding and small constants move all rows; the difference of two turns is larger.
+OFF = 0.01
+
+
+def moot(findings: Findings) -> str | None:
+    """Return the reason to skip the check if the loss reads no mask."""
+    return None if "mask" in findings.observed.uses else "it reads no mask"
+
+
+def examine(findings: Findings) -> Found | None:
+    """Put a masked column between live tokens, then grade rollouts of two turns, if it is right without gaps."""
+    if not findings.rows or any(row.agrees is not True for row in findings.rows):
+        return None
+    moved = _moved(findings)
+    words = moved or _in_turns(findings)
+    return Found(words, level=_level(findings)) if words else None
+
+
+def _level(findings: Findings) -> Level:
+    names = {name for name, field in findings.loss.fields.items() if field == "mask"}
+    return "warning" if names and names <= OF_EXISTING_TOKENS else "error"
+
+
+def _moved(findings: Findings) -> str:
+    last = usual_batch(findings).wider(1, findings.seed)
+    width = last.peek("mask").shape[1]
+    places = [0, width - 1, *range(1, width - 1)]
+    fields = {name: last.peek(name).detach() for name in last}
+    second = last.replace(**{name: field[:, places] for name, field in fields.items() if field.dim() > 1})
+    expected, found = (as_array(differentiate(findings.loss, one, None), one) for one in (last, second))
+    findings.reach.holes = True
+    off = apart(found, expected[:, places])
+    if off <= limit(findings):
+        return ""
+    return (
+        f"With a masked column between live tokens the gradient differs by {off:.3g} of its size from that with the "
+        "same column behind them: what stands in the gap counts, or a live token behind it does not."
+    )
+
+
+def _in_turns(findings: Findings) -> str:
+    """Describe the first row of two turns that disagrees; those of a loss that cannot be called there say nothing."""
+    if TURNS in findings.environments:
+        return ""
+    for sampler in findings.samplers:
+        try:
+            rows = findings.measure.rows(TURNS, sampler)
+        except KltestError:
+            return ""
+        for row in rows:
+            if row.wrong and row.relative_bias > OFF:
+                follows = "no named gradient" if row.identified is None else render(row.identified)
+                return f"In rollouts of two turns with tool output between them ({row.where}) it follows {follows}."
+    return ""
+
+
+def up_to_its_length(logp, ref_logp, mask):
+    live = torch.arange(mask.shape[-1]) < mask.sum(-1, keepdim=True)
+    return (logp - ref_logp).where(live, 0.0).sum(-1).square() / 2
