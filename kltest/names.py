@@ -28,7 +28,7 @@ FIELDS: dict[str, Field] = {
     "logp": Field(
         "(B, T)",
         "log-prob of the sampled token now; requires grad",
-        "logprob logprobs log_prob log_probs logps per_token_logps new_logprobs",
+        "logprob logprobs log_prob log_probs logps per_token_logps new_logprobs lp",
     ),
     "ref_logp": Field(
         "(B, T)",
@@ -44,7 +44,8 @@ FIELDS: dict[str, Field] = {
     "mask": Field(
         "(B, T)",
         "1 on live tokens",
-        "response_mask completion_mask action_mask loss_mask attention_mask full_attention_mask",
+        "response_mask completion_mask action_mask loss_mask attention_mask full_attention_mask token_mask "
+        "padding_mask labels_mask",
     ),
     "tokens": Field("(B, T) int", "sampled tokens", "completion_ids responses"),
     "logits": Field("(B, T, V)", "next-token log-probs of the policy; requires grad"),

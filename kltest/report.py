@@ -253,6 +253,7 @@ class Report:
         credit: Credit of a term in the reward, else None.
         notes: Remarks on how the loss was called.
         reach: How far the gradient was compared with the declared one; None if it was not.
+        filled: What each parameter of the loss got, in words: a field, a value, or its default.
         smallest: The smallest environment in which the gradient differs from the declared one, if one was found.
         example: The gradient in a small environment, if nothing is wrong with it.
         error: Why the loss could not be graded, with the frame in which it failed.
@@ -283,6 +284,7 @@ class Report:
     error: str = ""
     traceback: str = ""
     reach: Reach | None = None
+    filled: dict[str, str] = field(default_factory=dict)
     unfinished: str = ""
     calls: int = 0
     seconds: float = field(default=0.0, compare=False)

@@ -13,12 +13,13 @@ from kltest.adapters import named
 from kltest.checks import CHECKS
 from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
-from kltest.errors import TargetError, UsageError
+from kltest.errors import KltestError, TargetError, UsageError
 from kltest.grading.isolated import TimeIsUp, time_limit
 from kltest.grading.options import OPTIONS, RENAMED, Options, documented, without_effect
 from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
+from kltest.identify.instances import instances
 from kltest.identify.measure import Measure, Sizes
 from kltest.identify.sampling import Sampling
 from kltest.loss.callables import first_line, name_of, source_file
@@ -155,6 +156,9 @@ class Grading:
                     yield False
             agree_up_to_scale(findings)
             self.scaled = True
+            for row in without_optional_fields(findings, options):
+                findings.others.append(row)
+                yield False
             for result in run_checks(findings, codes, options):
                 self.results.append(result)
                 yield False
@@ -186,7 +190,7 @@ class Grading:
         if loss:
             known["placement"] = "shaped-reward" if loss.shaped else loss.placement
             known["credit"] = None if loss.placement == "loss" else loss.credit
-            known |= {"notes": loss.notes, "calls": loss.calls.count}
+            known |= {"notes": loss.notes, "calls": loss.calls.count, "filled": loss.filled}
             known["calling"] = loss.calls.seconds + loss.calls.backward
             known.setdefault("source", first_line(loss.function))
         if loss and findings:
@@ -232,6 +236,33 @@ def plan(loss: Loss, options: Options) -> Findings:
     findings = Findings(declared, loss.placement, options.environment, samplers, measure)
     findings.notes += notes
     return findings
+
+
+def without_optional_fields(findings: Findings, options: Options) -> Iterator[Row]:
+    """Yield rows of the loss without what it can do without: fields in place of None, which take another branch.
+
+    The sampler is then the policy. A loss that fails so, or that has no KL term left, is not judged, and it is noted.
+    """
+    loss = findings.loss
+    names = loss.optional
+    if not names or any(row.agrees is not True for row in findings.rows):
+        return
+    left_out = " and ".join(names)
+    bare = loss.without(names)
+    measure = Measure(
+        bare, findings.expect, fields_used(bare, options.seed), seed=options.seed, sizes=findings.measure.sizes
+    )
+    masked = any(loss.fields[name] == "mask" for name in names)
+    for environment in findings.environments:
+        if masked and instances(environment, options.seed)[0].paths.padded:
+            continue
+        try:
+            rows = [replace(row, without=left_out) for row in measure.rows(environment, "current")]
+        except KltestError as error:
+            findings.notes.append(f"Without {left_out} it cannot be graded: {str(error).splitlines()[0]}")
+            return
+        yield from rows
+    findings.notes.append(f"It was graded without {left_out} as well, which has None for a default.")
 
 
 def look_back(findings: Findings) -> None:

@@ -15,6 +15,8 @@ from kltest.truth import plain, render
 # A check on the left is not reported for rows that one on the right accounts for: the right one names the cause.
 CAUSES = {"KL101": ("KL510",), "KL106": ("KL203", "KL204", "KL207", "KL402", "KL403", "KL510"), "KL509": ("KL510",)}
 LEFTOVER = "KL105"
+# These read the row alone: they account for rows of the loss without its optional fields as well.
+OF_THE_ROW = ("KL101", "KL102", "KL103", "KL201", "KL202")
 # These need a single call. Every other experiment compares calls, which differ anyway if a loss does not repeat itself.
 IN_ONE_CALL = frozenset({"KL505", "KL506", "KL507"})
 # A loss that draws random numbers is given the same ones in each call of an experiment. That is no expectation, and
@@ -85,14 +87,20 @@ def run_checks(findings: Findings, codes: Sequence[str], options: Options) -> It
     """
     expected = ExpectedFailures(options.expected_failures, options.allow_unexpected_passes)
     explained = {code: _explained(CHECKS[code], findings) for code in _deciding(codes, expected)}
+    for code in OF_THE_ROW:
+        if code in explained and not CHECKS[code].moot(findings):
+            explained[code] += [row for row in findings.others if row.wrong and _explains(CHECKS[code], row, findings)]
     for code, causes in CAUSES.items():
         if code in explained:
             caused = [row for cause in causes for row in explained[cause]]
             explained[code] = [row for row in explained[code] if row not in caused]
     if LEFTOVER in explained:
         named = [row for rows in explained.values() for row in rows]
-        explained[LEFTOVER] += [row for row in findings.rows if row.wrong and row not in named]
-    findings.rows = [expected.row(row, explained) for row in findings.rows]
+        every = [*findings.rows, *findings.others]
+        explained[LEFTOVER] += [row for row in every if row.wrong and row not in named]
+    findings.rows, findings.others = (
+        [expected.row(row, explained) for row in rows] for rows in (findings.rows, findings.others)
+    )
     results = []
     for code in codes:
         results.append(expected.result(_result(CHECKS[code], explained[code], findings, options)))
@@ -117,7 +125,7 @@ def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = 
     results = list(results)
     if error:
         return "error"
-    if any(result.refutes for result in results) or any(row.refutes for row in findings.rows):
+    if any(result.refutes for result in results) or any(row.refutes for row in (*findings.rows, *findings.others)):
         return "refuted"
     if not findings.rows or any(row.agrees is None for row in findings.rows):
         return "inconclusive"

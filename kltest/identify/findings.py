@@ -28,8 +28,9 @@ APART = 0.01
 class Findings:
     """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it.
 
-    `scale` is the constant c if the rows agree up to scale; `expect` is then c times what was declared. `scales_all`:
-    the policy term of a loss with a coefficient has the same constant.
+    `others` are rows of the loss without the fields that it can do without. `scale` is the constant c if the rows agree
+    up to scale; `expect` is then c times what was declared. `scales_all`: the policy term of a loss with a coefficient
+    has the same constant.
     """
 
     expect: Combination
@@ -38,6 +39,7 @@ class Findings:
     samplers: tuple[str, ...]
     measure: "Measure"
     rows: list[Row] = field(default_factory=list)
+    others: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     scale: float | None = None
     scales_all: bool = False

@@ -7,7 +7,7 @@ Schwartz-Zippel test of polynomial identities: so few instances suffice, and agr
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
@@ -31,11 +31,12 @@ class Identification:
     """Result of `identify`: `combination` is None if nothing was identified; `residual` is ‖g − fit‖/‖g‖.
 
     The residual is that of the identified combination on the worse of fitted and held-out instances, else that of the
-    best fit.
+    best fit. `ends` are those of the interval of each coefficient that samples leave open.
     """
 
     combination: dict[str, float] | None
     residual: float
+    ends: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 def identify(

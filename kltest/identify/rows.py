@@ -52,6 +52,7 @@ class Row(GradientRow):
     """
 
     case: "Case"
+    without: str = ""
     gradients: tuple[np.ndarray, ...] = field(default=(), compare=False, repr=False)
     variances: tuple[float, ...] = ()
     reported: Reported | None = None
@@ -75,7 +76,8 @@ class Row(GradientRow):
     def where(self) -> str:
         """The row's name in messages."""
         batches = f", batches of {self.batch}" if self.batch > 1 else ""
-        return f"{self.environment} ({self.sampler}{batches})"
+        left_out = f", without {self.without}" if self.without else ""
+        return f"{self.environment} ({self.sampler}{batches}{left_out})"
 
     @property
     def wrong(self) -> bool:

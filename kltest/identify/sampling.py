@@ -96,6 +96,10 @@ def sampled_row(case: Case, declared: Combination, sampling: Sampling, found: Se
     agrees = True if high <= sampling.margin else False if low > sampling.margin else None
     samples = max(one.samples for one in found)
     note = _words(agrees, sampling, (low, high), samples, found[0].asymptotic)
+    note += "".join(
+        f"; the coefficient of {name} is between {ends[0]:.4g} and {ends[1]:.4g}"
+        for name, ends in identification.ends.items()
+    )
     return row_of(
         case,
         declared,
@@ -166,4 +170,5 @@ def identify_sampled(
     terms = {
         name: 1.0 if one.low - ROUNDING <= 1.0 <= one.high + ROUNDING else one.value for name, one in fit.terms.items()
     }
-    return Identification(terms, fit.misfit.value)
+    ends = {name: (one.low, one.high) for name, one in fit.terms.items() if terms[name] != 1.0}
+    return Identification(terms, fit.misfit.value, ends)

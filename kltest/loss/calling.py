@@ -1,7 +1,7 @@
 """Losses: callables whose parameters are filled by name, called with rollouts, and what each call did and returned."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -10,6 +10,7 @@ import torch
 
 from kltest.errors import KltestError, TargetError, UsageError
 from kltest.estimators.spec import Credit, Place, Spec
+from kltest.loss.arguments import FieldOf
 from kltest.loss.building import ObjectOf
 from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.filling import Arguments, fill, fixed_beta
@@ -24,6 +25,7 @@ from kltest.loss.reach import is_for_jax
 from kltest.loss.results import Reader, Result, check_finite
 from kltest.loss.state import State
 from kltest.loss.view import INPUT_FORMS, InputForm, RolloutView, made_unambiguous, unambiguous
+from kltest.names import field_named
 from kltest.rollout import LEAVES, NotGivenError, Rollout
 
 
@@ -62,6 +64,13 @@ def bind(
     parameters = list(signature.parameters.values())[receiver is not None :]
     call = call or Call()
     fillings = fill(name, parameters, call, function)
+    guessed = [
+        f"{key} with {filling.name}"
+        for key, filling in fillings.items()
+        if isinstance(filling, FieldOf) and key not in call.arguments and field_named(key) is None
+    ]
+    if guessed:
+        notes = (*notes, f"By what their names say, these parameters were filled: {', '.join(guessed)}")
     # First, since a number given for β makes a filling of it.
     beta = fixed_beta(fillings, call)
     arguments = Arguments(tuple(parameters), fillings, receiver)
@@ -157,6 +166,27 @@ class Loss:
     def takes(self) -> frozenset[str]:
         """The fields that it is given; "rollout" means that it may read any (see `Rollout.accessed`)."""
         return self.arguments.takes
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """The parameters that a field fills in place of None, but for those without which there is no KL term."""
+        return tuple(
+            parameter.name
+            for parameter in self.arguments.parameters
+            if parameter.default is None
+            and (field := self.fields.get(parameter.name))
+            and not field.startswith("ref_")
+            and field not in ("logp", "beta", "rollout")
+        )
+
+    def without(self, names: Collection[str]) -> "Loss":
+        """Return the same loss with the defaults of these parameters; its calls count with it."""
+        return self.changed(arguments=self.arguments.without(names), record=Record())
+
+    @property
+    def filled(self) -> dict[str, str]:
+        """What each parameter gets, in words."""
+        return self.arguments.filled
 
     @property
     def takes_beta(self) -> bool:

@@ -2,10 +2,12 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
+
+import torch
 
 from kltest.errors import UsageError
 from kltest.loss.advice import advice
@@ -15,7 +17,34 @@ from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
 from kltest.names import FIELDS, field_named, near_spelling, suggested_field
 
-Filling = FieldOf | ObjectOf | Any
+
+@dataclass(frozen=True)
+class Derived:
+    """A number that trainers pass beside the fields, made of them in each call."""
+
+    name: str
+
+    def at(self, view: RolloutView) -> Any:
+        """Return it for one batch."""
+        return DERIVED[self.name][1](view)
+
+
+def _prompts(view: RolloutView) -> list[str]:
+    return [f"prompt-{int(one)}" for one in view.group]
+
+
+# Names of parameters without a default, and what they get: words for the report, and the value for one batch.
+_PROMPTS = ("a name of each row's prompt", _prompts)
+DERIVED: dict[str, tuple[str, Callable[[RolloutView], Any]]] = {
+    "lengths": ("live tokens of each row", lambda view: (view.mask != 0).sum(-1)),
+    "log_ratio": ("logp − ref_logp", lambda view: view.logp - view.ref_logp),
+    "num_items_in_batch": ("live tokens of the batch", lambda view: (view.mask != 0).sum()),
+    "device": ("the CPU", lambda view: torch.device("cpu")),
+    "global_step": ("0", lambda view: 0),
+    "index": _PROMPTS,
+    "uid": _PROMPTS,
+}
+Filling = FieldOf | ObjectOf | Derived | Any
 
 
 @dataclass(frozen=True)
@@ -45,6 +74,30 @@ class Arguments:
         """The objects that were built from the defaults of their class."""
         return [one for one in self._objects if one.built is not None]
 
+    @property
+    def filled(self) -> dict[str, str]:
+        """What each parameter gets, in words; of one that keeps its default, that."""
+        found = {}
+        for parameter in self.parameters:
+            name, kept = parameter.name, parameter.default
+            filling = self.fillings.get(name, kept)
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            if name not in self.fillings:
+                found[name] = f"its default, {kept!r}"
+            elif isinstance(filling, FieldOf):
+                optional = "" if kept is parameter.empty else f" in place of its default, {kept!r}"
+                found[name] = f"{filling.name}{optional}"
+            elif isinstance(filling, Derived):
+                found[name] = DERIVED[filling.name][0]
+            else:
+                found[name] = "an object" if isinstance(filling, ObjectOf) else repr(filling)
+        return found
+
+    def without(self, names: Collection[str]) -> "Arguments":
+        """Return the same with the defaults of these parameters."""
+        return replace(self, fillings={key: filling for key, filling in self.fillings.items() if key not in names})
+
     def with_value(self, name: str, value: object) -> "Arguments":
         """Return the same with a value for one parameter."""
         return replace(self, fillings={**self.fillings, name: value})
@@ -63,7 +116,7 @@ class Arguments:
 def _value_of(filling: Filling, view: RolloutView) -> Any:
     if isinstance(filling, FieldOf):
         return getattr(view, filling.name)
-    return filling.at(view) if isinstance(filling, ObjectOf) else filling
+    return filling.at(view) if isinstance(filling, ObjectOf | Derived) else filling
 
 
 def fill(
@@ -89,20 +142,47 @@ def fill(
             made = configuration(fillable[key], function, given) if key in fillable else None
             fillings[key] = made or ObjectOf(key, given)
     missing: dict[str, str] = {}
+    spared = _other_coefficients(fillable, fillings)
     for key, parameter in fillable.items():
-        if key in fillings:
+        if key in fillings or key in spared:
             continue
         if field := field_named(key):
             fillings[key] = FieldOf(field)
+        elif parameter.default is parameter.empty and key in DERIVED:
+            fillings[key] = Derived(key)
         elif parameter.default is parameter.empty:
             if made := configuration(parameter, function):
                 fillings[key] = made
             else:
                 kind = annotated(parameter, function)
                 missing[key] = f"{kind.__name__} is not built by its defaults" if kind else ""
-    if missing:
+    if missing and (guessed := _only_guesses(missing, fillable)):
+        fillings |= {key: FieldOf(field) for key, field in guessed.items()}
+    elif missing:
         raise _cannot_fill(name, missing, parameters, function)
     return fillings
+
+
+def _other_coefficients(fillable: Mapping[str, inspect.Parameter], given: Mapping[str, Filling]) -> set[str]:
+    """Return the parameters of several coefficients that are not β: given a number, or with 0 for a default.
+
+    If no other is left, β is the first number that was given and is not 0, or else the first that was not given.
+    """
+    coefficients = [key for key in fillable if field_named(key) == "beta"]
+    if len(coefficients) < 2:
+        return set()
+    value = {key: given.get(key, fillable[key].default) for key in coefficients}
+    own = [key for key in coefficients if key not in given]
+    beta = [key for key in own if value[key] not in (0, None)]
+    return set(coefficients) - set(beta or [key for key in given if value.get(key)][:1] or own[:1])
+
+
+def _only_guesses(missing: Mapping[str, str], fillable: Mapping[str, inspect.Parameter]) -> dict[str, str]:
+    """Return the field that each parameter seems to mean; nothing unless each means one, and no two the same."""
+    guessed = {key: field for key in missing if (field := suggested_field(key)) and not missing[key]}
+    taken = {field_named(key) for key in fillable}
+    alone = len(guessed) == len(missing) == len({*guessed.values()}) and not taken & {*guessed.values()}
+    return guessed if alone else {}
 
 
 def _cannot_fill(
@@ -149,11 +229,19 @@ def _shown(parameters: list[inspect.Parameter]) -> str:
 
 
 def fixed_beta(fillings: dict[str, Filling], call: Call) -> float | None:
-    """Return the β that was asked for: by option, or as a number for the parameter that β fills."""
+    """Return the β that was asked for: by option, or as a number for the parameter that β fills.
+
+    Of several coefficients a number is that parameter's own, if another one is β.
+    """
     asked = call.beta
+    another = any(isinstance(filling, FieldOf) and filling.name == "beta" for filling in fillings.values())
+    several = sum(field_named(key) == "beta" for key in fillings) > 1
     for key, filling in fillings.items():
-        if field_named(key) == "beta" and isinstance(filling, int | float) and not isinstance(filling, bool):
+        if another or field_named(key) != "beta" or isinstance(filling, bool):
+            continue
+        if isinstance(filling, int | float):
             asked, fillings[key] = float(filling), FieldOf("beta")
+            another = True
     if asked is not None and (asked == 0 or not math.isfinite(asked)):
         raise UsageError(f"β must be a finite number other than 0, not {asked}, else there is no KL term to grade")
     return asked

@@ -51,6 +51,7 @@ def screen(report: Report) -> dict[str, list[str]]:
         "errors": _at_most(MOST_ERRORS, _errors(report)),
         "warnings": [_warnings(report)],
         "open": _at_most(MOST_OPEN, _open(report)),
+        "filled": [words.filled(report)] if report.filled else [],
         "looked at": [words.reach(report)] if report.reach else [],
     }
     return {label: texts for label, texts in lines.items() if texts}

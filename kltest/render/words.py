@@ -103,6 +103,12 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
+def filled(report: Report) -> str:
+    """Return what the parameters got; those that are called as their field are named alone."""
+    found = [name if got == name else f"{name} ({got})" for name, got in report.filled.items()]
+    return ", ".join(found)
+
+
 def reach(report: Report) -> str:
     """Return how far the gradient was compared with the declared one; empty if it was not."""
     if (found := report.reach) is None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kltest.errors import UsageError
+from kltest.identify.instances import instances
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.names import FIELDS, WHOSE, suggested_field
+from kltest.rollout import Rollout
 
 ROLES = {word: prefix for prefix, words in WHOSE.items() for word in (*words, *(f"{word}_policy" for word in words))}
 ROLES |= dict.fromkeys(("policy", "actor", "pi", "theta"), "")
@@ -46,7 +49,7 @@ NEAR = {
 # Of two roles; of a role of its own; no log-probs; weights of tokens or rows, most likely.
 UNKNOWN = (
     "old_ref_logprobs curr_old_logp student_teacher_logprobs critic_logprobs ref_chosen_logps policy_rejected_logprobs "
-    "old_values ref_model policy old_mask ref_advantages log_ratio x temperature target_logp kl kl_weights loss_weight"
+    "old_values ref_model policy old_mask ref_advantages x temperature target_logp kl kl_weights loss_weight"
 )
 
 
@@ -54,13 +57,64 @@ UNKNOWN = (
     ("name", "field"),
     [*((name, field) for field, names in NEAR.items() for name in names), *((name, None) for name in UNKNOWN.split())],
 )
-def test_the_message_proposes_a_field_that_is_near_or_none(name, field):
+def test_a_parameter_gets_the_one_field_that_its_name_means_or_none(name, field):
     scope = {}
     exec(f"def loss({name}): return {name}", scope)
-    with pytest.raises(UsageError, match=f"the parameter '{name}' of loss") as refused:
-        bind(scope["loss"])
-    proposal = f"did you mean {field}, --arg {name}=@{field}?" if field else "did you mean"
-    assert (proposal in str(refused.value)) == (field is not None)
+    if field is None:
+        with pytest.raises(UsageError, match=f"the parameter '{name}' of loss") as refused:
+            bind(scope["loss"])
+        assert "did you mean" not in str(refused.value)
+    else:
+        loss = bind(scope["loss"])
+        assert loss.fields == {name: field}
+        assert f"were filled: {name} with {field}" in loss.notes[0]
+
+
+def test_guesses_fill_nothing_unless_each_parameter_has_one_and_no_two_the_same():
+    with pytest.raises(UsageError, match="did you mean logp, --arg curr_logprobs=@logp") as refused:
+        bind(lambda curr_logprobs, ref_logp, unheard_of: curr_logprobs)
+    assert "'curr_logprobs' and 'unheard_of'" in str(refused.value)
+    with pytest.raises(UsageError, match="'curr_logprobs' and 'policy_logps'"):
+        bind(lambda curr_logprobs, policy_logps, ref_logp: curr_logprobs)
+
+
+def test_numbers_that_trainers_pass_besides_are_made_of_the_fields():
+    seen = {}
+
+    def loss(log_ratio, lengths, num_items_in_batch, device, global_step, uid, index, mask):
+        seen.update(locals())
+        return (log_ratio * mask).sum(-1) ** 2 / 2
+
+    bound = bind(loss)
+    rollout = Rollout.of(instances("ragged", 0)[0]).take([0, 5, 9])
+    bound(rollout)
+    assert torch.equal(seen["log_ratio"], rollout.peek("logp") - rollout.peek("ref_logp"))
+    assert seen["lengths"].tolist() == rollout.peek("mask").sum(1).tolist()
+    assert int(seen["num_items_in_batch"]) == int(rollout.peek("mask").sum())
+    assert (seen["device"].type, seen["global_step"]) == ("cpu", 0)
+    assert seen["uid"] == seen["index"]
+    assert len({*seen["uid"]}) == len({*rollout.peek("group").tolist()})
+    assert bound.filled["lengths"] == "live tokens of each row"
+
+
+def in_both_places(logp, ref_logp, mask, kl_coef=0.1, kl_loss_coef=0.0):
+    return logp * kl_coef + kl_loss_coef
+
+
+@pytest.mark.parametrize(
+    ("given", "fields", "beta"),
+    [
+        ({}, {"kl_coef"}, None),
+        ({"kl_loss_coef": 0}, {"kl_coef"}, None),
+        ({"kl_loss_coef": 0.3}, {"kl_coef"}, None),
+        ({"kl_coef": 0.0}, {"kl_loss_coef"}, None),
+        ({"kl_coef": 0.0, "kl_loss_coef": 0.2}, {"kl_loss_coef"}, 0.2),
+    ],
+)
+def test_of_several_coefficients_one_is_beta_and_a_given_number_is_its_own(given, fields, beta):
+    loss = bind(in_both_places, Call(arguments=given))
+    assert {name for name, field in loss.fields.items() if field == "beta"} == fields
+    assert loss.fixed_beta == beta
 
 
 @pytest.mark.parametrize(

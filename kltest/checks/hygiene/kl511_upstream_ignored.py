@@ -1,7 +1,10 @@
 """KL511: the backward pass does not scale with the gradient that comes in."""
 
+from collections.abc import Callable
 from math import log
+from typing import Any
 
+import numpy as np
 import torch
 
 from kltest.checks.batches import apart, as_array, limit, usual_batch
@@ -23,7 +26,7 @@ def examine(findings: Findings) -> Found | None:
     """Compare the gradient of twice the loss with twice the gradient."""
     loss, batch = findings.measure.experiment().loss, usual_batch(findings)
 
-    def times(factor: float) -> torch.Tensor:
+    def times(factor: float) -> np.ndarray:
         def scaled(rollout: Rollout) -> Outcome:
             outcome = loss(rollout)
             return Outcome(factor * outcome.objective, "scalar", dtype=outcome.dtype)
@@ -70,12 +73,14 @@ def with_upstream(logp, ref_logp, mask):
 
 def demonstrate(losses: Losses) -> Demonstration:
     """Gradient of each loss, and of twice as much."""
-    rows = []
-    for factor, name in ((1.0, "gradient of the loss"), (2.0, "gradient of twice the loss")):
-        found = []
-        for loss in losses.values():
-            logp = one_row((log(0.8),)).requires_grad_()
-            (factor * loss(logp, one_row((log(0.5),)), one_row((1.0,))).sum()).backward()
-            found.append(float(logp.grad[0, 0]))
-        rows.append((name, *found))
+
+    def gradient(loss: Callable[..., Any], factor: float) -> float:
+        logp = one_row((log(0.8),)).requires_grad_()
+        (found,) = torch.autograd.grad(factor * loss(logp, one_row((log(0.5),)), one_row((1.0,))).sum(), logp)
+        return float(found[0, 0])
+
+    times = {"gradient of the loss": 1.0, "gradient of twice the loss": 2.0}
+    rows: list[tuple[str | float, ...]] = [
+        (name, *(gradient(loss, factor) for loss in losses.values())) for name, factor in times.items()
+    ]
     return Demonstration("one token, π = 0.8, ref = 0.5", ("", *losses), tuple(rows))

@@ -1,7 +1,5 @@
 """KL512: what is taken as logits has to be normalised."""
 
-from math import log
-
 import torch
 
 from kltest.checks.batches import apart, as_array, limit, usual_batch
@@ -52,8 +50,9 @@ def demonstrate(losses: Losses) -> Demonstration:
     """Value of each loss with normalised logits, and with 1 added to those of the policy."""
     policy, reference = (torch.tensor([[row]], dtype=torch.float64).log() for row in ((0.8, 0.2), (0.5, 0.5)))
     mask = torch.ones(1, 1, dtype=torch.float64)
-    rows = tuple(
-        (name, *(float(loss(policy + added, reference, mask).sum()) for loss in losses.values()))
-        for name, added in (("value, normalised", 0.0), ("value, 1 added to the policy's", 1.0))
-    )
-    return Demonstration(f"one token, π = (0.8, 0.2), ref = (0.5, 0.5), log 0.5 = {log(0.5):.6f}", ("", *losses), rows)
+    added = {"value, normalised": 0.0, "value, 1 added to the policy's": 1.0}
+    rows: list[tuple[str | float, ...]] = [
+        (name, *(float(loss(policy + number, reference, mask).sum()) for loss in losses.values()))
+        for name, number in added.items()
+    ]
+    return Demonstration("one token, π = (0.8, 0.2), ref = (0.5, 0.5)", ("", *losses), tuple(rows))

@@ -12,11 +12,12 @@ from kltest.errors import KltestError
 from kltest.identify.findings import Findings
 from kltest.identify.instances import TURNS
 from kltest.moments.differentiate import differentiate
+from kltest.names import field_named
 from kltest.report import Level
 from kltest.truth import render
 
 # Names that say which tokens exist, whoever wrote them; every other name of a mask says which tokens are the policy's.
-OF_EXISTING_TOKENS = frozenset({"attention_mask", "full_attention_mask"})
+OF_EXISTING_TOKENS = frozenset({"attention_mask", "full_attention_mask", "lengths"})
 
 # Rounding and small constants move all rows; the difference of two turns is larger.
 OFF = 0.01
@@ -37,7 +38,7 @@ def examine(findings: Findings) -> Found | None:
 
 
 def _level(findings: Findings) -> Level:
-    names = {name for name, field in findings.loss.fields.items() if field == "mask"}
+    names = {name for name in findings.loss.arguments.fillings if name == "lengths" or field_named(name) == "mask"}
     return "warning" if names and names <= OF_EXISTING_TOKENS else "error"
 
 
