@@ -239,7 +239,7 @@ def fixed_beta(fillings: dict[str, Filling], call: Call) -> float | None:
     for key, filling in fillings.items():
         if another or field_named(key) != "beta" or isinstance(filling, bool):
             continue
-        if isinstance(filling, int | float):
+        if isinstance(filling, int | float) and (filling or not several):
             asked, fillings[key] = float(filling), FieldOf("beta")
             another = True
     if asked is not None and (asked == 0 or not math.isfinite(asked)):
