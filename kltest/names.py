@@ -64,6 +64,15 @@ FIELDS: dict[str, Field] = {
 _NAMED = {name: field for field, entry in FIELDS.items() for name in (field, *entry.aliases)}
 
 
+GROUP_SIZES = frozenset(
+    (
+        *("num_generations", "group_size", "rollout_n", "num_return_sequences"),
+        *("n_samples_per_prompt", "num_samples_per_prompt", "samples_per_prompt"),
+    )
+)
+"""Names of parameters and settings that say how many rollouts a prompt has."""
+
+
 def field_named(name: object) -> str | None:
     """Return the field with this name or alias, or None."""
     return _NAMED.get(name) if isinstance(name, str) else None

@@ -20,7 +20,7 @@ from kltest.grading.verdict import as_specified, run_checks, selected_codes, ver
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
 from kltest.identify.instances import instances
-from kltest.identify.measure import Measure, Sizes
+from kltest.identify.measure import GROUPS, Measure, Sizes
 from kltest.identify.sampling import Sampling
 from kltest.loss.callables import first_line, name_of, source_file
 from kltest.loss.calling import Loss
@@ -148,6 +148,7 @@ class Grading:
         codes = selected_codes(options.select, options.ignore)
         self.loss = resolve(target, options.call, options.name)
         with preserved():
+            options = self.options = _with_group_size(self.loss, options)
             self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)
             self.findings = findings = plan(self.loss, options)
             for environment in findings.environments:
@@ -231,11 +232,22 @@ def plan(loss: Loss, options: Options) -> Findings:
         bound=options.bound,
         rows=len(options.environment) * len(samplers),
     )
+    stated = loss.arguments.group_size
+    if stated and stated[1] == options.group_size:
+        notes = [*notes, f"Groups have {stated[1]} rollouts, as {stated[0]} says; --group-size grades others"]
     sizes = Sizes.of(uses, options.group_size, options.batch_size)
     measure = Measure(loss, declared, uses, seed=options.seed, sizes=sizes, sampling=sampling)
     findings = Findings(declared, loss.placement, options.environment, samplers, measure)
     findings.notes += notes
     return findings
+
+
+def _with_group_size(loss: Loss, options: Options) -> Options:
+    """Return the options with the group size that the loss states, if none was asked for and it is not the usual."""
+    stated = loss.arguments.group_size
+    if stated is None or stated[1] == GROUPS[0] or options.group_size or options.batch_size:
+        return options
+    return replace(options, group_size=stated[1])
 
 
 def without_optional_fields(findings: Findings, options: Options) -> Iterator[Row]:

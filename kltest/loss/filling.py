@@ -15,7 +15,7 @@ from kltest.loss.arguments import Attributes, FieldOf, fields_listed, parsed
 from kltest.loss.building import ObjectOf, annotated, configuration
 from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
-from kltest.names import FIELDS, field_named, near_spelling, suggested_field
+from kltest.names import FIELDS, GROUP_SIZES, field_named, near_spelling, suggested_field
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,17 @@ class Arguments:
             else:
                 found[name] = "an object" if isinstance(filling, ObjectOf) else repr(filling)
         return found
+
+    @property
+    def group_size(self) -> tuple[str, int] | None:
+        """The parameter, or the attribute of an object, that says how many rollouts a group has, and how many."""
+        stated = {one.name: self.fillings.get(one.name, one.default) for one in self.parameters}
+        for one in self.built:
+            stated |= {f"{one.name}.{name}": getattr(one.built, name, None) for name in sorted(GROUP_SIZES)}
+        for name, size in stated.items():
+            if name.split(".")[-1] in GROUP_SIZES and type(size) is int and size > 1:
+                return name, size
+        return None
 
     def without(self, names: Collection[str]) -> "Arguments":
         """Return the same with the defaults of these parameters."""
