@@ -19,7 +19,7 @@ from kltest.identify.measure import Measure
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
 from kltest.moments.caller import centred
-from kltest.moments.differentiate import RowGradients
+from kltest.moments.differentiate import RowGradients, differentiate, live_positions
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import LEAVES, Rollout
 
@@ -137,6 +137,18 @@ def group_fixture(findings: Findings) -> GroupFixture:
 def gradient(measure: Measure, rollout: Rollout) -> np.ndarray:
     """(B, T, 1 + V) gradient at logp and logits, zero at padded positions and for leaves that are not used."""
     return as_array(measure.differentiate(rollout), rollout)
+
+
+def gradient_of_times(measure: Measure, factor: float, rollout: Rollout) -> np.ndarray:
+    """(B, T, 1 + V) gradient of a multiple of the loss, which reaches its backward pass from above."""
+    loss = measure.experiment().loss
+
+    def scaled(one: Rollout) -> Outcome:
+        outcome = loss(one)
+        return replace(outcome, objective=factor * outcome.objective, rows=None, returned="scalar")
+
+    found = differentiate(loss.changed(instead=scaled), rollout.replace(), live_positions(rollout))
+    return as_array(found, rollout)
 
 
 def moves(measure: Measure, one: Rollout, other: Rollout) -> bool:

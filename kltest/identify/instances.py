@@ -66,14 +66,14 @@ NETWORKS = frozenset({"transformer"})
 MODEL = "tiny:20k"
 
 
-def _turns(vocabulary: int = 3, tokens: int = 2) -> tuple[Environment, Paths, np.ndarray]:
-    first, tool = range(tokens), range(tokens, tokens + 2)
-    return of_choices(vocabulary, 2 * tokens + 2, (*first, *range(tokens + 2, 2 * tokens + 2)), tool, name=TURNS)
+def _turns(vocabulary: int = 3, tokens: int = 2, between: int = 2) -> tuple[Environment, Paths, np.ndarray]:
+    first, tool, length = range(tokens), range(tokens, tokens + between), 2 * tokens + between
+    return of_choices(vocabulary, length, (*first, *range(tokens + between, length)), tool, name=TURNS)
 
 
 def _in_turns(own_seed: int, policy_seed: int, group: int | None) -> Instance:
     """Draw an instance of two turns, of one token each for groups; tool output is certain under all policies."""
-    environment, rollouts, chosen = _turns() if group is None else _turns(2, 1)
+    environment, rollouts, chosen = _turns() if group is None else _turns(2, 1, between=5)
     reward = np.random.default_rng(own_seed).standard_normal(environment.reward.shape) * chosen[:, None]
     drawn = Instance.draw(replace(environment, reward=reward), policy_seed)
     tool = np.arange(environment.vocabulary) == 0

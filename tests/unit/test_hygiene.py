@@ -74,26 +74,37 @@ def live(u, mask):
     return u.where(mask != 0, 0.0).sum(-1)
 
 
-@pytest.mark.parametrize(("summed", "warned"), [(prefix, True), (up_to_the_last, True), (slices, True), (live, False)])
-def test_a_mask_with_a_gap_that_is_read_wrongly_is_a_warning(summed, warned):
-    report = grade(lambda logp, ref_logp, mask: summed(logp - ref_logp, mask).square() / 2, select="KL501")
-    assert report.verdict == "confirmed"
+@pytest.mark.parametrize(("summed", "wrong"), [(prefix, True), (up_to_the_last, True), (slices, True), (live, False)])
+def test_a_mask_with_a_gap_that_is_read_wrongly_is_an_error_unless_it_says_which_tokens_exist(summed, wrong):
+    report = grade(lambda logp, ref_logp, mask: summed(logp - ref_logp, mask).square() / 2, select="KL208")
+    assert report.verdict == ("refuted" if wrong else "confirmed")
     assert report.reach.holes
-    assert ["tool output" in check.message for check in report.warnings] == [True] * warned
+    assert [check.code for check in report.errors] == ["KL208"] * wrong
     assert "masks with and without gaps" in " ".join(str(report).split())
+    existing = grade(
+        lambda logp, ref_logp, attention_mask: summed(logp - ref_logp, attention_mask) ** 2 / 2, select="KL208"
+    )
+    assert (existing.verdict, [check.code for check in existing.warnings]) == ("confirmed", ["KL208"] * wrong)
+
+
+def test_credit_that_ends_with_a_turn_is_seen_in_two_turns():
+    report = grade(lambda logp, ref_logp, mask: prefix(logp - ref_logp, mask) ** 2 / 2, environment="turns")
+    assert [(row.environment, row.agrees) for row in report.gradients] == [("turns", False)]
+    assert grade(lambda logp, ref_logp, mask: live(logp - ref_logp, mask) ** 2 / 2, environment="turns").errors == []
 
 
 def test_gaps_of_distributions_and_of_groups_are_tried_too():
     def exact(logits, ref_logits, mask):
-        return prefix((logits.exp() * (logits - ref_logits)).sum(-1), mask)
+        p, q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+        return prefix((p.exp() * (p - q)).sum(-1), mask)
 
     def of_groups(logp, ref_logp, rewards, mask, beta):
         advantage = rewards - rewards.mean() - beta * (logp - ref_logp).detach().where(mask != 0, 0.0).sum(-1)
         return -(advantage * up_to_the_last(logp, mask)).mean()
 
     for loss, expect in ((exact, "local_reverse_kl"), (of_groups, "reverse_kl")):
-        report = grade(loss, expect=expect, select="KL501")
-        assert [check.code for check in report.warnings] == ["KL501"]
+        report = grade(loss, expect=expect, select="KL208")
+        assert [check.code for check in report.errors] == ["KL208"]
 
 
 def test_gaps_are_not_tried_without_a_mask():
@@ -207,7 +218,7 @@ def test_another_gradient_far_away_is_told_with_its_log_ratios():
 @pytest.mark.parametrize("guard", [lambda p: p + 1e-10, lambda p: p.clamp(min=1e-8), lambda p: p.clamp(min=1e-12)])
 def test_a_logarithm_that_is_guarded_is_right(guard):
     def guarded(logits, ref_logits, mask):
-        p, q = (guard(table.where((mask != 0)[..., None], 0.0).exp()) for table in (logits, ref_logits))
+        p, q = (guard(table.where((mask != 0)[..., None], 0.0).softmax(-1)) for table in (logits, ref_logits))
         return (p * (p.log() - q.log())).sum(-1).where(mask != 0, 0.0).sum(-1)
 
     failed = {check.code for check in grade(guarded, expect="local_reverse_kl").failed}

@@ -118,7 +118,11 @@ def with_beta(logp, beta):
 @pytest.mark.parametrize(
     ("loss", "arguments", "words"),
     [
-        (lambda logp, reff_logp: logp, {}, ["'reff_logp'", "did you mean ref_logp", "--arg reff_logp=@FIELD", *FIELDS]),
+        (
+            lambda logp, reff_logp, x: logp,
+            {},
+            ["'reff_logp' and 'x'", "did you mean ref_logp, --arg reff_logp=@ref_logp", *FIELDS],
+        ),
         (k2, {"reff_logp": 1}, ["no parameter", "did you mean 'ref_logp'"]),
         (k2, {"temperature": 1}, ["no parameter", "logp, ref_logp"]),
         (k2, {"ref_logp": "@nothing"}, ["'@nothing'", "@ref_logp"]),

@@ -17,7 +17,6 @@ def under_the_truncated_policy(logits, ref_logp, tokens):
 
 
 def under_the_whole_policy(logits, ref_logp, tokens, mask):
-    logits = logits.log_softmax(-1)
     live = mask != 0
     log_probs = logits.where(live.unsqueeze(-1), 0.0).log_softmax(-1)
     logp = log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

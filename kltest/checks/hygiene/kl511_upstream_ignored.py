@@ -4,17 +4,13 @@ from collections.abc import Callable
 from math import log
 from typing import Any
 
-import numpy as np
 import torch
 
-from kltest.checks.batches import apart, as_array, limit, usual_batch
+from kltest.checks.batches import apart, gradient_of_times, limit, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Demonstration, Losses, one_row
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.identify.findings import Findings
-from kltest.loss.outcome import Outcome
-from kltest.moments.differentiate import differentiate, live_positions
-from kltest.rollout import Rollout
 
 
 def moot(findings: Findings) -> str | None:
@@ -24,17 +20,8 @@ def moot(findings: Findings) -> str | None:
 
 def examine(findings: Findings) -> Found | None:
     """Compare the gradient of twice the loss with twice the gradient."""
-    loss, batch = findings.measure.experiment().loss, usual_batch(findings)
-
-    def times(factor: float) -> np.ndarray:
-        def scaled(rollout: Rollout) -> Outcome:
-            outcome = loss(rollout)
-            return Outcome(factor * outcome.objective, "scalar", dtype=outcome.dtype)
-
-        found = differentiate(loss.changed(instead=scaled), batch.replace(), live_positions(batch))
-        return as_array(found, batch)
-
-    once, twice = times(1.0), times(2.0)
+    batch = usual_batch(findings)
+    once, twice = (gradient_of_times(findings.measure, factor, batch) for factor in (1.0, 2.0))
     if not once.any() or (off := apart(twice, 2 * once)) <= limit(findings):
         return None
     share = float((twice * once).sum() / (once**2).sum())

@@ -41,9 +41,10 @@ def of_raw_logits(logits, ref_logits, mask):
 
 
 def of_normalised_logits(logits, ref_logits, mask):
-    policy, reference = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    live = mask != 0
+    policy, reference = (part.where(live.unsqueeze(-1), 0.0).log_softmax(-1) for part in (logits, ref_logits))
     kl = (policy.exp() * (policy - reference)).sum(-1)
-    return kl.where(mask != 0, 0.0).sum(-1)
+    return kl.where(live, 0.0).sum(-1)
 
 
 def demonstrate(losses: Losses) -> Demonstration:

@@ -108,9 +108,9 @@ def weighted_by_the_ratio(logp, ref_logp, mask):
 
 
 def exact_forward_kl(logits, ref_logits, mask):
-    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     live = (mask != 0).unsqueeze(-1)
-    return -(ref_logits.where(live, 0.0).exp() * logits.where(live, 0.0)).where(live, 0.0).sum((-1, -2))
+    log_pi, log_ref = (part.where(live, 0.0).log_softmax(-1) for part in (logits, ref_logits))
+    return -(log_ref.exp() * log_pi).where(live, 0.0).sum((-1, -2))
 
 
 ENVIRONMENT = SmallEnvironment(policy=[(0.99, 0.01)], reference=[(0.5, 0.5)])
