@@ -48,24 +48,18 @@ def full_reward(logits, ref_logits, mask):
 
     The KL itself is logged: the cost leaves out the first prefix's, to which no token led.
     """
-    kl = _next_kl(logits, ref_logits, mask)
+    live = (mask != 0).unsqueeze(-1)
+    log_pi, log_ref = logits.where(live, 0.0).log_softmax(-1), ref_logits.where(live, 0.0).log_softmax(-1)
+    kl = (log_pi.exp() * (log_pi - log_ref)).sum(dim=-1).where(mask != 0, 0.0)
     following = _to_the_token_before(kl, mask)
     return following, {"kl": kl.detach()}
 
 
-def _next_kl(logits, ref_logits, mask):
-    """KL of the next token at every position, 0 where the mask is. (B, T, V) → (B, T)."""
-    live = (mask != 0).unsqueeze(-1)
-    log_pi, log_ref = (part.where(live, 0.0).log_softmax(-1) for part in (logits, ref_logits))
-    return (log_pi.exp() * (log_pi - log_ref)).sum(dim=-1).where(mask != 0, 0.0)
-
-
 def _to_the_token_before(kl, mask):
     """Move each live token's number to the live token before it, whatever stands between them. (B, T) → (B, T)."""
-    order = (mask == 0).long().argsort(dim=1, stable=True)  # live tokens first
-    later = kl.gather(1, order).roll(-1, dims=1)
-    later[:, -1] = 0.0
-    return later.new_zeros(later.shape).scatter(1, order, later)
+    place = (mask != 0).long().cumsum(dim=1)  # 1, 2, … at live tokens
+    in_order = kl.new_zeros(kl.shape[0], kl.shape[1] + 2).scatter_add(1, place, kl)
+    return in_order.gather(1, place + 1)
 
 
 @register(
@@ -95,7 +89,9 @@ def rao_blackwell(logits, ref_logits, mask):
 
     Gradient as placed: Σ_t [∇KL_t + g_t Σ_(s>t) KL_s], the reverse KL's.
     """
-    kl = _next_kl(logits, ref_logits, mask)
+    live = (mask != 0).unsqueeze(-1)
+    log_pi, log_ref = logits.where(live, 0.0).log_softmax(-1), ref_logits.where(live, 0.0).log_softmax(-1)
+    kl = (log_pi.exp() * (log_pi - log_ref)).sum(dim=-1).where(mask != 0, 0.0)
     following = _to_the_token_before(kl.detach(), mask)
     return kl - kl.detach() + following, {"kl": kl.detach()}
 

@@ -99,6 +99,10 @@ class Judge:
             yield from (filled(row, report) for row in rows)
 
 
+# What a lifted function is given as logits stands for log π(·), normalised or not in the tree.
+NORMALISED = {"ignore": ["KL512"]}
+
+
 def options(place: str) -> dict[str, str]:
     """Return where a variant is graded: what enters a token's own advantage has immediate credit."""
     if place == "advantage":
@@ -114,7 +118,7 @@ def grade(file: Path, row: Row, timeout: float) -> Generator[Child, Step, Report
     file.write_text(row.source, encoding="utf-8")
 
     def ask(expected: str, sampler: str = "current" if row.fresh else "both", **more: Any) -> Any:
-        given = {"expect": expected, **options(row.place), "sampler": sampler, "timeout": timeout, **more}
+        given = {"expect": expected, **options(row.place), "sampler": sampler, "timeout": timeout, **NORMALISED, **more}
         report, kind = yield from in_child(Job(NAME, f"{file}:{NAME}", checked(given, lambda option: option.name)))
         found = report.to_dict()
         kept = {name: found[name] for name in ("verdict", "gradients", "checks", "value")}

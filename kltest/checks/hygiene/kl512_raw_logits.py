@@ -21,9 +21,9 @@ def _fields(findings: Findings) -> list[str]:
 
 
 def examine(findings: Findings) -> Found | None:
-    """Add a constant to all logits of a position, another one for each position and policy."""
+    """Add a constant to all logits of a position, another one for each position and policy; rows share prefixes."""
     batch = usual_batch(findings)
-    shape, generator = (*batch.peek("mask").shape, 1), torch.Generator().manual_seed(findings.seed)
+    shape, generator = (1, batch.peek("mask").shape[1], 1), torch.Generator().manual_seed(findings.seed)
     shifted = {
         name: batch.peek(name).detach() + torch.randn(shape, generator=generator, dtype=torch.float64)
         for name in _fields(findings)
