@@ -24,7 +24,7 @@ from kltest.truth import gradient as named
 # One token, three, and up to three.
 LENGTHS = ("bandit", "sequence", "ragged")
 # Padded columns that are added to a batch: a few, and as many as make it 64 wide, or fewer if the loss refuses that.
-COLUMNS, FEWER = (3, 61), (29, 13)
+COLUMNS = ((3, 2, 1), (61, 29, 13))
 
 
 def agree_up_to_scale(findings: Findings) -> None:
@@ -76,19 +76,22 @@ def widened(findings: Findings) -> tuple[float, int]:
 
 def _widened(narrow: Rollout, findings: Findings) -> tuple[float, int]:
     before = gradient(findings.measure, narrow)
-    for wide in COLUMNS:
-        for columns in (wide, *(FEWER if wide > COLUMNS[0] else ())):
+    moved, added = 0.0, 0
+    failure: KltestError | None = None
+    for several in COLUMNS:
+        for columns in several:
             try:
                 after = gradient(findings.measure, narrow.wider(columns, findings.seed))[:, : before.shape[1]]
-            except KltestError:
-                if wide == COLUMNS[0]:
-                    raise
+            except KltestError as error:
+                failure = error
                 continue
-            moved = apart(after, before)
+            moved, added = apart(after, before), columns
             break
         if moved > limit(findings):
             break
-    return moved, columns
+    if not added and failure:
+        raise failure
+    return moved, added
 
 
 def _nearly(row: Row) -> bool:

@@ -16,7 +16,7 @@ from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import KltestError, TargetError, UsageError
 from kltest.grading.isolated import TimeIsUp, time_limit
 from kltest.grading.options import OPTIONS, RENAMED, Options, documented, without_effect
-from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
+from kltest.grading.verdict import as_specified, look_further, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
 from kltest.identify.instances import instances
@@ -264,7 +264,7 @@ def without_optional_fields(findings: Findings, options: Options) -> Iterator[Ro
     measure = Measure(
         bare, findings.expect, fields_used(bare, options.seed), seed=options.seed, sizes=findings.measure.sizes
     )
-    masked = any(loss.fields[name] == "mask" for name in names)
+    masked, found = any(loss.fields[name] == "mask" for name in names), []
     for environment in findings.environments:
         if masked and instances(environment, options.seed)[0].paths.padded:
             continue
@@ -273,7 +273,12 @@ def without_optional_fields(findings: Findings, options: Options) -> Iterator[Ro
         except KltestError as error:
             findings.notes.append(f"Without {left_out} it cannot be graded: {str(error).splitlines()[0]}")
             return
+        found += rows
         yield from rows
+    if found and all(row.agrees is True for row in found):
+        there = replace(findings, measure=measure, rows=found, samplers=("current",), others=[], _results={})
+        for code, sentence in look_further(there, selected_codes(options.select, options.ignore)):
+            findings.beyond[code] = f"Without {left_out}: {sentence}"
     findings.notes.append(f"It was graded without {left_out} as well, which has None for a default.")
 
 

@@ -22,6 +22,8 @@ IN_ONE_CALL = frozenset({"KL505", "KL506", "KL507"})
 # A loss that draws random numbers is given the same ones in each call of an experiment. That is no expectation, and
 # another shape or precision draws others: these take the mean over many draws, or cannot be made.
 ON_AVERAGE = frozenset(f"KL{number}" for number in (105, 203, 204, 205, 206, 207, 208, 306, 404, 504, 701, 703))
+# These look beyond the graded environments: at far policies, long rollouts, gaps.
+FURTHER = frozenset(("KL105", "KL203", "KL205", "KL208", "KL504"))
 OF_THE_NOISE = frozenset(("KL508", "KL801", "KL802"))
 
 
@@ -116,6 +118,15 @@ def _deciding(codes: Collection[str], expected: ExpectedFailures) -> list[str]:
     return [code for code in CHECKS if code in codes or code in causes]
 
 
+def look_further(findings: Findings, codes: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the errors that experiments find beyond the graded environments, as (code, sentence)."""
+    for code in codes:
+        if code in FURTHER and not CHECKS[code].moot(findings):
+            found = _examined(CHECKS[code], findings)
+            if found and found.status == "fail" and found.level != "warning":
+                yield code, found.message
+
+
 def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = "") -> Verdict:
     """Return the first of error, refuted, inconclusive and confirmed that applies.
 
@@ -183,6 +194,8 @@ def _found(check: Check, rows: list[Row], findings: Findings) -> Found:
     if reason := check.moot(findings):
         return Found(reason, "skip")
     found = _examined(check, findings) or Found("", "pass")
+    if found.status == "pass" and check.code in findings.beyond:
+        found = Found(findings.beyond[check.code])
     return replace(found, message=f"{check.title}. {found.message}") if found.status == "fail" else found
 
 

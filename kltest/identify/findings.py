@@ -28,7 +28,8 @@ APART = 0.01
 class Findings:
     """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it.
 
-    `others` are rows of the loss without the fields that it can do without. `scale` is the constant c if the rows agree
+    `others` are rows of the loss without the fields that it can do without, and `beyond` what checks found further out
+    there, in sentences by their codes. `scale` is the constant c if the rows agree
     up to scale; `expect` is then c times what was declared. `scales_all`: the policy term of a loss with a coefficient
     has the same constant.
     """
@@ -40,6 +41,7 @@ class Findings:
     measure: "Measure"
     rows: list[Row] = field(default_factory=list)
     others: list[Row] = field(default_factory=list)
+    beyond: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     scale: float | None = None
     scales_all: bool = False

@@ -85,6 +85,8 @@ class Measure:
         self.sizes = sizes or Sizes.of(uses)
         self.sampling = sampling or Sampling()
         self.observed = Observed(uses)
+        # The same with other random numbers, of a service for means over them.
+        self.again: Measure | None = None
         self._reductions: dict[str, Reduction] = {}
         self._converted: dict[torch.dtype, Loss] = {}
 
@@ -162,11 +164,14 @@ class Measure:
         batch = Rollout.of(case.instances[0], sampler="stale", padding=self.seed, centre="batch")
         if size:
             batch = batch.take(np.flatnonzero(batch.peek("group").numpy() == int(batch.peek("group")[0]))[:size])
-        loss = averaged(self.loss, batch, adds_up=self.observed.reduction == "sum")
-        sister = Measure(loss, self.declared, self.observed.uses, seed=self.seed, sizes=self.sizes)
-        own, known = sister.observed, self.observed
-        own.dtype, own.reached, own.draws, own.keeps_state = AVERAGED, known.reached, True, known.keeps_state
-        return sister
+        losses = averaged(self.loss, batch, adds_up=self.observed.reduction == "sum")
+        known, found = self.observed, []
+        for loss in losses:
+            found.append(Measure(loss, self.declared, known.uses, seed=self.seed, sizes=self.sizes))
+            own = found[-1].observed
+            own.dtype, own.reached, own.draws, own.keeps_state = AVERAGED, known.reached, True, known.keeps_state
+        found[0].again = found[1]
+        return found[0]
 
     def rows_of(self, case: Case) -> list[Row]:
         """Measure one case: rows as in `rows`, for a case of any kind; random numbers go on from call to call."""

@@ -29,8 +29,8 @@ AIM, MOST = 0.015, 0.03
 FIRST, COPIES, NUMBERS = 64, 2**14, 2**25
 
 
-def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> Loss:
-    """Return the loss as it is on average over its random numbers.
+def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss]:
+    """Return the loss as it is on average over its random numbers, and once more with other ones.
 
     Args:
         loss: The loss, which draws from the generators of torch, NumPy or Python.
@@ -48,7 +48,7 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> Loss:
             f"{loss.name} draws random numbers, and {100 * noise:.2g} % of noise is left in the mean gradient of "
             f"{copies} copies of a batch; at most {100 * MOST:g} % is compared. Switch the noise off"
         )
-    return _average(loss, copies, 0, adds_up)
+    return _average(loss, copies, 0, adds_up), _average(loss, copies, 3, adds_up)
 
 
 def _noise(loss_of: Callable[[int], Loss], batch: Rollout) -> float:

@@ -77,6 +77,35 @@ def guarded(name: str, **changes: float) -> Callable[..., Tensor]:
     return named(f"guarded_{name}", loss)
 
 
+def first_8_of_12(logp, ref_logp, mask):
+    assert logp.shape[1] <= 12, "too long"
+    return (logp - ref_logp).where(mask != 0, 0.0)[:, :8].sum(-1).square() / 2
+
+
+def all_of_4(logp, ref_logp, mask):
+    assert logp.shape[1] <= 4, "too long"
+    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+
+
+def first_8_without_a_sampler(logp, ref_logp, mask, old_logp=None):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0)
+    if old_logp is None:
+        return log_ratio[:, :8].sum(-1).square() / 2
+    return (logp - old_logp).detach().where(mask != 0, 0.0).sum(-1).exp() * log_ratio.sum(-1).square() / 2
+
+
+def nothing_without_logits(logp, ref_logp, mask, logits=None):
+    log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return log_ratio if logits is None else log_ratio.square() / 2 + 0.0 * logits.log_softmax(-1).sum((-1, -2))
+
+
+def ratio_where_there_is_a_sampler(logp, ref_logp, mask, old_logp=None):
+    square = (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+    if old_logp is None:
+        return square
+    return (logp - old_logp).detach().where(mask != 0, 0.0).sum(-1).exp() * square
+
+
 def full_kl(kept: int | None) -> Callable[..., Tensor]:
     """The KL of the next token over the likeliest tokens, half of the tokens of a rollout dropped."""
 
@@ -112,4 +141,9 @@ CASES = [
     beyond(full_kl(20), {"KL105", "KL701"}, **LOCAL),
     *(beyond(guarded(name, **changes), codes, slow=False) for name, (changes, codes) in DEFECTS.items()),
     right(guarded("right")),
+    wrong("KL105", first_8_of_12),
+    right(all_of_4),
+    wrong("KL105", first_8_without_a_sampler, also=("KL801",)),
+    wrong("KL101", nothing_without_logits, also=("KL502",)),
+    wrong("KL801", ratio_where_there_is_a_sampler, warns=True),
 ]
