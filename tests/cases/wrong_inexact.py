@@ -126,7 +126,7 @@ def beyond(loss: Callable[..., Tensor], codes: set[str], *, slow: bool = True, *
     )
 
 
-QUICK = {(half_of_the_tokens, "cap"), (half_of_the_rows, "window")}
+QUICK = {(half_of_the_rows, "window")}
 NOISES = (half_of_the_tokens, dropped_out, half_of_the_rows)
 LOCAL = {"expect": "local_reverse_kl"}
 

@@ -311,7 +311,7 @@ def drawn_from_the_vocabulary(logits, ref_logits, mask):
 
 
 def test_what_may_be_noise_refutes_nothing():
-    report = kltest.grade(drawn_from_the_vocabulary, expect="local_reverse_kl", select="KL105")
+    report = kltest.grade(drawn_from_the_vocabulary, expect="local_reverse_kl", environment="bandit", select="KL105")
     (check,) = report.checks
     assert (report.verdict, check.status, check.level) == ("inconclusive", "inconclusive", "error")
     assert "may be noise" in check.message
