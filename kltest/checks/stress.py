@@ -196,18 +196,15 @@ def compared(findings: Findings, row: Row, stress: Stress, settings: Sequence[An
         found = findings.measure.expected(row, instance).gradient
         findings.see(instance, row.sampler, row.batch)
         wanted, unit = target(findings.expect, instance, row.sampler), size(instance) / len(some)
-        parts = [np.split(each, len(some)) for each in (found, wanted)]
-        biases = [relative_bias(one, other, unit) for one, other in zip(*parts, strict=True)]
-        noise = [0.0] * len(some)
-        again = findings.measure.again
+        parts, aims = np.split(found, len(some)), np.split(wanted, len(some))
+        biases = [relative_bias(one, aim, unit) for one, aim in zip(parts, aims, strict=True)]
+        noises, again = [0.0] * len(some), findings.measure.again
         if again is not None and max(biases) > TOLERANCES[AVERAGED].gradient:
-            drawn = np.split(again.expected(row, instance).gradient, len(some))
-            noise = [
-                norm(one - other) / (norm(aim) or unit)
-                for one, other, aim in zip(parts[0], drawn, parts[1], strict=True)
-            ]
-        for setting, one, other, bias_, noise_ in zip(some, *parts, biases, noise, strict=True):
-            yield Off(setting, row, instance, one, other, bias_, noise_)
+            others = np.split(again.expected(row, instance).gradient, len(some))
+            triples = zip(parts, others, aims, strict=True)
+            noises = [norm(one - other) / (norm(aim) or unit) for one, other, aim in triples]
+        for setting, *numbers in zip(some, parts, aims, biases, noises, strict=True):
+            yield Off(setting, row, instance, *numbers)
 
 
 def bias(findings: Findings, row: Row, instance: Instance) -> float:

@@ -253,7 +253,7 @@ def _with_group_size(loss: Loss, options: Options) -> Options:
 def without_optional_fields(findings: Findings, options: Options) -> Iterator[Row]:
     """Yield rows of the loss without what it can do without: fields in place of None, which take another branch.
 
-    The sampler is then the policy. A loss that fails so, or that has no KL term left, is not judged, and it is noted.
+    The sampler is then the policy. A loss that fails so is not judged, and it is noted.
     """
     loss = findings.loss
     names = loss.optional

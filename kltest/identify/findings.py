@@ -29,9 +29,8 @@ class Findings:
     """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it.
 
     `others` are rows of the loss without the fields that it can do without, and `beyond` what checks found further out
-    there, in sentences by their codes. `scale` is the constant c if the rows agree
-    up to scale; `expect` is then c times what was declared. `scales_all`: the policy term of a loss with a coefficient
-    has the same constant.
+    there, in sentences by their codes. `scale` is the constant c if the rows agree up to scale; `expect` is then c
+    times what was declared. `scales_all`: the policy term of a loss with a coefficient has the same constant.
     """
 
     expect: Combination

@@ -87,6 +87,7 @@ class Measure:
         self.observed = Observed(uses)
         # The same with other random numbers, of a service for means over them.
         self.again: Measure | None = None
+        self._averaged: dict[bool, Measure] = {}
         self._reductions: dict[str, Reduction] = {}
         self._converted: dict[torch.dtype, Loss] = {}
 
@@ -157,19 +158,25 @@ class Measure:
     def averaged(self) -> "Measure":
         """Return the service for the loss as it is on average over the random numbers that it draws.
 
-        TargetError if that cannot be had (kltest.moments.averaged).
+        TargetError if that cannot be had (kltest.moments.averaged). It is made once for each way of combining rows.
         """
+        adds_up = self.observed.reduction == "sum"
+        if adds_up not in self._averaged:
+            self._averaged[adds_up] = self._average(adds_up)
+        return self._averaged[adds_up]
+
+    def _average(self, adds_up: bool) -> "Measure":
         size = self.sizes.each[0] if self.sizes.grouped else None
         case = Case("ragged", "stale", self.seed, group=size)
         batch = Rollout.of(case.instances[0], sampler="stale", padding=self.seed, centre="batch")
         if size:
             batch = batch.take(np.flatnonzero(batch.peek("group").numpy() == int(batch.peek("group")[0]))[:size])
-        losses = averaged(self.loss, batch, adds_up=self.observed.reduction == "sum")
+        losses = averaged(self.loss, batch, adds_up=adds_up)
         known, found = self.observed, []
         for loss in losses:
             found.append(Measure(loss, self.declared, known.uses, seed=self.seed, sizes=self.sizes))
             own = found[-1].observed
-            own.dtype, own.reached, own.draws, own.keeps_state = AVERAGED, known.reached, True, known.keeps_state
+            own.dtype, own.draws, own.keeps_state = AVERAGED, True, known.keeps_state
         found[0].again = found[1]
         return found[0]
 

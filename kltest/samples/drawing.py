@@ -16,9 +16,9 @@ from kltest.moments.projection import each_gradient
 from kltest.moments.reduction import probe
 from kltest.rollout import Centre, Rollout
 
-# Most samples by default, likewise: if rows can be called together, and if each batch needs a call of its own.
+# Most samples by default: if rows can be called together, and if each batch needs a call of its own.
 ROWS, BATCHES = 200_000, 10_000
-# Samples in a unit if rows can be called together, and if each batch needs a call of its own.
+# Samples in a unit, likewise.
 UNIT_ROWS, UNIT_BATCHES = 8, 2
 # Batches on which is tried how a loss combines rows.
 PROBED = 16
