@@ -203,8 +203,8 @@ def compared(findings: Findings, row: Row, stress: Stress, settings: Sequence[An
             others = np.split(again.expected(row, instance).gradient, len(some))
             triples = zip(parts, others, aims, strict=True)
             noises = [norm(one - other) / (norm(aim) or unit) for one, other, aim in triples]
-        for setting, *numbers in zip(some, parts, aims, biases, noises, strict=True):
-            yield Off(setting, row, instance, *numbers)
+        for setting, one, aim, off, noise in zip(some, parts, aims, biases, noises, strict=True):
+            yield Off(setting, row, instance, one, aim, off, noise)
 
 
 def bias(findings: Findings, row: Row, instance: Instance) -> float:
