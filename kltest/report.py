@@ -140,6 +140,28 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
+class Fix:
+    """A change of a loss's source with which it is confirmed.
+
+    `text` replaces the lines from `first` to `last` of `file` (inserted before `first` if `last` is less), whose content
+    has the SHA-256 `digest`; `diff` is the same as a unified diff. `words` says what changes, `value` what becomes of
+    the number that is returned. `variance` is the relative variance of a rollout's gradient, as in `GradientRow`;
+    `needs_logits` tells if whole next-token distributions enter the term.
+    """
+
+    file: str
+    first: int
+    last: int
+    text: str
+    diff: str
+    words: str
+    value: str
+    variance: float
+    needs_logits: bool
+    digest: str
+
+
+@dataclass(frozen=True)
 class Prefix:
     """One context of a small environment: the probability of each action, and derivatives with respect to its logit.
 
@@ -253,6 +275,8 @@ class Report:
         credit: Credit of a term in the reward, else None.
         notes: Remarks on how the loss was called.
         reach: How far the gradient was compared with the declared one; None if it was not.
+        fixes: Changes of the source that are confirmed, the smallest first; empty if none was asked for or found.
+        advice: Why no fix was found, if one was asked for.
         filled: What each parameter of the loss got, in words: a field, a value, or its default.
         smallest: The smallest environment in which the gradient differs from the declared one, if one was found.
         example: The gradient in a small environment, if nothing is wrong with it.
@@ -285,6 +309,8 @@ class Report:
     traceback: str = ""
     reach: Reach | None = None
     filled: dict[str, str] = field(default_factory=dict)
+    fixes: list[Fix] = field(default_factory=list)
+    advice: str = ""
     unfinished: str = ""
     calls: int = 0
     seconds: float = field(default=0.0, compare=False)

@@ -1,0 +1,1 @@
+"""Source changes that make a loss follow the declared gradient: proposed only if the changed source is confirmed."""

@@ -1,0 +1,369 @@
+"""Changes of a function's source that may make its KL term follow the declared gradient; each is tried, none trusted."""
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kltest.grading.fixing.definition import Definition, Edit
+from kltest.grading.fixing.seen import Body, Seen
+
+# Text of these binds tighter than any operator.
+TIGHT = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Constant, ast.List, ast.Tuple)
+# In these, an expression needs no parentheses around it.
+LOOSE = (ast.Assign, ast.AnnAssign, ast.Return, ast.keyword, ast.Expr, ast.AugAssign, ast.Tuple, ast.List, ast.Dict)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change: its edits, and in words what it does. `kind` is one word a kind of change; a fix and its alternative
+    are of two kinds. `needs_logits`: whole next-token distributions enter the term."""
+
+    edits: tuple[Edit, ...]
+    words: str
+    kind: str
+    needs_logits: bool = False
+
+    def size(self, definition: Definition) -> tuple[int, int]:
+        """Return how many lines and how many characters change."""
+        lines = 0
+        for edit in self.edits:
+            old = definition.text[edit.start : edit.end]
+            lines += edit.text.count("\n") if edit.start == edit.end else old.count("\n") + edit.text.count("\n") + 2
+        return lines, sum(len(edit.text) + edit.end - edit.start for edit in self.edits)
+
+
+@dataclass(frozen=True)
+class Term:
+    """An expression with the declared expected gradient: for a token (B, T), and the sum over a row's tokens (B,).
+
+    `words` and `row_words` say what they are.
+    """
+
+    tokens: str
+    row: str
+    words: str
+    row_words: str
+    needs_logits: bool = False
+    is_value: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """Source texts, in one statement, of what terms are made of; None if the function does not have it there."""
+
+    names: Mapping[str, str]
+
+    @property
+    def log_ratio(self) -> str | None:
+        """The text of log π/π_ref, with the gradient of log π."""
+        if "log_ratio" in self.names:
+            return self.names["log_ratio"]
+        return self.difference("logp", "ref_logp")
+
+    def difference(self, one: str, other: str) -> str | None:
+        """Return the text of the difference of two fields."""
+        if one not in self.names or other not in self.names:
+            return None
+        return f"({self.names[one]} - {self.names[other]})"
+
+    def masked(self, tokens: str) -> str:
+        """Return the text of numbers that count at live tokens only."""
+        return f"{tokens} * {self.names['mask']}" if "mask" in self.names else tokens
+
+    def total(self, tokens: str, *, keep: bool = False) -> str:
+        """Return the text of the sum over a row, (B,), or (B, 1) if `keep`."""
+        return f"({self.masked(tokens)}).sum(-1{', keepdim=True' * keep})"
+
+    def ratios(self) -> Iterator[tuple[str, str]]:
+        """Yield importance ratios, in words and as text: of all tokens of the rollout, and of those up to a token."""
+        if log := self.difference("logp", "old_logp"):
+            yield "the ratio of the whole rollout", f"{self.total(log, keep=True)}.exp()"
+            yield "the ratio of the tokens so far", f"({self.masked(log)}).cumsum(-1).exp()"
+
+    def terms(self, declared: Mapping[str, float]) -> Iterator[Term]:
+        """Yield terms that follow a declared gradient, the plainest first; nothing for combinations."""
+        u, logp = self.log_ratio, self.names.get("logp")
+        ratios: list[tuple[str, str]] = [("", ""), *self.ratios()]
+        if len(declared) != 1 or u is None:
+            return
+        (name, coefficient), = declared.items()
+        times = "" if coefficient == 1 else f"{coefficient:g} * "
+        for ratio, weight in ratios:
+            with_ratio = f", times {ratio}" if ratio else ""
+            weighted = f"{times}{weight}.detach() * " if weight else times
+            if name == "reverse_kl":
+                back = f"{self.total(u, keep=True)}.detach()"
+                square = f"{times}0.5 * {self.total(u)} ** 2"
+                if ratio:
+                    square = f"({self.masked(f'{weighted}{back} * {logp or u}')}).sum(-1)"
+                words = f"the rollout's log-ratio, detached, times log π{with_ratio}"
+                squared = words if ratio else "½ (log-ratio of the rollout)²"
+                yield Term(f"{weighted}{back} * {logp or u}", square, words, squared)
+            elif name == "local_reverse_kl":
+                tokens = f"{weighted}0.5 * {u} ** 2"
+                words = f"½ (log-ratio)² of a token{with_ratio}"
+                yield Term(tokens, self.total(tokens), words, f"the sum of {words}", is_value=not ratio)
+            elif name in ("forward_kl", "local_forward_kl"):
+                whole = f"(-{self.total(u, keep=True)}).exp()" if name == "forward_kl" else f"(-{u}).exp()"
+                tokens = f"{weighted}{whole}.detach() * -{logp or u}"
+                words = f"minus π_ref/π, detached, times log π{with_ratio}"
+                yield Term(tokens, self.total(tokens), words, f"the sum of {words}")
+        policy, reference = self.names.get("logits"), self.names.get("ref_logits")
+        if name == "local_reverse_kl" and policy and reference:
+            tokens = f"{times}({policy}.exp() * ({policy} - {reference})).sum(-1)"
+            words = "the KL of the whole next-token distribution"
+            yield Term(tokens, self.total(tokens), words, f"the sum of {words}", needs_logits=True, is_value=True)
+
+
+@dataclass
+class Changes:
+    """Candidates for a function: one place, one operation each."""
+
+    body: Body
+    declared: Mapping[str, float]
+    written_into: Sequence[str] = ()
+    _parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in ast.walk(self.definition.node):
+            self._parents |= dict.fromkeys(ast.iter_child_nodes(node), node)
+
+    @property
+    def definition(self) -> Definition:
+        """The function."""
+        return self.body.definition
+
+    def all(self) -> list[Change]:
+        """Return all candidates, those that change fewest lines and characters first, each text once."""
+        found: dict[tuple[Edit, ...], Change] = {}
+        for change in self._all():
+            found.setdefault(change.edits, change)
+        return sorted(found.values(), key=lambda change: change.size(self.definition))
+
+    def _all(self) -> Iterator[Change]:
+        yield from self._at_the_start()
+        for seen in self.body.expressions:
+            written = Written(self._names(seen.statement))
+            yield from self._simpler(seen)
+            yield from self._constant(seen)
+            yield from self._other_field(seen, written)
+            if seen.is_kl:
+                yield from self._another_term(seen, written)
+                yield from self._another_value(seen, written)
+                yield from self._another_sum(seen, written)
+                yield from self._with_factor(seen, written)
+            elif seen.of_sampler and seen.value.dim() == 2:
+                for words, ratio in written.ratios():
+                    yield self._instead(seen, ratio, f"the ratio is {words}", "ratio")
+
+    def _names(self, statement: ast.stmt) -> dict[str, str]:
+        if statement not in self._known:
+            self._known[statement] = self.body.names(statement)
+        return self._known[statement]
+
+    @property
+    def _known(self) -> dict[ast.stmt, dict[str, str]]:
+        return self.__dict__.setdefault("_names_known", {})
+
+    # One kind of change each.
+
+    def _at_the_start(self) -> Iterator[Change]:
+        """Copy what is written into, and normalise logits."""
+        first = self.definition.node.body[0]
+        if ast.get_docstring(self.definition.node, clean=False) is not None:
+            if len(self.definition.node.body) == 1:
+                return
+            first = self.definition.node.body[1]
+        if first not in self.body.scopes:
+            return
+        names = self._names(first)
+        lines = [f"{name} = {name}.clone()" for name in self.written_into]
+        if lines and (edit := self._before(first, lines)):
+            yield Change((edit,), "it works on copies of what it is given", "copies")
+        logits = [names[key] for key in ("logits", "ref_logits", "old_logits") if names.get(key, "").isidentifier()]
+        if logits and (edit := self._before(first, [f"{name} = {name}.log_softmax(-1)" for name in logits])):
+            yield Change((edit,), "logits are normalised first", "normalised")
+
+    def _simpler(self, seen: Seen) -> Iterator[Change]:
+        """An operation is left out: a clamp, a division, a window, a detach, a product with a gate."""
+        for inner in self.body.expressions:
+            if inner.node is not seen.node and inner.like(seen) and self._inside(inner.node, seen.node):
+                text = self.definition.source(inner.node)
+                yield self._instead(seen, text, f"{self._shown(seen)} is {_short(text)}", "left-out", inner.node)
+
+    def _constant(self, seen: Seen) -> Iterator[Change]:
+        """A factor is detached."""
+        if seen.trainable and not self._is_called(seen.node, "detach"):
+            yield self._instead(seen, f"{self._tight(seen.node)}.detach()", f"{self._shown(seen)} is detached", "detach")
+
+    def _other_field(self, seen: Seen, written: Written) -> Iterator[Change]:
+        """The mask in place of another one, the policy's log-probs in place of the sampler's."""
+        mask, live = written.names.get("mask"), self.body.batch.peek("mask") != 0
+        zero_or_one = bool(((seen.value == 0) | (seen.value == 1)).all())
+        if mask and seen.value.shape == live.shape and zero_or_one and not torch.equal(seen.value != 0, live):
+            yield self._instead(seen, mask, f"{self._shown(seen)} is {mask}", "mask")
+        text = self.definition.source(seen.node)
+        logp = written.names.get("logp")
+        if logp and text == written.names.get("old_logp"):
+            yield self._instead(seen, logp, f"{text} is {logp}", "field")
+
+    def _another_term(self, seen: Seen, written: Written) -> Iterator[Change]:
+        """The gradient of another term in place of its own: with its value, or with that of the expression."""
+        for term in written.terms(self.declared):
+            text = {2: term.tokens, 1: term.row, 0: f"{_tightened(term.row)}.mean()"}.get(seen.value.dim())
+            if text is None:
+                continue
+            what = term.words if seen.value.dim() == 2 else term.row_words
+            if term.is_value or seen.value.dim() < 2:
+                yield self._instead(seen, text, f"{self._shown(seen)} is {what}", "term", None, term.needs_logits)
+            words = f"the gradient of {self._shown(seen)} is that of {what}; its value stays"
+            kind = "logits" if term.needs_logits else "straight-through"
+            yield self._straight_through(seen, text, words, kind, term.needs_logits)
+
+    def _another_value(self, seen: Seen, written: Written) -> Iterator[Change]:
+        """A value for a reward: the log-ratio of the token or of the rollout, or its own sum over the rollout."""
+        u, dim = written.log_ratio, seen.value.dim()
+        own = self._tight(seen.node)
+        values = []
+        if dim == 2:
+            values = [u, u and written.total(u, keep=True), written.total(own, keep=True)]
+        elif dim == 1:
+            values = [u and written.total(u)]
+        for value in filter(None, values):
+            bare = value[1:-1] if value == u and value.startswith("(") else value
+            yield self._instead(seen, bare, f"{self._shown(seen)} is {_short(bare)}", "value")
+            if seen.trainable:
+                yield self._instead(seen, f"{value}.detach()", f"{self._shown(seen)} is {_short(value)}, detached", "value")
+
+    def _another_sum(self, seen: Seen, written: Written) -> Iterator[Change]:
+        """The sum over live tokens and the mean over rows, in place of another reduction."""
+        for inner in self.body.expressions:
+            dims = inner.value.dim(), seen.value.dim()
+            if dims[0] <= dims[1] or dims[0] > 2 or not inner.is_kl or not self._inside(inner.node, seen.node):
+                continue
+            text = self._tight(inner.node)
+            texts = [text] if dims[0] == 1 else [written.total(text), f"{text}.sum(-1)"]
+            for row in dict.fromkeys(texts):
+                whole = row if dims[1] == 1 else f"{row}.mean()"
+                words = "summed over the tokens of a row" if dims[1] == 1 else "summed over tokens, averaged over rows"
+                yield self._instead(seen, whole, f"{_short(self.definition.source(inner.node))} is {words}", "reduction")
+
+    def _with_factor(self, seen: Seen, written: Written) -> Iterator[Change]:
+        """A sign, a mask, or an importance ratio."""
+        own = self._tight(seen.node)
+        yield self._instead(seen, f"-{own}", f"{self._shown(seen)} has the other sign", "sign")
+        if seen.value.dim() != 2:
+            return
+        if mask := written.names.get("mask"):
+            yield self._instead(seen, f"{own} * {mask}", f"{self._shown(seen)} is masked", "mask")
+            filled = f"{own}.masked_fill({mask} == 0, 0.0)"
+            yield self._instead(seen, filled, f"{self._shown(seen)} is zero at padded positions", "mask")
+        for words, ratio in written.ratios():
+            yield self._instead(seen, f"{ratio}.detach() * {own}", f"{self._shown(seen)} is multiplied by {words}", "ratio")
+            undetached = f"{self._shown(seen)} is multiplied by {words}, not detached"
+            yield self._instead(seen, f"{ratio} * {own}", undetached, "ratio")
+
+    # Texts.
+
+    def _instead(
+        self,
+        seen: Seen,
+        text: str,
+        words: str,
+        kind: str,
+        part: ast.expr | None = None,
+        needs_logits: bool = False,
+    ) -> Change:
+        """Write a text in place of an expression; `part` is the expression whose text it is."""
+        node = ast.parse(f"({text})", mode="eval").body if part is None else part
+        loose = isinstance(node, TIGHT) or isinstance(self._parents[seen.node], LOOSE) or self._is_argument(seen.node)
+        return Change((Edit(*self.definition.span(seen.node), text if loose else f"({text})"),), words, kind, needs_logits)
+
+    def _straight_through(self, seen: Seen, text: str, words: str, kind: str, needs_logits: bool) -> Change:
+        """Keep the value of an expression and exchange its gradient; on lines of their own where that can be."""
+        name, statement = "surrogate", seen.statement
+        while name in self.body.scopes[statement] or name in self.definition.node.args.args:
+            name += "_"
+        target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
+        if isinstance(target, ast.Name) and statement.value is seen.node:  # type: ignore[attr-defined]
+            kept = f"{target.id} = {target.id}.detach() + {name} - {name}.detach()"
+            # The target may be a name that the term reads, so the term is computed first.
+            before, after = self._before(statement, [f"{name} = {text}"]), self._after(statement, [kept])
+            if before and after:
+                return Change((before, after), words, kind, needs_logits)
+        own = f"{self._tight(seen.node)}.detach()"
+        if before := self._before(statement, [f"{name} = {text}"]):
+            replaced = self._instead(seen, f"{own} + {name} - {name}.detach()", words, kind)
+            return Change((before, *replaced.edits), words, kind, needs_logits)
+        return self._instead(seen, f"{own} + {_tightened(text)} - {_tightened(text)}.detach()", words, kind, None, needs_logits)
+
+    def _before(self, statement: ast.stmt, lines: Sequence[str]) -> Edit | None:
+        """Lines before a statement, None if it does not begin its line."""
+        start = self.definition.starts[statement.lineno - 1]
+        indent = self.definition.text[start : self.definition.span(statement)[0]]
+        if indent.strip() or statement in self._one_line:
+            return None
+        return Edit(start, start, "".join(f"{indent}{line}{self._newline}" for line in lines))
+
+    def _after(self, statement: ast.stmt, lines: Sequence[str]) -> Edit | None:
+        """Lines after a statement, None if it does not end its line."""
+        number = statement.end_lineno or statement.lineno
+        line, end = self.definition.line(number), self.definition.span(statement)[1]
+        start = self.definition.starts[statement.lineno - 1]
+        indent = self.definition.text[start : self.definition.span(statement)[0]]
+        rest = self.definition.text[end : self.definition.starts[number - 1] + len(line)].strip()
+        if indent.strip() or (rest and not rest.startswith("#")) or number >= len(self.definition.starts) - 1:
+            return None
+        place = self.definition.starts[number]
+        return Edit(place, place, "".join(f"{indent}{line}{self._newline}" for line in lines))
+
+    @property
+    def _one_line(self) -> set[ast.stmt]:
+        """Statements behind the colon of a compound one."""
+        found = set()
+        for node in ast.walk(self.definition.node):
+            for name in ("body", "orelse", "finalbody"):
+                part = getattr(node, name, None)
+                if isinstance(part, list) and part and isinstance(part[0], ast.stmt):
+                    if part[0].lineno == getattr(node, "lineno", 0):
+                        found |= set(part)
+        return found
+
+    @property
+    def _newline(self) -> str:
+        return "\r\n" if "\r\n" in self.definition.text else "\n"
+
+    def _tight(self, node: ast.expr) -> str:
+        text = self.definition.source(node)
+        return text if isinstance(node, TIGHT) else f"({text})"
+
+    def _shown(self, seen: Seen) -> str:
+        return _short(self.definition.source(seen.node))
+
+    def _inside(self, inner: ast.AST, outer: ast.AST) -> bool:
+        node: ast.AST | None = inner
+        while node is not None and node is not outer:
+            node = self._parents.get(node)
+        return node is outer
+
+    def _is_argument(self, node: ast.expr) -> bool:
+        parent = self._parents[node]
+        return isinstance(parent, ast.Call) and node in parent.args
+
+    def _is_called(self, node: ast.expr, method: str) -> bool:
+        """Return True for an expression that ends with this method, or on which it is called."""
+        above = self._parents.get(node)
+        ends = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
+        return ends or (isinstance(above, ast.Attribute) and above.attr == method)
+
+
+def _short(text: str) -> str:
+    """Return a text for a sentence."""
+    text = " ".join(text.split())
+    return text if len(text) <= 40 else f"{text[:37]}…"
+
+
+def _tightened(text: str) -> str:
+    return text if isinstance(ast.parse(f"({text})", mode="eval").body, TIGHT) else f"({text})"

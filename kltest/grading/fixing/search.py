@@ -1,0 +1,271 @@
+"""The search for changes of a loss's source that are confirmed, and proof that all but the KL term stays as it is."""
+
+import difflib
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kltest.errors import KltestError
+from kltest.grading.fixing.changes import Change, Changes
+from kltest.grading.fixing.definition import Definition, NotChangeableError
+from kltest.grading.fixing.seen import look
+from kltest.grading.grader import Grading
+from kltest.identify.case import Case, relative_bias, size, target
+from kltest.identify.instances import instances
+from kltest.identify.measure import Measure
+from kltest.loss.calling import Loss, Record
+from kltest.loss.global_state import preserved
+from kltest.loss.placement import reduce, with_rewards
+from kltest.loss.results import Reader
+from kltest.moments import BatchOfOneError, exact
+from kltest.moments.differentiate import at_leaves
+from kltest.report import Fix, Report
+from kltest.rollout import Rollout
+
+# Seconds of search; a candidate that was begun is finished.
+SECONDS = 60.0
+# Rows of the batches on which expressions are looked at: several groups, else fewer.
+ROWS = (24, 12, 8, 4, 2, 1)
+# Largest change of what is to stay, absolute.
+UNCHANGED = 1e-12
+# Distance from the declared gradient, up to scale, at which a candidate is worth grading.
+NEAR = 1e-4
+
+
+@dataclass
+class Search:
+    """The search for one graded loss.
+
+    Attributes:
+        loss: the loss as it was resolved, before its KL part was taken.
+        grading: its finished grading.
+    """
+
+    loss: Loss
+    grading: Grading
+    report: Report
+    tried: int = 0
+
+    def run(self, seconds: float = SECONDS) -> Report:
+        """Return the report with up to two fixes, of two kinds, or with the reason why there is none."""
+        if self.report.verdict != "refuted" or self.grading.findings is None:
+            return self.report
+        if self.loss.spec is not None:
+            return replace(self.report, advice="no fix is proposed for a registered estimator")
+        try:
+            definition = Definition.of(self.loss.function)
+            batch = self._batch()
+            body = look(definition, self._kl_part, batch)
+        except KltestError as error:
+            return replace(self.report, advice=f"no fix: {str(error).splitlines()[0]}")
+        written = [name for name, field in self.loss.fields.items() if field in self._kl_part.record.writes]
+        changes = Changes(body, dict(self.grading.options.expect), written).all()
+        found = list(self._confirmed(definition, batch, changes, time.monotonic() + seconds))
+        advice = "" if found else f"no fix inside of the function was found ({self.tried} changes were tried)"
+        return replace(self.report, fixes=found, advice=advice)
+
+    @property
+    def _kl_part(self) -> Loss:
+        assert self.grading.loss is not None
+        return self.grading.loss
+
+    def _batch(self) -> Rollout:
+        """Return a batch that the loss takes, of unlike rows, drawn by another policy."""
+        instance = instances("ragged", self.grading.options.seed)[0]
+        everything = Rollout.of(instance, sampler="stale", padding=self.grading.options.seed, centre="batch")
+        group = self.grading.options.group_size
+        failure: KltestError | None = None
+        for rows in (3 * group, group) if group else ROWS:
+            order = torch.arange(rows) * 7 % len(everything)
+            groups = torch.arange(rows) // (group or max(rows // 6, 1))
+            batch = everything.take(order).replace(group=groups)
+            try:
+                with preserved():
+                    self._kl_part.for_experiments().returned(batch.replace())
+                return batch
+            except KltestError as error:
+                failure = error
+        assert failure is not None
+        raise failure
+
+    def _confirmed(
+        self, definition: Definition, batch: Rollout, changes: Sequence[Change], deadline: float
+    ) -> Iterator[Fix]:
+        """Yield fixes of two kinds at most, the smallest first; the second is looked for a quarter of the time."""
+        kept = _Kept(self._kl_part, batch)
+        before = kept.measured()
+        kinds: list[str] = []
+        for change in changes:
+            if time.monotonic() > deadline or len(kinds) == 2:
+                return
+            if change.kind in kinds:
+                continue
+            with suppress(KltestError), definition.running(definition.code(definition.changed(change.edits))):
+                self.tried += 1
+                after = kept.measured()
+                if not (kept.stays(before, after) and self._promises()):
+                    continue
+                report = self._graded()
+                if report is not None and report.verdict == "confirmed":
+                    kinds.append(change.kind)
+                    deadline = min(deadline, time.monotonic() + SECONDS / 4)
+                    yield _fix(definition, change, report, before, after)
+
+    def _promises(self) -> bool:
+        """Return True if the changed loss follows the declared gradient, or its multiple, where it did not."""
+        findings = self.grading.findings
+        assert findings is not None
+        wrong = [row for row in findings.rows if row.wrong]
+        places = dict.fromkeys((row.environment, row.sampler) for row in (*reversed(wrong), *reversed(findings.rows)))
+        for environment, sampler in list(places)[:2]:
+            if not self._near(environment, sampler):
+                return False
+        return True
+
+    def _near(self, environment: str, sampler: str) -> bool:
+        options = self.grading.options
+        loss = self._kl_part.changed(record=Record())
+        findings = self.grading.findings
+        assert findings is not None
+        instance = Case(environment, sampler, options.seed).instances[0]
+        try:
+            found = exact(loss, instance, sampler, padding=options.seed, logs=False, known="mean")
+        except BatchOfOneError:
+            measure = Measure(
+                loss, dict(options.expect), findings.observed.uses, seed=options.seed, sizes=findings.measure.sizes
+            )
+            return all(row.agrees is not False for row in measure.rows(environment, sampler))
+        wanted = target(dict(options.expect), instance, sampler)
+        scale = float((found.gradient * wanted).sum() / (wanted**2).sum()) if wanted.any() else 1.0
+        return scale > 0 and relative_bias(found.gradient / scale, wanted, size(instance)) < NEAR
+
+    def _graded(self) -> Report | None:
+        """Grade the changed loss as the first was graded; None as soon as a row disagrees."""
+        loss = self.loss.changed(record=Record(), reader=Reader(self.loss.function))
+        grading = Grading.of(self.report.target, replace(self.grading.options, timeout=None))
+        for _ in grading.steps(loss):
+            if grading.findings and any(row.wrong for row in grading.findings.rows) and grading.scaled:
+                return None
+            if any(result.refutes for result in grading.results):
+                return None
+        return grading.report()
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What a loss returns: all but its KL term, what it logs beside the loss, and the loss's own value."""
+
+    rest: list[Tensor]
+    logged: list[Tensor]
+    value: float
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is to stay as it is when the KL term of a loss changes, measured on a batch."""
+
+    loss: Loss
+    batch: Rollout
+
+    def measured(self) -> _Measured:
+        """Return the numbers of the function's present code."""
+        value, logged, _ = self._called(self.batch)
+        rests = []
+        if self.loss.takes_beta:
+            rests = [self._called(self.batch, 0.0)]
+        elif self.loss.unrewarded:
+            rests = [self._called(with_rewards(self.batch, torch.linspace(a, b, len(self.batch)).double()), rewarded=True)
+                     for a, b in ((0.1, 0.9), (0.8, 0.2))]
+            rests = [tuple(one - other for one, other in zip(rests[0], rests[1], strict=True))]  # type: ignore[misc, arg-type]
+        else:
+            rests = [(self._called(self.batch.near_reference())[0],)]  # type: ignore[list-item]
+        return _Measured([part for rest in rests for part in rest], [logged], float(value.sum()))
+
+    def stays(self, before: _Measured, after: _Measured) -> bool:
+        """Return True if nothing moved but the KL term and the loss's own value."""
+        pairs = [*zip(before.rest, after.rest, strict=True), *zip(before.logged, after.logged, strict=True)]
+        return all(one.shape == other.shape and _same(one, other) for one, other in pairs)
+
+    def _called(self, batch: Rollout, beta: float | None = None, *, rewarded: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the value of one call, what it logged, in one row of numbers, and its gradient at all leaves."""
+        answers: list[Any] = []
+        function = self.loss.function
+
+        def kept(*arguments: Any, **named: Any) -> Any:
+            answers.append(function(*arguments, **named))
+            return answers[-1]
+
+        changes: dict[str, Any] = {"unrewarded": False} if rewarded else {}
+        loss = self.loss.for_experiments().changed(function=kept, **changes)
+        batch = batch.replace()
+        live = batch.peek("mask") != 0
+        with preserved(0):
+            result = loss.returned(batch, beta)
+        each = reduce(result.loss, batch.peek("mask"))
+        parts = at_leaves(loss, each.sum(), batch)
+        gradient = [part.where(live if part.dim() == 2 else live[..., None], 0.0).flatten() for part in parts]
+        numbers = [number for number in _numbers(answers[-1]) if number is not result.loss]
+        logged = [number.detach().double().flatten() for number in numbers if not number.requires_grad]
+        return each.detach().double(), torch.cat([torch.zeros(0).double(), *logged]), torch.cat(gradient)
+
+
+def _numbers(answer: Any) -> Iterator[Tensor]:
+    """Yield the numbers of what a loss returned, as tensors."""
+    if isinstance(answer, Tensor):
+        yield answer
+    elif isinstance(answer, bool | int | float | np.number | np.ndarray):
+        yield torch.as_tensor(answer)
+    elif isinstance(answer, dict):
+        for part in answer.values():
+            yield from _numbers(part)
+    elif isinstance(answer, list | tuple):
+        for part in answer:
+            yield from _numbers(part)
+    elif hasattr(answer, "__dict__"):
+        yield from _numbers(vars(answer))
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=UNCHANGED, atol=UNCHANGED, equal_nan=True)
+
+
+def _fix(definition: Definition, change: Change, report: Report, before: _Measured, after: _Measured) -> Fix:
+    """Return a confirmed change as plain data."""
+    text = definition.changed(change.edits)
+    old, new = definition.text.splitlines(keepends=True), text.splitlines(keepends=True)
+    name = shown_path(definition.path)
+    diff = "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))
+    first = next(number for number, pair in enumerate(zip([*old, None], [*new, None], strict=False)) if pair[0] != pair[1])
+    tail = next(n for n, pair in enumerate(zip([*reversed(old), None], [*reversed(new), None], strict=False)) if pair[0] != pair[1])
+    tail = min(tail, len(old) - first, len(new) - first)
+    values = "what it returns keeps its value"
+    if abs(before.value - after.value) > UNCHANGED * max(abs(before.value), 1.0):
+        values = f"the value that it returns changes, on a batch of ours from {before.value:.4g} to {after.value:.4g}"
+    rows = {(row.environment, row.sampler): row.relative_variance for row in report.gradients}
+    variance = rows.get(("ragged", "current"), next(iter(rows.values())))
+    return Fix(
+        file=str(definition.path),
+        first=first + 1,
+        last=len(old) - tail,
+        text="".join(new[first : len(new) - tail]),
+        diff=diff,
+        words=change.words,
+        value=values,
+        variance=variance,
+        needs_logits=change.needs_logits,
+        digest=hashlib.sha256(definition.text.encode()).hexdigest(),
+    )
+
+
+def shown_path(path: Path) -> str:
+    """Return a path from the current folder if it lies below it."""
+    here = Path.cwd()
+    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix().lstrip("/")
