@@ -26,12 +26,12 @@ class Change:
     needs_logits: bool = False
 
     def size(self, definition: Definition) -> tuple[int, int]:
-        """Return how many lines and how many characters change."""
+        """Return how many lines change, and how much longer the text becomes."""
         lines = 0
         for edit in self.edits:
             old = definition.text[edit.start : edit.end]
             lines += edit.text.count("\n") if edit.start == edit.end else old.count("\n") + edit.text.count("\n") + 2
-        return lines, sum(len(edit.text) + edit.end - edit.start for edit in self.edits)
+        return lines, sum(len(edit.text) - (edit.end - edit.start) for edit in self.edits)
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,13 @@ class Term:
 
 @dataclass(frozen=True)
 class Written:
-    """Source texts, in one statement, of what terms are made of; None if the function does not have it there."""
+    """Source texts, in one statement, of what terms are made of; None if the function does not have it there.
+
+    If `careful`, what stands at padded positions is not even multiplied by zero, since it may be NaN.
+    """
 
     names: Mapping[str, str]
+    careful: bool = False
 
     @property
     def log_ratio(self) -> str | None:
@@ -70,17 +74,22 @@ class Written:
 
     def masked(self, tokens: str) -> str:
         """Return the text of numbers that count at live tokens only."""
-        return f"{tokens} * {self.names['mask']}" if "mask" in self.names else tokens
+        mask = self.names.get("mask")
+        if mask is None:
+            return tokens
+        return f"{_tightened(tokens)}.masked_fill({mask} == 0, 0.0)" if self.careful else f"{tokens} * {mask}"
 
     def total(self, tokens: str, *, keep: bool = False) -> str:
         """Return the text of the sum over a row, (B,), or (B, 1) if `keep`."""
-        return f"({self.masked(tokens)}).sum(-1{', keepdim=True' * keep})"
+        return f"{_tightened(self.masked(tokens))}.sum(-1{', keepdim=True' * keep})"
 
-    def ratios(self) -> Iterator[tuple[str, str]]:
-        """Yield importance ratios, in words and as text: of all tokens of the rollout, and of those up to a token."""
+    def ratios(self, dim: int = 2) -> Iterator[tuple[str, str]]:
+        """Yield importance ratios, in words and as text, for numbers per token (`dim` 2) or row: of all tokens of the
+        rollout, and of those up to a token."""
         if log := self.difference("logp", "old_logp"):
-            yield "the ratio of the whole rollout", f"{self.total(log, keep=True)}.exp()"
-            yield "the ratio of the tokens so far", f"({self.masked(log)}).cumsum(-1).exp()"
+            yield "the ratio of the whole rollout", f"{self.total(log, keep=dim == 2)}.exp()"
+            if dim == 2:
+                yield "the ratio of the tokens so far", f"{_tightened(self.masked(log))}.cumsum(-1).exp()"
 
     def terms(self, declared: Mapping[str, float]) -> Iterator[Term]:
         """Yield terms that follow a declared gradient, the plainest first; nothing for combinations."""
@@ -124,6 +133,7 @@ class Changes:
     body: Body
     declared: Mapping[str, float]
     written_into: Sequence[str] = ()
+    careful: bool = False
     _parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -144,8 +154,9 @@ class Changes:
 
     def _all(self) -> Iterator[Change]:
         yield from self._at_the_start()
+        yield from self._statements()
         for seen in self.body.expressions:
-            written = Written(self._names(seen.statement))
+            written = Written(self._names(seen.statement), self.careful)
             yield from self._simpler(seen)
             yield from self._constant(seen)
             yield from self._other_field(seen, written)
@@ -154,13 +165,14 @@ class Changes:
                 yield from self._another_value(seen, written)
                 yield from self._another_sum(seen, written)
                 yield from self._with_factor(seen, written)
-            elif seen.of_sampler and seen.value.dim() == 2:
-                for words, ratio in written.ratios():
+            elif seen.of_sampler and seen.value.dim():
+                for words, ratio in written.ratios(seen.value.dim()):
                     yield self._instead(seen, ratio, f"the ratio is {words}", "ratio")
 
     def _names(self, statement: ast.stmt) -> dict[str, str]:
         if statement not in self._known:
-            self._known[statement] = self.body.names(statement)
+            names = self.body.names(statement)
+            self._known[statement] = {name: _tightened(text) for name, text in names.items()}
         return self._known[statement]
 
     @property
@@ -189,9 +201,39 @@ class Changes:
     def _simpler(self, seen: Seen) -> Iterator[Change]:
         """An operation is left out: a clamp, a division, a window, a detach, a product with a gate."""
         for inner in self.body.expressions:
-            if inner.node is not seen.node and inner.like(seen) and self._inside(inner.node, seen.node):
+            if inner.node is seen.node or not (inner.like(seen) and self._inside(inner.node, seen.node)):
+                continue
+            if not any(self._is_another_term(other, seen, inner) for other in self.body.expressions):
                 text = self.definition.source(inner.node)
                 yield self._instead(seen, text, f"{self._shown(seen)} is {_short(text)}", "left-out", inner.node)
+
+    def _is_another_term(self, other: Seen, seen: Seen, kept: Seen) -> bool:
+        """Return True if leaving out all of an expression but `kept` loses a summand that is no part of the KL term."""
+        parent = self._parents[other.node]
+        if not (isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add | ast.Sub)):
+            return False
+        lost = self._inside(other.node, seen.node) and not self._inside(kept.node, other.node)
+        return lost and not self._inside(other.node, kept.node) and other.trainable and not other.of_reference
+
+    def _statements(self) -> Iterator[Change]:
+        """A statement that gives a name another value is left out, or a condition with all that depends on it."""
+        for statement, scope in self.body.scopes.items():
+            targets = [statement.target] if isinstance(statement, ast.AugAssign) else getattr(statement, "targets", [])
+            again = [one for one in targets if isinstance(one, ast.Name) and one.id in scope]
+            gate = isinstance(statement, ast.If) and not statement.orelse
+            block = next(
+                (part for part in vars(self._parents[statement]).values() if isinstance(part, list) and statement in part),
+                [],
+            )
+            if (again or gate) and len(block) > 1 and (edit := self._lines_of(statement)):
+                text = self.definition.source(statement).split("\n", 1)[0]
+                yield Change((edit,), f"{_short(text)} is left out", "statement")
+
+    def _lines_of(self, statement: ast.stmt) -> Edit | None:
+        """The lines of a statement, None if it shares one."""
+        after = self._after(statement, [])
+        start = self.definition.starts[statement.lineno - 1]
+        return Edit(start, after.start, "") if after else None
 
     def _constant(self, seen: Seen) -> Iterator[Change]:
         """A factor is detached."""
@@ -206,7 +248,7 @@ class Changes:
             yield self._instead(seen, mask, f"{self._shown(seen)} is {mask}", "mask")
         text = self.definition.source(seen.node)
         logp = written.names.get("logp")
-        if logp and text == written.names.get("old_logp"):
+        if logp and _tightened(text) == written.names.get("old_logp"):
             yield self._instead(seen, logp, f"{text} is {logp}", "field")
 
     def _another_term(self, seen: Seen, written: Written) -> Iterator[Change]:
@@ -254,13 +296,11 @@ class Changes:
         """A sign, a mask, or an importance ratio."""
         own = self._tight(seen.node)
         yield self._instead(seen, f"-{own}", f"{self._shown(seen)} has the other sign", "sign")
-        if seen.value.dim() != 2:
-            return
-        if mask := written.names.get("mask"):
+        if seen.value.dim() == 2 and (mask := written.names.get("mask")):
             yield self._instead(seen, f"{own} * {mask}", f"{self._shown(seen)} is masked", "mask")
             filled = f"{own}.masked_fill({mask} == 0, 0.0)"
             yield self._instead(seen, filled, f"{self._shown(seen)} is zero at padded positions", "mask")
-        for words, ratio in written.ratios():
+        for words, ratio in written.ratios(seen.value.dim()) if seen.value.dim() else ():
             yield self._instead(seen, f"{ratio}.detach() * {own}", f"{self._shown(seen)} is multiplied by {words}", "ratio")
             undetached = f"{self._shown(seen)} is multiplied by {words}, not detached"
             yield self._instead(seen, f"{ratio} * {own}", undetached, "ratio")
@@ -278,8 +318,10 @@ class Changes:
     ) -> Change:
         """Write a text in place of an expression; `part` is the expression whose text it is."""
         node = ast.parse(f"({text})", mode="eval").body if part is None else part
-        loose = isinstance(node, TIGHT) or isinstance(self._parents[seen.node], LOOSE) or self._is_argument(seen.node)
-        return Change((Edit(*self.definition.span(seen.node), text if loose else f"({text})"),), words, kind, needs_logits)
+        start, end = self.definition.span(seen.node)
+        enclosed = self.definition.text[start - 1] + self.definition.text[end : end + 1] == "()"
+        loose = enclosed or isinstance(node, TIGHT) or isinstance(self._parents[seen.node], LOOSE) or self._is_argument(seen.node)
+        return Change((Edit(start, end, text if loose else f"({text})"),), words, kind, needs_logits)
 
     def _straight_through(self, seen: Seen, text: str, words: str, kind: str, needs_logits: bool) -> Change:
         """Keep the value of an expression and exchange its gradient; on lines of their own where that can be."""

@@ -67,7 +67,8 @@ class Search:
         except KltestError as error:
             return replace(self.report, advice=f"no fix: {str(error).splitlines()[0]}")
         written = [name for name, field in self.loss.fields.items() if field in self._kl_part.record.writes]
-        changes = Changes(body, dict(self.grading.options.expect), written).all()
+        failed = {check.code for check in self.report.failed}
+        changes = Changes(body, dict(self.grading.options.expect), written, careful="KL502" not in failed).all()
         found = list(self._confirmed(definition, batch, changes, time.monotonic() + seconds))
         advice = "" if found else f"no fix inside of the function was found ({self.tried} changes were tried)"
         return replace(self.report, fixes=found, advice=advice)
@@ -100,7 +101,7 @@ class Search:
         self, definition: Definition, batch: Rollout, changes: Sequence[Change], deadline: float
     ) -> Iterator[Fix]:
         """Yield fixes of two kinds at most, the smallest first; the second is looked for a quarter of the time."""
-        kept = _Kept(self._kl_part, batch)
+        kept = _Kept(self._kl_part, batch, "KL510" in {check.code for check in self.report.failed})
         before = kept.measured()
         kinds: list[str] = []
         for change in changes:
@@ -114,10 +115,15 @@ class Search:
                 if not (kept.stays(before, after) and self._promises()):
                     continue
                 report = self._graded()
-                if report is not None and report.verdict == "confirmed":
+                if report is not None and report.verdict == "confirmed" and not self._warned(report):
                     kinds.append(change.kind)
                     deadline = min(deadline, time.monotonic() + SECONDS / 4)
                     yield _fix(definition, change, report, before, after)
+
+    def _warned(self, report: Report) -> bool:
+        """Return True if a warning is new; noise aside, which is the price of a fix."""
+        before = {check.code for check in self.report.failed}
+        return any(check.code not in before and not check.code.startswith("KL8") for check in report.warnings)
 
     def _promises(self) -> bool:
         """Return True if the changed loss follows the declared gradient, or its multiple, where it did not."""
@@ -174,19 +180,19 @@ class _Kept:
 
     loss: Loss
     batch: Rollout
+    ignores_beta: bool = False
 
     def measured(self) -> _Measured:
         """Return the numbers of the function's present code."""
         value, logged, _ = self._called(self.batch)
         rests = []
         if self.loss.takes_beta:
-            rests = [self._called(self.batch, 0.0)]
+            # A term that ignores β is there at 0 as well, but for a reference that is the policy.
+            rests = [self._called(self.batch.near_reference() if self.ignores_beta else self.batch, 0.0)]
         elif self.loss.unrewarded:
             rests = [self._called(with_rewards(self.batch, torch.linspace(a, b, len(self.batch)).double()), rewarded=True)
                      for a, b in ((0.1, 0.9), (0.8, 0.2))]
             rests = [tuple(one - other for one, other in zip(rests[0], rests[1], strict=True))]  # type: ignore[misc, arg-type]
-        else:
-            rests = [(self._called(self.batch.near_reference())[0],)]  # type: ignore[list-item]
         return _Measured([part for rest in rests for part in rest], [logged], float(value.sum()))
 
     def stays(self, before: _Measured, after: _Measured) -> bool:

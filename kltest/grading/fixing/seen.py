@@ -36,7 +36,8 @@ class Seen:
         node, statement: the expression, and the innermost statement that it is in.
         value: its value, detached.
         trainable: True if a gradient flows through it.
-        is_kl: True if it moves with the reference, not with rewards, and is zero where the reference is the policy.
+        of_reference: True if it moves with the reference.
+        is_kl: True if it moves with the reference, not with rewards, and is a constant where the reference is the policy.
         of_sampler: True if it moves with the sampler's log-probs, and neither with the reference nor with rewards.
         order: when it was computed.
     """
@@ -46,6 +47,7 @@ class Seen:
     value: Tensor
     trainable: bool
     order: int
+    of_reference: bool = False
     is_kl: bool = False
     of_sampler: bool = False
 
@@ -165,14 +167,20 @@ def look(definition: Definition, loss: Loss, batch: Rollout) -> Body:
         one = Seen(node, statement, value, trainable, order)
         moved = {name: _moves(value, other.values.get(number)) for name, other in others.items()}
         nears = others["near"].values.get(number, []) if "near" in others else []
-        zero = len(nears) == 1 and isinstance(nears[0][0], Tensor) and float(nears[0][0].abs().max() or 0) < SAME
+        zero = len(nears) == 1 and isinstance(nears[0][0], Tensor) and _is_constant(nears[0][0])
         alone = not moved.get("rewards", False)
-        one.is_kl = moved.get("reference", False) and alone and zero
-        one.of_sampler = moved.get("sampler", False) and alone and not moved.get("reference", False)
+        one.of_reference = moved.get("reference", False)
+        one.is_kl = one.of_reference and alone and zero
+        one.of_sampler = moved.get("sampler", False) and alone and not one.of_reference
         found.append(one)
     found.sort(key=lambda one: one.order)
     scopes = {statements[number]: names for number, names in first.scopes.items()}
     return Body(definition, batch, found, scopes)
+
+
+def _is_constant(value: Tensor) -> bool:
+    """Return True for a zero, and for equal numbers of several rows or tokens: a divergence of equals, and a constant."""
+    return bool(value.numel()) and float(value.max() - (value.min() if value.dim() else 0.0)) < SAME
 
 
 def _of_sampler(name: str) -> bool:
