@@ -16,6 +16,7 @@ from glob import escape
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
+from shutil import copymode
 from typing import Any, BinaryIO
 
 from kltest.errors import KltestError, UsageError
@@ -97,6 +98,8 @@ def write(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> Pa
             data(file) if callable(data) else file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        with suppress(FileNotFoundError):
+            copymode(path, temporary)
         temporary.replace(path)
     except (OSError, RuntimeError) as error:
         # torch.save wraps what the file raises.

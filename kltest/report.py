@@ -143,8 +143,8 @@ class CheckResult:
 class Fix:
     """A change of a loss's source with which it is confirmed.
 
-    `text` replaces the lines from `first` to `last` of `file` (inserted before `first` if `last` is less), whose content
-    has the SHA-256 `digest`; `diff` is the same as a unified diff. `words` says what changes, `value` what becomes of
+    `text` replaces the lines from `first` to `last` of `file` (it is inserted before `first` if `last` is less), a file
+    with the SHA-256 `digest`; `diff` is the same as a unified diff. `words` says what changes, `value` what becomes of
     the number that is returned. `variance` is the relative variance of a rollout's gradient, as in `GradientRow`;
     `needs_logits` tells if whole next-token distributions enter the term.
     """

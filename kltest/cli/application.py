@@ -114,6 +114,11 @@ class LoadedWhenCalled(typer.core.TyperCommand):
         alone.command(self.name)(with_exit_code(found.get("command") or found[str(self.name)]))
         return typer.main.get_command(alone)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; `--fix` may stand without a value, which Typer has no option for."""
+        end = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, ["--fix=show" if one == "--fix" else one for one in args[:end]] + args[end:])
+
     # Setters ignore what Typer read from a function without parameters.
     params = property(lambda self: self.loaded.params, lambda self, value: None)  # type: ignore[assignment]
     callback = property(lambda self: self.loaded.callback, lambda self, value: None)  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kltest.cli import fixes
 from kltest.cli.destinations import Destination, destinations, write
 from kltest.cli.parameters import given, take
 from kltest.errors import INTERRUPTED, UsageError
@@ -57,6 +58,13 @@ def command(
             "or a file; repeatable [default: text].",
         ),
     ] = None,
+    fix: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[apply]",
+            help="Show a change of the source with which it is confirmed, as a unified diff; --fix=apply writes it.",
+        ),
+    ] = None,
     verbose: Annotated[
         bool,
         typer.Option(
@@ -86,21 +94,25 @@ def command(
     verbosity = {"verbose": verbose, "quiet": quiet} if verbose or quiet else configuration.verbosity
     where = destinations(output or configuration.outputs or ["text"])
     old = None if diff is None else (diff, read(diff))
-    jobs = _jobs(targets or [], chosen, configuration)
+    jobs = _jobs(targets or [], chosen, configuration, fix=fixes.asked(fix))
     if not jobs:
         print(_nothing(configuration), file=sys.stderr)
         return NOTHING
-    return _run(jobs, where, old, verbosity)
+    return _run(jobs, where, old, verbosity, apply=fix == fixes.APPLY)
 
 
 take(command, [option for option in OPTIONS.values() if option.flag])
 
 
-def _jobs(targets: Sequence[str], given: Mapping[str, Any], configuration: Configuration) -> list[Job]:
+def _jobs(targets: Sequence[str], given: Mapping[str, Any], configuration: Configuration, *, fix: bool) -> list[Job]:
     chosen = [Target(text) for text in dict.fromkeys(targets)] or configuration.targets
     folder = str(configuration.path.parent) if configuration.path and not targets else None
     settings = [merged(configuration.options, target.options, given) for target in chosen]
-    return [job for target, own in zip(chosen, settings, strict=True) for job in Job.all_of(target.text, own, folder)]
+    return [
+        job
+        for target, own in zip(chosen, settings, strict=True)
+        for job in Job.all_of(target.text, own, folder, fix=fix)
+    ]
 
 
 def _nothing(configuration: Configuration) -> str:
@@ -111,7 +123,9 @@ def _nothing(configuration: Configuration) -> str:
     )
 
 
-def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, verbosity: Mapping[str, bool]) -> int:
+def _run(
+    jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, verbosity: Mapping[str, bool], *, apply: bool
+) -> int:
     found: dict[int, Report] = {}
     misused = interrupted = False
     try:
@@ -124,6 +138,8 @@ def _run(jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, ver
     reports = [report for _, report in sorted(found.items(), key=itemgetter(0))]
     if reports:
         write(reports, where, None if old is None else compare(*old, reports), **verbosity)
+    for line in fixes.applied(reports) if apply else ():
+        print(f"kltest: {line}", file=sys.stderr)
     if interrupted:
         missing = ", ".join(job.name for number, job in enumerate(jobs) if number not in found)
         print(f"kltest: interrupted; {len(reports)} of {len(jobs)} graded, not graded: {missing}", file=sys.stderr)

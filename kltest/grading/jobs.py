@@ -24,13 +24,14 @@ LINES_SHOWN, LINE_SHOWN = 5, 100
 class Job:
     """One target to be graded: its name in reports, what is resolved, and its checked options by their Python names.
 
-    Modules are looked for in `folder` too.
+    Modules are looked for in `folder` too. If `fix`, a change of the source is looked for with which it is confirmed.
     """
 
     name: str
     target: str
     given: Mapping[str, Any] = field(default_factory=dict)
     folder: str | None = None
+    fix: bool = False
 
     @property
     def timeout(self) -> float:
@@ -38,16 +39,18 @@ class Job:
         return self.given.get("timeout", DEFAULT_TIMEOUT)
 
     @classmethod
-    def all_of(cls, target: str, given: Mapping[str, Any], folder: str | None = None) -> "list[Job]":
+    def all_of(
+        cls, target: str, given: Mapping[str, Any], folder: str | None = None, *, fix: bool = False
+    ) -> "list[Job]":
         """Return the jobs of a target: one, or one for each setting of a library.
 
         `given` holds checked options. Raises UsageError for a library or a setting that is not there.
         """
         settings = [
-            cls(name, setting.target, checked(setting.options_with(given), lambda option: option.name), folder)
+            cls(name, setting.target, checked(setting.options_with(given), lambda option: option.name), folder, fix)
             for name, setting in named(target, to_grade=True)
         ]
-        return settings or [cls(target, target, given, folder)]
+        return settings or [cls(target, target, given, folder, fix)]
 
 
 class Graded(NamedTuple):
@@ -95,14 +98,20 @@ def in_child(job: Job, count: str = "") -> Generator[Child, Step, tuple[Report, 
             step = yield child.begin(max(deadline - time.monotonic(), 0.0), limit=job.timeout, home=home)
             if step.kind == "value":
                 finished, report = step.value
-    return _report(job, step, report, child.output), step.kind
+        graded = step
+        if job.fix and report is not None and report.verdict == "refuted":
+            step = yield child.begin(job.timeout + TO_REPORT, limit=job.timeout, home=home)
+            ended = f"the search for a fix ended: {step.message or step.kind}"
+            report = step.value[1] if step.kind == "value" else replace(report, advice=ended)
+    return _report(job, graded, report, child.output), graded.kind
 
 
 def steps(job: Job) -> Iterator[str | tuple[bool, Report]]:
     """Resolve the target and fill its parameters in the child, then grade it there, row by row and check by check.
 
     Yields:
-        The file of the loss, then after each step whether it was the last, and the report as far as it has come.
+        The file of the loss, then after each step whether it was the last, and the report as far as it has come; then
+        the report with fixes, if the job asks for them.
     """
     import torch
 
@@ -118,6 +127,10 @@ def steps(job: Job) -> Iterator[str | tuple[bool, Report]]:
     grading = Grading.of(job.name, options)
     for _ in grading.steps(loss):
         yield grading.finished, grading.report()
+    if job.fix:
+        from kltest.grading.fixing.search import Search
+
+        yield True, Search(loss, grading, grading.report()).run(job.timeout)
 
 
 def _report(job: Job, step: Step, report: Report | None, output: Output) -> Report:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from kltest.files import as_json
 from kltest.render.tables import PLAIN, Terminal
 from kltest.render.words import visible
-from kltest.report import Report
+from kltest.report import Fix, Report
 from kltest.version import VERSION
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -45,6 +45,7 @@ class Finding:
     function: str
     known_by: Sequence[str]
     title: str = ""
+    fixes: Sequence[Fix] = ()
 
 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
@@ -79,9 +80,13 @@ def findings(report: Report) -> Iterator[Finding]:
     path, line = report.source or (given[1] if given else "", 0)
     target = in_checkout(given[1]) + report.target[given.end(1) :] if given else report.target
 
+    fixes = tuple(report.fixes)
+
     def found(code: str, level: str, text: str, title: str) -> Finding:
         text = f"{report.target}: {text}"
-        return Finding(code, level, text, path, line, line, report.target, (target, code), title)
+        return Finding(
+            code, level, text, path, line, line, report.target, (target, code), title, fixes if level == "error" else ()
+        )
 
     for check in (*report.failed, *report.unexpected_passes):
         warns = check.warns and not check.passed_unexpectedly
@@ -119,13 +124,25 @@ def _result(found: Finding, number: int) -> dict[str, Any]:
     if found.file:
         region = {"startLine": max(found.first, 1), "endLine": max(found.last, 1)}
         place["physicalLocation"] = {"artifactLocation": _artifact(found.file), "region": region}
-    return {
+    result = {
         "ruleId": found.code,
         "ruleIndex": number,
         "level": found.level,
         "message": {"text": visible(found.text)},
         "locations": [place],
         "partialFingerprints": {"kltest/1": hashlib.sha256(known_by).hexdigest()[:32]},
+    }
+    return {**result, "fixes": [_fix(fix) for fix in found.fixes]} if found.fixes else result
+
+
+def _fix(fix: Fix) -> dict[str, Any]:
+    """The lines of a fix: from the first to the beginning of the one behind the last, nothing if it is inserted."""
+    region = {"startLine": fix.first, "startColumn": 1, "endLine": fix.last + 1, "endColumn": 1}
+    change = {"deletedRegion": region, "insertedContent": {"text": fix.text}}
+    words = {"text": visible(f"{fix.words}; {fix.value}")}
+    return {
+        "description": words,
+        "artifactChanges": [{"artifactLocation": _artifact(fix.file), "replacements": [change]}],
     }
 
 

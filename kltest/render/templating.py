@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from kltest.render import screen, words
+from kltest.render import fixes, screen, words
 
 
 def environment(escape: Callable[[str], str], *, autoescape: bool = False) -> Environment:
@@ -23,5 +23,5 @@ def environment(escape: Callable[[str], str], *, autoescape: bool = False) -> En
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    made.globals |= {"words": words, "screen": screen}
+    made.globals |= {"words": words, "screen": screen, "fixes": fixes}
     return made

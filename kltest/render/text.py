@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from kltest.render import words
+from kltest.render import fixes, words
 from kltest.render.changes import Changes
 from kltest.render.screen import headline, notation_of, screen, title
 from kltest.render.tables import PLAIN, Terminal, paint, table, wrap
@@ -19,8 +19,11 @@ MORE = "--verbose shows every environment, the fixes with code and the smallest 
 def render(reports: Sequence[Report], terminal: Terminal = PLAIN) -> str:
     """Return reports as text for a terminal: a screen each, tables with --verbose, a line each with --quiet."""
     if terminal.quiet:
-        return "\n".join(_quiet(report, terminal) for report in reports)
-    blocks = [[*_short(report, terminal), *(_long(report, terminal) if terminal.verbose else ())] for report in reports]
+        return "\n".join("\n".join((_quiet(report, terminal), *fixes.lines(report, terminal))) for report in reports)
+    blocks = []
+    for report in reports:
+        long = _long(report, terminal) if terminal.verbose else ()
+        blocks.append([*_short(report, terminal), *long, *fixes.lines(report, terminal)])
     blocks += [[*_summary(reports, terminal)]] if len(reports) > 1 else []
     blocks += [[*_legend(reports, terminal)]] if notation_of(*reports) else []
     return "\n\n".join("\n".join(lines) for lines in blocks)

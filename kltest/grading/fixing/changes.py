@@ -1,4 +1,4 @@
-"""Changes of a function's source that may make its KL term follow the declared gradient; each is tried, none trusted."""
+"""Changes of a function's source that may make its KL term follow what is declared; each is tried, none trusted."""
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,6 +79,10 @@ class Written:
             return tokens
         return f"{_tightened(tokens)}.masked_fill({mask} == 0, 0.0)" if self.careful else f"{tokens} * {mask}"
 
+    def safe(self, tokens: str) -> str:
+        """Return the text of numbers that are not to be NaN at padded positions, if that is asked for."""
+        return self.masked(tokens) if self.careful else tokens
+
     def total(self, tokens: str, *, keep: bool = False) -> str:
         """Return the text of the sum over a row, (B,), or (B, 1) if `keep`."""
         return f"{_tightened(self.masked(tokens))}.sum(-1{', keepdim=True' * keep})"
@@ -97,7 +101,7 @@ class Written:
         ratios: list[tuple[str, str]] = [("", ""), *self.ratios()]
         if len(declared) != 1 or u is None:
             return
-        (name, coefficient), = declared.items()
+        ((name, coefficient),) = declared.items()
         times = "" if coefficient == 1 else f"{coefficient:g} * "
         for ratio, weight in ratios:
             with_ratio = f", times {ratio}" if ratio else ""
@@ -109,21 +113,23 @@ class Written:
                     square = f"({self.masked(f'{weighted}{back} * {logp or u}')}).sum(-1)"
                 words = f"the rollout's log-ratio, detached, times log π{with_ratio}"
                 squared = words if ratio else "½ (log-ratio of the rollout)²"
-                yield Term(f"{weighted}{back} * {logp or u}", square, words, squared)
+                yield Term(self.safe(f"{weighted}{back} * {logp or u}"), square, words, squared)
             elif name == "local_reverse_kl":
                 tokens = f"{weighted}0.5 * {u} ** 2"
                 words = f"½ (log-ratio)² of a token{with_ratio}"
-                yield Term(tokens, self.total(tokens), words, f"the sum of {words}", is_value=not ratio)
+                yield Term(self.safe(tokens), self.total(tokens), words, f"the sum of {words}", is_value=not ratio)
             elif name in ("forward_kl", "local_forward_kl"):
                 whole = f"(-{self.total(u, keep=True)}).exp()" if name == "forward_kl" else f"(-{u}).exp()"
                 tokens = f"{weighted}{whole}.detach() * -{logp or u}"
                 words = f"minus π_ref/π, detached, times log π{with_ratio}"
-                yield Term(tokens, self.total(tokens), words, f"the sum of {words}")
+                yield Term(self.safe(tokens), self.total(tokens), words, f"the sum of {words}")
         policy, reference = self.names.get("logits"), self.names.get("ref_logits")
         if name == "local_reverse_kl" and policy and reference:
             tokens = f"{times}({policy}.exp() * ({policy} - {reference})).sum(-1)"
             words = "the KL of the whole next-token distribution"
-            yield Term(tokens, self.total(tokens), words, f"the sum of {words}", needs_logits=True, is_value=True)
+            yield Term(
+                self.safe(tokens), self.total(tokens), words, f"the sum of {words}", needs_logits=True, is_value=True
+            )
 
 
 @dataclass
@@ -222,7 +228,11 @@ class Changes:
             again = [one for one in targets if isinstance(one, ast.Name) and one.id in scope]
             gate = isinstance(statement, ast.If) and not statement.orelse
             block = next(
-                (part for part in vars(self._parents[statement]).values() if isinstance(part, list) and statement in part),
+                (
+                    part
+                    for part in vars(self._parents[statement]).values()
+                    if isinstance(part, list) and statement in part
+                ),
                 [],
             )
             if (again or gate) and len(block) > 1 and (edit := self._lines_of(statement)):
@@ -238,7 +248,9 @@ class Changes:
     def _constant(self, seen: Seen) -> Iterator[Change]:
         """A factor is detached."""
         if seen.trainable and not self._is_called(seen.node, "detach"):
-            yield self._instead(seen, f"{self._tight(seen.node)}.detach()", f"{self._shown(seen)} is detached", "detach")
+            yield self._instead(
+                seen, f"{self._tight(seen.node)}.detach()", f"{self._shown(seen)} is detached", "detach"
+            )
 
     def _other_field(self, seen: Seen, written: Written) -> Iterator[Change]:
         """The mask in place of another one, the policy's log-probs in place of the sampler's."""
@@ -277,7 +289,9 @@ class Changes:
             bare = value[1:-1] if value == u and value.startswith("(") else value
             yield self._instead(seen, bare, f"{self._shown(seen)} is {_short(bare)}", "value")
             if seen.trainable:
-                yield self._instead(seen, f"{value}.detach()", f"{self._shown(seen)} is {_short(value)}, detached", "value")
+                yield self._instead(
+                    seen, f"{value}.detach()", f"{self._shown(seen)} is {_short(value)}, detached", "value"
+                )
 
     def _another_sum(self, seen: Seen, written: Written) -> Iterator[Change]:
         """The sum over live tokens and the mean over rows, in place of another reduction."""
@@ -290,7 +304,9 @@ class Changes:
             for row in dict.fromkeys(texts):
                 whole = row if dims[1] == 1 else f"{row}.mean()"
                 words = "summed over the tokens of a row" if dims[1] == 1 else "summed over tokens, averaged over rows"
-                yield self._instead(seen, whole, f"{_short(self.definition.source(inner.node))} is {words}", "reduction")
+                yield self._instead(
+                    seen, whole, f"{_short(self.definition.source(inner.node))} is {words}", "reduction"
+                )
 
     def _with_factor(self, seen: Seen, written: Written) -> Iterator[Change]:
         """A sign, a mask, or an importance ratio."""
@@ -301,7 +317,9 @@ class Changes:
             filled = f"{own}.masked_fill({mask} == 0, 0.0)"
             yield self._instead(seen, filled, f"{self._shown(seen)} is zero at padded positions", "mask")
         for words, ratio in written.ratios(seen.value.dim()) if seen.value.dim() else ():
-            yield self._instead(seen, f"{ratio}.detach() * {own}", f"{self._shown(seen)} is multiplied by {words}", "ratio")
+            yield self._instead(
+                seen, f"{ratio}.detach() * {own}", f"{self._shown(seen)} is multiplied by {words}", "ratio"
+            )
             undetached = f"{self._shown(seen)} is multiplied by {words}, not detached"
             yield self._instead(seen, f"{ratio} * {own}", undetached, "ratio")
 
@@ -320,7 +338,12 @@ class Changes:
         node = ast.parse(f"({text})", mode="eval").body if part is None else part
         start, end = self.definition.span(seen.node)
         enclosed = self.definition.text[start - 1] + self.definition.text[end : end + 1] == "()"
-        loose = enclosed or isinstance(node, TIGHT) or isinstance(self._parents[seen.node], LOOSE) or self._is_argument(seen.node)
+        loose = (
+            enclosed
+            or isinstance(node, TIGHT)
+            or isinstance(self._parents[seen.node], LOOSE)
+            or self._is_argument(seen.node)
+        )
         return Change((Edit(start, end, text if loose else f"({text})"),), words, kind, needs_logits)
 
     def _straight_through(self, seen: Seen, text: str, words: str, kind: str, needs_logits: bool) -> Change:
@@ -339,13 +362,15 @@ class Changes:
         if before := self._before(statement, [f"{name} = {text}"]):
             replaced = self._instead(seen, f"{own} + {name} - {name}.detach()", words, kind)
             return Change((before, *replaced.edits), words, kind, needs_logits)
-        return self._instead(seen, f"{own} + {_tightened(text)} - {_tightened(text)}.detach()", words, kind, None, needs_logits)
+        return self._instead(
+            seen, f"{own} + {_tightened(text)} - {_tightened(text)}.detach()", words, kind, None, needs_logits
+        )
 
     def _before(self, statement: ast.stmt, lines: Sequence[str]) -> Edit | None:
         """Lines before a statement, None if it does not begin its line."""
         start = self.definition.starts[statement.lineno - 1]
         indent = self.definition.text[start : self.definition.span(statement)[0]]
-        if indent.strip() or statement in self._one_line:
+        if indent.strip():
             return None
         return Edit(start, start, "".join(f"{indent}{line}{self._newline}" for line in lines))
 
@@ -360,18 +385,6 @@ class Changes:
             return None
         place = self.definition.starts[number]
         return Edit(place, place, "".join(f"{indent}{line}{self._newline}" for line in lines))
-
-    @property
-    def _one_line(self) -> set[ast.stmt]:
-        """Statements behind the colon of a compound one."""
-        found = set()
-        for node in ast.walk(self.definition.node):
-            for name in ("body", "orelse", "finalbody"):
-                part = getattr(node, name, None)
-                if isinstance(part, list) and part and isinstance(part[0], ast.stmt):
-                    if part[0].lineno == getattr(node, "lineno", 0):
-                        found |= set(part)
-        return found
 
     @property
     def _newline(self) -> str:

@@ -1,4 +1,4 @@
-"""The definition of a function in its file: its text and tree, and the function run with a changed text in its place."""
+"""The definition of a function in its file: its text and tree, and the function run with a changed text."""
 
 import ast
 import io

@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import io
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from kltest.errors import KltestError
 from kltest.grading.fixing.changes import Change, Changes
-from kltest.grading.fixing.definition import Definition, NotChangeableError
+from kltest.grading.fixing.definition import Definition
 from kltest.grading.fixing.seen import look
 from kltest.grading.grader import Grading
 from kltest.identify.case import Case, relative_bias, size, target
@@ -131,10 +132,7 @@ class Search:
         assert findings is not None
         wrong = [row for row in findings.rows if row.wrong]
         places = dict.fromkeys((row.environment, row.sampler) for row in (*reversed(wrong), *reversed(findings.rows)))
-        for environment, sampler in list(places)[:2]:
-            if not self._near(environment, sampler):
-                return False
-        return True
+        return all(self._near(environment, sampler) for environment, sampler in list(places)[:2])
 
     def _near(self, environment: str, sampler: str) -> bool:
         options = self.grading.options
@@ -167,10 +165,9 @@ class Search:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What a loss returns: all but its KL term, what it logs beside the loss, and the loss's own value."""
+    """What is to stay: all that a loss returns but its KL term, and what it logs; and the loss's own value."""
 
     rest: list[Tensor]
-    logged: list[Tensor]
     value: float
 
 
@@ -185,22 +182,24 @@ class _Kept:
     def measured(self) -> _Measured:
         """Return the numbers of the function's present code."""
         value, logged, _ = self._called(self.batch)
-        rests = []
+        rest: tuple[Tensor, ...] = ()
         if self.loss.takes_beta:
             # A term that ignores β is there at 0 as well, but for a reference that is the policy.
-            rests = [self._called(self.batch.near_reference() if self.ignores_beta else self.batch, 0.0)]
+            rest = self._called(self.batch.near_reference() if self.ignores_beta else self.batch, 0.0)
         elif self.loss.unrewarded:
-            rests = [self._called(with_rewards(self.batch, torch.linspace(a, b, len(self.batch)).double()), rewarded=True)
-                     for a, b in ((0.1, 0.9), (0.8, 0.2))]
-            rests = [tuple(one - other for one, other in zip(rests[0], rests[1], strict=True))]  # type: ignore[misc, arg-type]
-        return _Measured([part for rest in rests for part in rest], [logged], float(value.sum()))
+            up, down = (torch.linspace(*ends, len(self.batch)).double() for ends in ((0.1, 0.9), (0.8, 0.2)))
+            ones, others = (self._called(with_rewards(self.batch, each), rewarded=True) for each in (up, down))
+            rest = tuple(one - other for one, other in zip(ones, others, strict=True))
+        return _Measured([*rest, logged], float(value.sum()))
 
     def stays(self, before: _Measured, after: _Measured) -> bool:
         """Return True if nothing moved but the KL term and the loss's own value."""
-        pairs = [*zip(before.rest, after.rest, strict=True), *zip(before.logged, after.logged, strict=True)]
+        pairs = zip(before.rest, after.rest, strict=True)
         return all(one.shape == other.shape and _same(one, other) for one, other in pairs)
 
-    def _called(self, batch: Rollout, beta: float | None = None, *, rewarded: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def _called(
+        self, batch: Rollout, beta: float | None = None, *, rewarded: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the value of one call, what it logged, in one row of numbers, and its gradient at all leaves."""
         answers: list[Any] = []
         function = self.loss.function
@@ -218,9 +217,13 @@ class _Kept:
         each = reduce(result.loss, batch.peek("mask"))
         parts = at_leaves(loss, each.sum(), batch)
         gradient = [part.where(live if part.dim() == 2 else live[..., None], 0.0).flatten() for part in parts]
-        numbers = [number for number in _numbers(answers[-1]) if number is not result.loss]
-        logged = [number.detach().double().flatten() for number in numbers if not number.requires_grad]
-        return each.detach().double(), torch.cat([torch.zeros(0).double(), *logged]), torch.cat(gradient)
+        numbers = [number.detach().double().flatten() for number in _numbers(answers[-1])]
+        own = result.loss.detach().double().flatten()
+        for place, number in enumerate(numbers):
+            if number.shape == own.shape and torch.equal(number.abs(), own.abs()):
+                del numbers[place]
+                break
+        return each.detach().double(), torch.cat([torch.zeros(0).double(), *numbers]), torch.cat(gradient)
 
 
 def _numbers(answer: Any) -> Iterator[Tensor]:
@@ -246,19 +249,19 @@ def _same(one: Tensor, other: Tensor) -> bool:
 def _fix(definition: Definition, change: Change, report: Report, before: _Measured, after: _Measured) -> Fix:
     """Return a confirmed change as plain data."""
     text = definition.changed(change.edits)
-    old, new = definition.text.splitlines(keepends=True), text.splitlines(keepends=True)
-    name = shown_path(definition.path)
+    old, new = (io.StringIO(one, newline="").readlines() for one in (definition.text, text))
+    file = shown_path(definition.path)
+    name = file.lstrip("/")
     diff = "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))
-    first = next(number for number, pair in enumerate(zip([*old, None], [*new, None], strict=False)) if pair[0] != pair[1])
-    tail = next(n for n, pair in enumerate(zip([*reversed(old), None], [*reversed(new), None], strict=False)) if pair[0] != pair[1])
-    tail = min(tail, len(old) - first, len(new) - first)
+    first = _common(old, new)
+    tail = _common(old[first:][::-1], new[first:][::-1])
     values = "what it returns keeps its value"
     if abs(before.value - after.value) > UNCHANGED * max(abs(before.value), 1.0):
         values = f"the value that it returns changes, on a batch of ours from {before.value:.4g} to {after.value:.4g}"
     rows = {(row.environment, row.sampler): row.relative_variance for row in report.gradients}
     variance = rows.get(("ragged", "current"), next(iter(rows.values())))
     return Fix(
-        file=str(definition.path),
+        file=file,
         first=first + 1,
         last=len(old) - tail,
         text="".join(new[first : len(new) - tail]),
@@ -271,7 +274,14 @@ def _fix(definition: Definition, change: Change, report: Report, before: _Measur
     )
 
 
+def _common(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return how many lines two texts have in common at the beginning."""
+    return next(
+        (n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+    )
+
+
 def shown_path(path: Path) -> str:
     """Return a path from the current folder if it lies below it."""
     here = Path.cwd()
-    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix().lstrip("/")
+    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()

@@ -37,7 +37,7 @@ class Seen:
         value: its value, detached.
         trainable: True if a gradient flows through it.
         of_reference: True if it moves with the reference.
-        is_kl: True if it moves with the reference, not with rewards, and is a constant where the reference is the policy.
+        is_kl: True if it moves with the reference, not with rewards, and is constant where that is the policy.
         of_sampler: True if it moves with the sampler's log-probs, and neither with the reference nor with rewards.
         order: when it was computed.
     """
@@ -179,8 +179,8 @@ def look(definition: Definition, loss: Loss, batch: Rollout) -> Body:
 
 
 def _is_constant(value: Tensor) -> bool:
-    """Return True for a zero, and for equal numbers of several rows or tokens: a divergence of equals, and a constant."""
-    return bool(value.numel()) and float(value.max() - (value.min() if value.dim() else 0.0)) < SAME
+    """Return True for zeros, and for equal numbers of several rows or tokens: a divergence of equals, or more."""
+    return bool(value.numel()) and float(value.max() - value.min() if value.dim() else value.abs()) < SAME
 
 
 def _of_sampler(name: str) -> bool:
@@ -220,7 +220,7 @@ def _numbered(
             self.statement = statement
 
         def visit(self, node: ast.AST) -> Any:
-            if isinstance(node, CLOSED) or isinstance(node, ast.JoinedStr):
+            if isinstance(node, (*CLOSED, ast.JoinedStr)):
                 return node
             own = origin.get(node)
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
@@ -236,8 +236,8 @@ def _numbered(
             if not isinstance(own, LOOKED_AT) or not isinstance(getattr(node, "ctx", None) or ast.Load(), ast.Load):
                 return node
             expressions.append((own, self.statement))
-            seen = ast.Call(ast.Name(SEE, ast.Load()), [ast.Constant(len(expressions) - 1), node], [])
-            return ast.copy_location(seen, node)
+            number: list[Any] = [ast.Constant(len(expressions) - 1), node]
+            return ast.copy_location(ast.Call(ast.Name(SEE, ast.Load()), number, []), node)
 
     def statement_seen(copied: ast.stmt) -> list[ast.stmt]:
         own = origin[copied]
@@ -248,11 +248,13 @@ def _numbered(
             if isinstance(part, list) and part and isinstance(part[0], ast.stmt):
                 setattr(copied, name, [new for one in part for new in statement_seen(one)])
             elif isinstance(part, ast.expr):
-                if not (isinstance(copied, ast.AnnAssign | ast.AugAssign | ast.For) and name in ("annotation", "target")):
+                if not (
+                    isinstance(copied, ast.AnnAssign | ast.AugAssign | ast.For) and name in ("annotation", "target")
+                ):
                     setattr(copied, name, Seer(own).visit(part))
             elif isinstance(part, list):
                 for each in part:
-                    if isinstance(each, ast.excepthandler | ast.match_case):
+                    if isinstance(each, ast.ExceptHandler | ast.match_case):
                         each.body = [new for one in each.body for new in statement_seen(one)]
                     elif isinstance(each, ast.withitem):
                         each.context_expr = Seer(own).visit(each.context_expr)
