@@ -26,12 +26,12 @@ class Change:
     needs_logits: bool = False
 
     def size(self, definition: Definition) -> tuple[int, int]:
-        """Return how many lines change, and how much longer the text becomes."""
+        """Return how many lines change, and what is written less twice what is replaced: whole expressions go first."""
         lines = 0
         for edit in self.edits:
             old = definition.text[edit.start : edit.end]
             lines += edit.text.count("\n") if edit.start == edit.end else old.count("\n") + edit.text.count("\n") + 2
-        return lines, sum(len(edit.text) - (edit.end - edit.start) for edit in self.edits)
+        return lines, sum(len(edit.text) - 2 * (edit.end - edit.start) for edit in self.edits)
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,8 @@ class Changes:
     def _another_term(self, seen: Seen, written: Written) -> Iterator[Change]:
         """The gradient of another term in place of its own: with its value, or with that of the expression."""
         for term in written.terms(self.declared):
-            text = {2: term.tokens, 1: term.row, 0: f"{_tightened(term.row)}.mean()"}.get(seen.value.dim())
+            tokens = written.masked(_tightened(term.tokens)) if self._is_zero_at_padding(seen) else term.tokens
+            text = {2: tokens, 1: term.row, 0: f"{_tightened(term.row)}.mean()"}.get(seen.value.dim())
             if text is None:
                 continue
             what = term.words if seen.value.dim() == 2 else term.row_words
@@ -275,6 +276,11 @@ class Changes:
             words = f"the gradient of {self._shown(seen)} is that of {what}; its value stays"
             kind = "logits" if term.needs_logits else "straight-through"
             yield self._straight_through(seen, text, words, kind, term.needs_logits)
+
+    def _is_zero_at_padding(self, seen: Seen) -> bool:
+        """Return True for numbers per token that are zero wherever there is none, as they are to stay."""
+        dead = self.body.batch.peek("mask") == 0
+        return seen.value.shape == dead.shape and bool(dead.any()) and not seen.value[dead].any()
 
     def _another_value(self, seen: Seen, written: Written) -> Iterator[Change]:
         """A value for a reward: the log-ratio of the token or of the rollout, or its own sum over the rollout."""
@@ -286,6 +292,7 @@ class Changes:
         elif dim == 1:
             values = [u and written.total(u)]
         for value in filter(None, values):
+            value = written.masked(value) if self._is_zero_at_padding(seen) else value
             bare = value[1:-1] if value == u and value.startswith("(") else value
             yield self._instead(seen, bare, f"{self._shown(seen)} is {_short(bare)}", "value")
             if seen.trainable:

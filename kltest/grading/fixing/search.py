@@ -1,5 +1,6 @@
 """The search for changes of a loss's source that are confirmed, and proof that all but the KL term stays as it is."""
 
+import ast
 import difflib
 import hashlib
 import io
@@ -7,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from kltest.grading.fixing.changes import Change, Changes
 from kltest.grading.fixing.definition import Definition
 from kltest.grading.fixing.seen import look
 from kltest.grading.grader import Grading
+from kltest.grading.options import Options
 from kltest.identify.case import Case, relative_bias, size, target
+from kltest.identify.findings import Row
 from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
 from kltest.loss.calling import Loss, Record
@@ -68,11 +72,33 @@ class Search:
         except KltestError as error:
             return replace(self.report, advice=f"no fix: {str(error).splitlines()[0]}")
         written = [name for name, field in self.loss.fields.items() if field in self._kl_part.record.writes]
-        failed = {check.code for check in self.report.failed}
-        changes = Changes(body, dict(self.grading.options.expect), written, careful="KL502" not in failed).all()
+        changes = Changes(body, dict(self.grading.options.expect), written, careful="KL502" not in self._failed).all()
         found = list(self._confirmed(definition, batch, changes, time.monotonic() + seconds))
-        advice = "" if found else f"no fix inside of the function was found ({self.tried} changes were tried)"
-        return replace(self.report, fixes=found, advice=advice)
+        return replace(self.report, fixes=found, advice="" if found else self._why_none())
+
+    def _why_none(self) -> str:
+        """Say that nothing was found, and which fields a fix may need that the function does not take."""
+        needed = {"logp": "log-probs of the tokens", "mask": "mask", "old_logp": "log-probs of the sampler"}
+        if not any(row.wrong and row.sampler == "stale" for row in self._rows):
+            del needed["old_logp"]
+        lacking = [f"{words} ({name})" for name, words in needed.items() if name not in self._uses]
+        takes = f"; it takes no {' and no '.join(lacking)}, which a fix may need" if lacking else ""
+        found = f"no fix inside of the function was found ({self.tried} changes were tried){takes}"
+        return f"{found}. `kltest explain {min(self._failed)}` says what is to change"
+
+    @property
+    def _rows(self) -> Sequence[Row]:
+        assert self.grading.findings is not None
+        return self.grading.findings.rows
+
+    @property
+    def _uses(self) -> frozenset[str]:
+        assert self.grading.findings is not None
+        return self.grading.findings.observed.uses
+
+    @property
+    def _failed(self) -> set[str]:
+        return {check.code for check in self.report.failed}
 
     @property
     def _kl_part(self) -> Loss:
@@ -101,30 +127,63 @@ class Search:
     def _confirmed(
         self, definition: Definition, batch: Rollout, changes: Sequence[Change], deadline: float
     ) -> Iterator[Fix]:
-        """Yield fixes of two kinds at most, the smallest first; the second is looked for a quarter of the time."""
-        kept = _Kept(self._kl_part, batch, "KL510" in {check.code for check in self.report.failed})
+        """Yield fixes of two kinds at most, the smallest first; the second is looked for a quarter of the time.
+
+        Those that move what the function returns with other values of its options come last.
+        """
+        kept = _Kept(self._kl_part, batch, "KL510" in self._failed)
+        others = {words: kept.of(loss) for words, loss in self._with_other_options(definition)}
         before = kept.measured()
-        kinds: list[str] = []
-        for change in changes:
+        unlike = {words: one.gradient() for words, one in others.items()}
+        kinds: set[str] = set()
+        last: list[tuple[Change, str]] = []
+        for change, moved in chain(((change, "") for change in changes), last):
             if time.monotonic() > deadline or len(kinds) == 2:
                 return
             if change.kind in kinds:
                 continue
             with suppress(KltestError), definition.running(definition.code(definition.changed(change.edits))):
-                self.tried += 1
+                self.tried += not moved
                 after = kept.measured()
-                if not (kept.stays(before, after) and self._promises()):
+                if not moved and not (kept.stays(before, after) and self._promises()):
+                    continue
+                move = [words for words, one in others.items() if not _all_same(one.gradient(), unlike[words])]
+                if move and not moved:
+                    last.append((change, " and ".join(move)))
                     continue
                 report = self._graded()
-                if report is not None and report.verdict == "confirmed" and not self._warned(report):
-                    kinds.append(change.kind)
+                if report is not None and self._is_better(report):
+                    kinds.add(change.kind)
                     deadline = min(deadline, time.monotonic() + SECONDS / 4)
-                    yield _fix(definition, change, report, before, after)
+                    yield _fix(definition, change, report, before, after, moved)
 
-    def _warned(self, report: Report) -> bool:
-        """Return True if a warning is new; noise aside, which is the price of a fix."""
-        before = {check.code for check in self.report.failed}
-        return any(check.code not in before and not check.code.startswith("KL8") for check in report.warnings)
+    def _with_other_options(self, definition: Definition) -> Iterator[tuple[str, Loss]]:
+        """Yield the loss with other values of options: texts that its body compares them with, and switches."""
+        loss = self._kl_part
+        compared: dict[str, set[str]] = {}
+        for node in ast.walk(definition.node):
+            if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name):
+                parts = [part for one in node.comparators for part in ast.walk(one) if isinstance(part, ast.Constant)]
+                compared.setdefault(node.left.id, set()).update(
+                    one.value for one in parts if isinstance(one.value, str)
+                )
+        for parameter in loss.arguments.parameters:
+            value = loss.arguments.fillings.get(parameter.name, parameter.default)
+            texts: Sequence[object] = sorted(compared.get(parameter.name, ()))
+            values = [not value] if isinstance(value, bool) else texts
+            for other in values:
+                if other != value:
+                    yield (
+                        f"{parameter.name}={other!r}",
+                        loss.changed(arguments=loss.arguments.with_value(parameter.name, other), record=Record()),
+                    )
+
+    def _is_better(self, report: Report) -> bool:
+        """Return True if a report confirms without a new warning (noise aside, the price of a fix), or a sum over rows
+        in place of a mean."""
+        new = [check.code for check in report.warnings if check.code not in self._failed]
+        added_up = report.reduction == "sum" != self.report.reduction
+        return report.verdict == "confirmed" and not added_up and all(code.startswith("KL8") for code in new)
 
     def _promises(self) -> bool:
         """Return True if the changed loss follows the declared gradient, or its multiple, where it did not."""
@@ -152,9 +211,17 @@ class Search:
         return scale > 0 and relative_bias(found.gradient / scale, wanted, size(instance)) < NEAR
 
     def _graded(self) -> Report | None:
-        """Grade the changed loss as the first was graded; None as soon as a row disagrees."""
+        """Grade the changed loss as the first was graded, what it failed first; None as soon as anything disagrees."""
+        options = replace(self.grading.options, timeout=None)
+        if not any(row.wrong for row in self._rows):
+            errors = tuple(check.code for check in self.report.errors)
+            if self._graded_with(replace(options, select=errors, ignore=())) is None:
+                return None
+        return self._graded_with(options)
+
+    def _graded_with(self, options: Options) -> Report | None:
         loss = self.loss.changed(record=Record(), reader=Reader(self.loss.function))
-        grading = Grading.of(self.report.target, replace(self.grading.options, timeout=None))
+        grading = Grading.of(self.report.target, options)
         for _ in grading.steps(loss):
             if grading.findings and any(row.wrong for row in grading.findings.rows) and grading.scaled:
                 return None
@@ -194,8 +261,17 @@ class _Kept:
 
     def stays(self, before: _Measured, after: _Measured) -> bool:
         """Return True if nothing moved but the KL term and the loss's own value."""
-        pairs = zip(before.rest, after.rest, strict=True)
-        return all(one.shape == other.shape and _same(one, other) for one, other in pairs)
+        return _all_same(before.rest, after.rest)
+
+    def of(self, loss: Loss) -> "_Kept":
+        """Return the same for another loss."""
+        return replace(self, loss=loss)
+
+    def gradient(self) -> list[Tensor]:
+        """Return the value of one call, what it logs and its gradient; nothing if it fails."""
+        with suppress(KltestError):
+            return list(self._called(self.batch))
+        return []
 
     def _called(
         self, batch: Rollout, beta: float | None = None, *, rewarded: bool = False
@@ -242,11 +318,16 @@ def _numbers(answer: Any) -> Iterator[Tensor]:
         yield from _numbers(vars(answer))
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=UNCHANGED, atol=UNCHANGED, equal_nan=True)
+def _all_same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    def same(one: Tensor, other: Tensor) -> bool:
+        return one.shape == other.shape and torch.allclose(one, other, rtol=UNCHANGED, atol=UNCHANGED, equal_nan=True)
+
+    return len(ones) == len(others) and all(map(same, ones, others))
 
 
-def _fix(definition: Definition, change: Change, report: Report, before: _Measured, after: _Measured) -> Fix:
+def _fix(
+    definition: Definition, change: Change, report: Report, before: _Measured, after: _Measured, moved: str
+) -> Fix:
     """Return a confirmed change as plain data."""
     text = definition.changed(change.edits)
     old, new = (io.StringIO(one, newline="").readlines() for one in (definition.text, text))
@@ -266,7 +347,7 @@ def _fix(definition: Definition, change: Change, report: Report, before: _Measur
         last=len(old) - tail,
         text="".join(new[first : len(new) - tail]),
         diff=diff,
-        words=change.words,
+        words=change.words + (f"; it changes {moved} as well" if moved else ""),
         value=values,
         variance=variance,
         needs_logits=change.needs_logits,

@@ -1,0 +1,267 @@
+"""Fixes: a change of the source is proposed only if it is confirmed and if nothing but the KL term moves."""
+
+import csv
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from cases.table import FOLDER, cases
+
+from kltest.cli import fixes
+from kltest.errors import UsageError
+from kltest.grading.fixing.search import Search
+from kltest.grading.grader import Grading
+from kltest.grading.options import Options
+from kltest.loss.resolve import resolve
+from kltest.report import Report
+
+LABELS = {row["name"]: row["inside"] for row in csv.DictReader((FOLDER / "fixable.csv").open(encoding="utf-8"))}
+"""Whether a fix inside of the function exists, by the name of a row of the corpus, as a reader saw it beforehand."""
+
+
+def fixed(target, **options) -> Report:
+    """Grade a loss and look for a fix."""
+    checked = Options.of(**options)
+    loss = resolve(target, checked.call)
+    grading = Grading.of(str(target), checked)
+    for _ in grading.steps(loss):
+        pass
+    return Search(loss, grading, grading.report()).run()
+
+
+def written(folder: Path, source: str) -> str:
+    """Write a module with the function `loss`, and return the target."""
+    file = folder / "trainer.py"
+    file.write_text(f"import torch\n\n\n{source}", encoding="utf-8")
+    return f"{file}:loss"
+
+
+def added(report: Report) -> list[str]:
+    """Lines that the first fix writes."""
+    return [line[1:].strip() for line in report.fixes[0].diff.splitlines()[2:] if line.startswith("+")]
+
+
+# A kind of fix each: the loss, what is declared, and a line that the fix writes.
+KINDS = {
+    "the square of the rollout's log-ratio": (
+        "def loss(logp, ref_logp, mask):\n    return ((logp - ref_logp) * mask).sum(-1)\n",
+        "reverse_kl",
+        "return 0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2",
+    ),
+    "k2 for k3": (
+        "def loss(logp, ref_logp, mask):\n    d = ref_logp - logp\n    return (d.exp() - d - 1) * mask\n",
+        "local_reverse_kl",
+        "return (0.5 * (logp - ref_logp) ** 2) * mask",
+    ),
+    "sign": (
+        "def loss(logp, ref_logp):\n    return -0.5 * (ref_logp - logp) ** 2\n",
+        "local_reverse_kl",
+        "return 0.5 * (logp - ref_logp) ** 2",
+    ),
+    "reduction": (
+        "def loss(logp, ref_logp, mask):\n    k2 = 0.5 * (logp - ref_logp) ** 2 * mask\n    return k2.sum() / mask.sum()\n",
+        "local_reverse_kl",
+        "return k2.sum(-1).mean()",
+    ),
+    "a detached factor": (
+        "def loss(logp, ref_logp, mask):\n    u = ((logp - ref_logp) * mask).sum(-1)\n"
+        "    return u * (logp * mask).sum(-1)\n",
+        "reverse_kl",
+        "u = ((logp - ref_logp) * mask).sum(-1).detach()",
+    ),
+    "the ratio of the rollout": (
+        "def loss(logp, ref_logp, old_logp, mask):\n    half = 0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2\n"
+        "    ratio = ((logp - old_logp) * mask).sum(-1).exp().clamp(max=2).detach()\n    return ratio * half\n",
+        "reverse_kl",
+        "ratio = ((logp - old_logp) * mask).sum(-1).exp().detach()",
+    ),
+    "a copy of what is written into": (
+        "def loss(logp, ref_logp, mask):\n    ref_logp.mul_(mask)\n"
+        "    return 0.5 * ((logp * mask - ref_logp) ** 2).sum(-1)\n",
+        "local_reverse_kl",
+        "ref_logp = ref_logp.clone()",
+    ),
+    "normalised logits": (
+        "def loss(logits, ref_logits, mask):\n    p = logits.exp()\n"
+        "    return ((p * (logits - ref_logits)).sum(-1) * mask).sum(-1).mean()\n",
+        "local_reverse_kl",
+        "logits = logits.log_softmax(-1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fix_of_each_kind(tmp_path, kind):
+    source, declared, line = KINDS[kind]
+    report = fixed(written(tmp_path, source), expect=declared)
+    assert report.verdict == "refuted"
+    assert line in added(report)
+    # The sister, with the fix in it, is confirmed by itself.
+    fixes.write(report.fixes[0])
+    assert fixed(f"{tmp_path / 'trainer.py'}:loss", expect=declared).verdict == "confirmed"
+
+
+POLICY_LOSS = """def loss(logp, ref_logp, mask, advantages, beta=0.1):
+    policy = -(logp * advantages[:, None] * mask).sum(-1).mean()
+    d = ref_logp - logp
+    kl = ((d.exp() - d - 1) * mask).sum(-1).mean()
+    return policy + beta * kl, {"kl": kl.item(), "policy": policy.item()}
+"""
+
+
+def test_other_terms_and_metrics_stay(tmp_path):
+    target = written(tmp_path, POLICY_LOSS)
+    before = resolve(target).function
+    report = fixed(target, expect="local_reverse_kl")
+    for each in report.fixes:
+        file = tmp_path / "trainer.py"
+        file.write_text(f"import torch\n\n\n{POLICY_LOSS}", encoding="utf-8")
+        fixes.write(each)
+        after = resolve(target).function
+        logp = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]], dtype=torch.float64)
+        given = (logp, logp - 0.2, torch.ones(2, 2), torch.tensor([1.0, -1.0]))
+        assert before(*given)[1] == after(*given)[1]
+        assert before(*given, beta=0.0)[0] == after(*given, beta=0.0)[0]
+    assert len(report.fixes) == 2
+
+
+def test_an_entropy_bonus_is_not_removed(tmp_path):
+    source = """def loss(logp, ref_logp, mask, logits):
+    logits = logits.log_softmax(-1)
+    entropy = -((logits.exp() * logits).sum(-1) * mask).sum(-1)
+    return 0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2 - 0.05 * entropy
+"""
+    report = fixed(written(tmp_path, source))
+    assert report.verdict == "refuted"
+    assert not report.fixes
+    assert "no fix inside of the function" in report.advice
+
+
+def test_a_logged_number_that_would_change_is_kept(tmp_path):
+    source = """def loss(logp, ref_logp, mask):
+    d = ref_logp - logp
+    kl = (d.exp() - d - 1) * mask
+    return kl.sum(-1).mean(), {"kl": kl.detach().sum(-1).mean()}
+"""
+    report = fixed(written(tmp_path, source), expect="local_reverse_kl")
+    assert report.fixes
+    for each in report.fixes:
+        # Either the loss alone is computed anew, or the value of `kl` stays.
+        assert '{"kl": kl.detach()' in each.text or "kl.detach() + surrogate - surrogate.detach()" in each.text
+
+
+def test_other_options_keep_what_they_return(tmp_path):
+    source = """def loss(logp, ref_logp, mask, kind="k3"):
+    if kind == "k1":
+        kl = logp - ref_logp
+    elif kind == "k3":
+        kl = (ref_logp - logp).exp() - (ref_logp - logp) - 1
+    return kl * mask
+"""
+    report = fixed(written(tmp_path, source), expect="local_reverse_kl")
+    assert all(each.first == 8 for each in report.fixes[:1])
+    assert "kind='k1'" not in report.fixes[0].words
+
+
+def test_a_change_that_other_options_share_says_so(tmp_path):
+    source = """def loss(logp, ref_logp, mask, doubled=False):
+    kl = (ref_logp - logp).exp() - (ref_logp - logp) - 1
+    if doubled:
+        kl = 2 * kl
+    return kl * mask
+"""
+    assert (
+        "it changes doubled=True as well" in fixed(written(tmp_path, source), expect="local_reverse_kl").fixes[0].words
+    )
+
+
+def test_what_is_missing_is_said(tmp_path):
+    report = fixed(written(tmp_path, "def loss(logp, ref_logp):\n    return logp - ref_logp\n"))
+    assert not report.fixes
+    assert "no mask (mask)" in report.advice
+
+
+def test_a_right_loss_gets_none(tmp_path):
+    right = "def loss(logp, ref_logp, mask):\n    return 0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2\n"
+    report = fixed(written(tmp_path, right))
+    assert (report.verdict, report.fixes, report.advice) == ("confirmed", [], "")
+
+
+def test_a_registered_estimator_is_left_alone():
+    assert "registered" in fixed("k1-loss").advice
+
+
+@pytest.mark.scheduled
+def test_most_losses_that_can_be_fixed_are():
+    wanted = [case for case in cases() if LABELS.get(case.name) == "yes"]
+    found = []
+    for case in wanted:
+        target = str(FOLDER / case.target) if isinstance(case.target, str) and ".py:" in case.target else case.target
+        if fixed(target, **case.options).fixes:
+            found.append(case.name)
+    assert len(found) >= 0.7 * len(wanted)
+
+
+class TestWriting:
+    """`--fix=apply`."""
+
+    @pytest.fixture
+    def report(self, tmp_path):
+        source, declared, _ = KINDS["k2 for k3"]
+        return fixed(written(tmp_path, source), expect=declared)
+
+    def test_the_diff_and_the_lines_are_the_same_change(self, report, tmp_path):
+        fixes.write(report.fixes[0])
+        text = (tmp_path / "trainer.py").read_text()
+        assert "return (0.5 * (logp - ref_logp) ** 2) * mask" in text
+        assert "d.exp() - d - 1" not in text
+
+    def test_a_file_that_changed_is_left_alone(self, report, tmp_path):
+        file = tmp_path / "trainer.py"
+        file.write_text(file.read_text() + "# more\n")
+        before = file.read_text()
+        assert "has changed since it was read" in fixes.write(report.fixes[0])
+        assert file.read_text() == before
+
+    def test_permissions_stay(self, report, tmp_path):
+        file = tmp_path / "trainer.py"
+        file.chmod(0o755)
+        fixes.write(report.fixes[0])
+        assert stat.S_IMODE(file.stat().st_mode) == 0o755
+
+    def test_windows_ends_of_lines_stay(self, tmp_path):
+        source, declared, _ = KINDS["the square of the rollout's log-ratio"]
+        target = written(tmp_path, source)
+        file = tmp_path / "trainer.py"
+        file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+        report = fixed(target, expect=declared)
+        fixes.write(report.fixes[0])
+        assert file.read_bytes().count(b"\n") == file.read_bytes().count(b"\r\n") > 4
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+    def test_a_folder_that_cannot_be_written(self, report, tmp_path):
+        tmp_path.chmod(0o500)
+        assert "was not written" in fixes.write(report.fixes[0])
+        tmp_path.chmod(0o700)
+
+    def test_what_may_be_asked(self):
+        assert fixes.asked("show") and fixes.asked("apply") and not fixes.asked(None)
+        with pytest.raises(UsageError, match="--fix=apply"):
+            fixes.asked("yes")
+
+
+def test_formats_carry_it(tmp_path):
+    from kltest.render import render
+
+    source, declared, _ = KINDS["k2 for k3"]
+    report = fixed(written(tmp_path, source), expect=declared)
+    sarif = json.loads(render("sarif", [report]))
+    change = sarif["runs"][0]["results"][0]["fixes"][0]["artifactChanges"][0]["replacements"][0]
+    assert change["insertedContent"]["text"] == report.fixes[0].text
+    assert change["deletedRegion"]["startLine"] == report.fixes[0].first
+    for form in ("text", "markdown", "html"):
+        assert "0.5 * (logp - ref_logp) ** 2" in render(form, [report]).replace("&#42;", "*")
+    assert json.loads(render("json", [report]))["fixes"][0]["diff"] == report.fixes[0].diff
