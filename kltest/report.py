@@ -145,7 +145,7 @@ class Fix:
 
     `text` replaces the lines from `first` to `last` of `file` (it is inserted before `first` if `last` is less), a file
     with the SHA-256 `digest`; `diff` is the same as a unified diff. `words` says what changes, `value` what becomes of
-    the number that is returned. `variance` is the relative variance of a rollout's gradient, as in `GradientRow`;
+    the number that is returned. `variance` is the relative variance of a rollout's gradient, if it was measured;
     `needs_logits` tells if whole next-token distributions enter the term.
     """
 
@@ -156,7 +156,7 @@ class Fix:
     diff: str
     words: str
     value: str
-    variance: float
+    variance: float | None
     needs_logits: bool
     digest: str
 

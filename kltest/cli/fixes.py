@@ -4,10 +4,14 @@ import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kltest import files
 from kltest.errors import KltestError, UsageError
 from kltest.report import Fix, Report
+
+if TYPE_CHECKING:
+    from kltest.scanning.rows import Row
 
 SHOW, APPLY = "show", "apply"
 
@@ -19,13 +23,13 @@ def asked(fix: str | None) -> bool:
     return fix is not None
 
 
-def applied(reports: Sequence[Report]) -> Iterator[str]:
-    """Write the first fix of each report into its file, and yield a sentence on each."""
-    for report in reports:
-        if report.fixes:
-            yield write(report.fixes[0])
-        elif report.verdict == "refuted":
-            yield f"{report.target}: nothing was written: {report.advice or 'there is no fix'}"
+def applied(found: "Sequence[Report | Row]") -> Iterator[str]:
+    """Write the first fix of each report, or finding, into its file, and yield a sentence on each."""
+    for one in found:
+        if one.fixes:
+            yield write(one.fixes[0])
+        elif one.advice:
+            yield f"{one.target if isinstance(one, Report) else one.spot}: nothing was written: {one.advice}"
 
 
 def write(fix: Fix) -> str:

@@ -1,14 +1,28 @@
 """Fixes of a report as text: what changes, the diff as it is, and what else would do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from kltest.render.tables import PLAIN, Terminal, paint, wrap
-from kltest.report import Fix, Report
+from kltest.report import Fix
+
+
+class Fixed(Protocol):
+    """What fixes were looked for of."""
+
+    @property
+    def fixes(self) -> Sequence[Fix]:
+        """The fixes, the smallest first."""
+
+    @property
+    def advice(self) -> str:
+        """Why there is none."""
+
 
 COLOURS = {"+": "green", "-": "red", "@": "cyan"}
 
 
-def lines(report: Report, terminal: Terminal = PLAIN) -> Iterator[str]:
+def lines(report: Fixed, terminal: Terminal = PLAIN) -> Iterator[str]:
     """Yield the first fix with its diff and the other one in a sentence, or why there is none."""
     if report.advice:
         yield from wrap(f"fix: {report.advice}", terminal, indent="  ", first="")
@@ -24,6 +38,5 @@ def lines(report: Report, terminal: Terminal = PLAIN) -> Iterator[str]:
 def summary(fix: Fix) -> str:
     """Return in a sentence what a fix does, and its price."""
     needs = "; it needs whole next-token distributions" if fix.needs_logits else ""
-    return (
-        f"{fix.words}; {fix.value}. Confirmed when graded again; variance {fix.variance:.3g} on short rollouts{needs}"
-    )
+    variance = "" if fix.variance is None else f"; variance {fix.variance:.3g} on short rollouts"
+    return f"{fix.words}; {fix.value}. Confirmed when graded again{variance}{needs}"

@@ -23,7 +23,10 @@ def github(scan: Scan) -> str:
 def sarif(scan: Scan) -> str:
     """Return SARIF 2.1.0: a result an error, a warning, a known finding or a note, on the term's lines."""
     return document(
-        Finding(code, level, text, row.file, row.line, row.last, row.function, (*row.key[:5], code))
+        Finding(
+            *(code, level, text, row.file, row.line, row.last, row.function, (*row.key[:5], code)),
+            fixes=row.fixes if level == "error" else (),
+        )
         for row in scan.rows
         for code, level, text in _results(row)
     )

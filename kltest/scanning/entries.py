@@ -179,7 +179,7 @@ class Tree:
             script = [one for one in source.tree.body if not isinstance(one, DEFINITIONS)]
             runs = any(map(speaks_of_probabilities, script))
             if (wanted or runs) and (scope := self.scope(file)) is not None:
-                for function, kind in _functions(scope.variables, file):
+                for function, kind in functions(scope.variables, file):
                     if function.definition in wanted:
                         yield from self._with_inner(source, function, kind, wanted)
                 if runs:
@@ -210,7 +210,7 @@ class Tree:
         entry, followed = self.entered(source, function, kind, around=around), dict(self.evaluator.followed)
         yield entry
         scope = followed.get(function.definition)
-        for inner, its in _functions(scope.variables if scope else {}, function.scope.file):
+        for inner, its in functions(scope.variables if scope else {}, function.scope.file):
             if inner.definition in wanted and inner.definition not in followed:
                 yield from self._with_inner(source, inner, its, wanted, entry.graph)
 
@@ -285,7 +285,7 @@ def _literals(annotation: ast.expr) -> list[Any]:
             return []
 
 
-def _functions(variables: Mapping[str, Any], file: str) -> Iterator[tuple[Function, Kind | None]]:
+def functions(variables: Mapping[str, Any], file: str) -> Iterator[tuple[Function, Kind | None]]:
     """Yield the functions and methods that a file defines, with the class of a method."""
     # What is defined in a branch is a choice.
     for value in [one for each in list(variables.values()) for one in branches_of(each)]:

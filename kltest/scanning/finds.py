@@ -188,7 +188,7 @@ def _logged(entry: Entry) -> Iterator[Any]:
             listed = isinstance(stored.value, Node) and stored.value.operation == "appended"
             yield stored.value.arguments[-1] if listed else stored.value
     values = [part for node in entry.graph.nodes for part in node.arguments if isinstance(part, dict)]
-    yield from (value for name, value in _keyed([*values, entry.returned]) if says_kl(name))
+    yield from (value for name, value in keyed([*values, entry.returned]) if says_kl(name))
 
 
 def _is_kl(find: Find) -> bool:
@@ -243,7 +243,7 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
     named = list(_returned(entry.returned, entry.graph.names))
     losses = [value for name, value in named if is_loss(name) and not is_logged(name)]
     losses = [one for one in losses if not any(map(_is_detached, branches_of(one)))]
-    logs = set(nodes_in([one for _, one in _keyed(entry.returned)])) if losses else set()
+    logs = set(nodes_in([one for _, one in keyed(entry.returned)])) if losses else set()
     # Under its own key: what else it is called says nothing of this use.
     helpers = [(name, value) for name, value in named if not is_logged(name.partition(" ")[0])]
     yield from ((value, "helper") for name, value in helpers if not losses or (says_kl(name) and value not in logs))
@@ -309,16 +309,16 @@ def _returned(value: Any, names: Mapping[Node, Mapping[str, None]], name: str = 
         yield " ".join([name, *names.get(value, ())]), value
 
 
-def _keyed(value: Any) -> Iterator[tuple[str, Any]]:
+def keyed(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the entries of dictionaries in a value."""
     if isinstance(value, dict):
         yield from ((name, one) for name, one in value.items() if isinstance(name, str))
     elif isinstance(value, tuple | list):
         for one in value:
-            yield from _keyed(one)
+            yield from keyed(one)
     elif isinstance(value, Thing):
         for one in value.attributes.values():
-            yield from _keyed(one)
+            yield from keyed(one)
 
 
 def _is_container(value: Any) -> bool:

@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from kltest.checks import CHECKS
 from kltest.files import as_json, as_markdown
+from kltest.render import fixes
 from kltest.render.tables import PLAIN, Terminal, paint, wrap
 from kltest.render.words import one_line, visible
 from kltest.scanning.annotations import github, sarif
@@ -58,7 +59,8 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
         unshown = [*blocks.pop()[0], *unshown]
     more = [f"and {counted(unshown)}: --verbose"] if unshown else []
     details = [["", *_details(row, terminal)] for row in scan.rows if terminal.verbose]
-    shown = [*(lines for _, lines in blocks), more, *details, hints, tail, [""]]
+    changes = [["", row.spot, *fixes.lines(row, terminal)] for row in scan.rows if row.fixes or row.advice]
+    shown = [*(lines for _, lines in blocks), more, *details, *changes, hints, tail, [""]]
     return "\n".join(line for lines in shown for line in lines)
 
 

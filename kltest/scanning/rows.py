@@ -3,9 +3,10 @@
 import ast
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kltest.report import Fix
 from kltest.scanning.declarations import Key, key
 
 NAME = "kl_term"
@@ -30,8 +31,9 @@ class Row:
     it was not run or failed. `gradients` are the names followed by sampler, and `fits` the rows behind them;
     `directions` are the least cosines with named gradients of what has no name itself. `found` are the errors that
     apply, `warnings` the warnings, and `noted` the errors that only stale rollouts would make; `logs` says which KL a
-    term is that is only logged. `parts` are the lines of the term by file, and `depends` those of the functions that it
-    depends on.
+    term is that is only logged. `fixes` are changes of the source with which a finding passes, if they were asked for,
+    and `advice` is why there are none. `parts` are the lines of the term by file, and `depends` those of the functions
+    that it depends on.
     """
 
     file: str
@@ -63,6 +65,8 @@ class Row:
     warnings: Sequence[str] = ()
     noted: Sequence[str] = ()
     messages: Mapping[str, str] = field(default_factory=dict)
+    fixes: Sequence[Fix] = ()
+    advice: str = ""
 
     @property
     def fresh(self) -> bool:
@@ -144,6 +148,8 @@ class Row:
             "guessed": bool(self.notes),
             "errors": self.codes,
             "declared": self.declared or None,
+            "fixes": [asdict(fix) for fix in self.fixes],
+            "advice": self.advice,
         }
 
 

@@ -33,12 +33,13 @@ class Definition:
     """A function and the file that defines it.
 
     Attributes:
-        function: what runs; its code is exchanged to run a changed text, so that every way to it leads there.
+        function: what runs; its code is exchanged to run a changed text, so that every way to it leads there. None for
+            a function that is only read.
         path, text: the file, and what it held when it was read.
         node: the definition in the tree of the file.
     """
 
-    function: FunctionType
+    function: FunctionType | None
     path: Path
     text: str
     node: ast.FunctionDef
@@ -107,6 +108,7 @@ class Definition:
             whole = compile(source, str(self.path), "exec", dont_inherit=True)
         except (SyntaxError, ValueError):
             raise NotChangeableError("the change is no Python") from None
+        assert self.function is not None
         old = self.function.__code__
         for code in _codes(whole):
             if code.co_name == old.co_name and code.co_firstlineno == old.co_firstlineno:
@@ -118,6 +120,7 @@ class Definition:
     @contextmanager
     def running(self, code: CodeType) -> Iterator[None]:
         """Run this code whenever the function is called."""
+        assert self.function is not None
         before = self.function.__code__
         self.function.__code__ = code
         try:

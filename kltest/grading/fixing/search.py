@@ -329,6 +329,17 @@ def _fix(
     definition: Definition, change: Change, report: Report, before: _Measured, after: _Measured, moved: str
 ) -> Fix:
     """Return a confirmed change as plain data."""
+    values = "what it returns keeps its value"
+    if abs(before.value - after.value) > UNCHANGED * max(abs(before.value), 1.0):
+        values = f"the value that it returns changes, on a batch of ours from {before.value:.4g} to {after.value:.4g}"
+    rows = {(row.environment, row.sampler): row.relative_variance for row in report.gradients}
+    variance = rows.get(("ragged", "current"), next(iter(rows.values())))
+    words = change.words + (f"; it changes {moved} as well" if moved else "")
+    return replace(fix_of(definition, change, values), words=words, variance=variance)
+
+
+def fix_of(definition: Definition, change: Change, value: str) -> Fix:
+    """Return a change as plain data; `value` says what becomes of what is returned. Its variance is not known."""
     text = definition.changed(change.edits)
     old, new = (io.StringIO(one, newline="").readlines() for one in (definition.text, text))
     file = shown_path(definition.path)
@@ -336,20 +347,15 @@ def _fix(
     diff = "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))
     first = _common(old, new)
     tail = _common(old[first:][::-1], new[first:][::-1])
-    values = "what it returns keeps its value"
-    if abs(before.value - after.value) > UNCHANGED * max(abs(before.value), 1.0):
-        values = f"the value that it returns changes, on a batch of ours from {before.value:.4g} to {after.value:.4g}"
-    rows = {(row.environment, row.sampler): row.relative_variance for row in report.gradients}
-    variance = rows.get(("ragged", "current"), next(iter(rows.values())))
     return Fix(
         file=file,
         first=first + 1,
         last=len(old) - tail,
         text="".join(new[first : len(new) - tail]),
         diff=diff,
-        words=change.words + (f"; it changes {moved} as well" if moved else ""),
-        value=values,
-        variance=variance,
+        words=change.words,
+        value=value,
+        variance=None,
         needs_logits=change.needs_logits,
         digest=hashlib.sha256(definition.text.encode()).hexdigest(),
     )

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -86,12 +86,19 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
+class Fields(Protocol):
+    """What fields are found in: a batch of rollouts."""
+
+    def peek(self, name: str) -> Any:
+        """Return a field."""
+
+
 @dataclass(frozen=True)
 class Body:
     """The statements of a function that ran, its expressions, and the names by which a statement knows the fields."""
 
     definition: Definition
-    batch: Rollout
+    batch: Fields
     expressions: Sequence[Seen]
     scopes: Mapping[ast.stmt, Mapping[str, Any]]
 
@@ -195,6 +202,7 @@ def _moves(value: Tensor, calls: "list[tuple[Any, bool, int]] | None") -> bool:
 
 def _record(definition: Definition, code: Any, loss: Loss, batch: Rollout) -> _Recorder:
     recorder = _Recorder()
+    assert definition.function is not None
     globals_: dict[str, Any] = definition.function.__globals__
     globals_[SEE], globals_[SCOPE] = recorder.see, recorder.scope
     try:
