@@ -161,6 +161,7 @@ class Changes:
     def _all(self) -> Iterator[Change]:
         yield from self._at_the_start()
         yield from self._statements()
+        yield from self._in_place()
         for seen in self.body.expressions:
             written = Written(self._names(seen.statement), self.careful)
             yield from self._simpler(seen)
@@ -239,6 +240,33 @@ class Changes:
                 text = self.definition.source(statement).split("\n", 1)[0]
                 yield Change((edit,), f"{_short(text)} is left out", "statement")
 
+    def _in_place(self) -> Iterator[Change]:
+        """What is written into something is given a name instead: `x.mul_(y)` and `x *= y`."""
+        for statement in self.body.scopes:
+            text = ""
+            if isinstance(statement, ast.AugAssign):
+                operation = ast.unparse(ast.BinOp(ast.Name("x"), statement.op, ast.Name("y")))[1:-1].strip()
+                target = self.definition.source(statement.target)
+                text = f"{target} = {target} {operation} {self._tight(statement.value)}"
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(call, ast.Call) and (done := self._not_in_place(call)):
+                owner = self.definition.source(call.func.value)  # type: ignore[attr-defined]
+                text = f"{owner} = {done}" if owner.isidentifier() else ""
+            if text:
+                yield Change((Edit(*self.definition.span(statement), text),), f"{_short(text)}", "in-place")
+        for seen in self.body.expressions:
+            if isinstance(seen.node, ast.Call) and (done := self._not_in_place(seen.node)):
+                yield self._instead(seen, done, f"{self._shown(seen)} is {_short(done)}", "in-place")
+
+    def _not_in_place(self, call: ast.Call) -> str:
+        """Return a call of a method that writes into its object as that of the method that does not, "" for others."""
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        if not name.endswith("_") or name.endswith("__") or not hasattr(torch.Tensor, name[:-1]):
+            return ""
+        start = self.definition.span(call.func)[1]
+        text, begin = self.definition.source(call), self.definition.span(call)[0]
+        return f"{text[: start - begin - 1]}{text[start - begin :]}"
+
     def _lines_of(self, statement: ast.stmt) -> Edit | None:
         """The lines of a statement, None if it shares one."""
         after = self._after(statement, [])
@@ -291,6 +319,8 @@ class Changes:
             values = [u, u and written.total(u, keep=True), written.total(own, keep=True)]
         elif dim == 1:
             values = [u and written.total(u)]
+        elif dim == 0:
+            values = [u and f"{written.total(u)}.mean()"]
         for value in filter(None, values):
             value = written.masked(value) if self._is_zero_at_padding(seen) else value
             bare = value[1:-1] if value == u and value.startswith("(") else value
