@@ -5,13 +5,14 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kltest.errors import KltestError
-from kltest.grading.fixing.changes import Change, Changes
+from kltest.grading.fixing.changes import KEEP_THE_VALUE, Change, Changes
 from kltest.grading.fixing.definition import Definition
 from kltest.grading.fixing.search import fix_of
 from kltest.grading.fixing.seen import CLOSED, LOOKED_AT, Body, Seen
@@ -43,29 +44,24 @@ def fix(row: Row, judge: Judge, seconds: float = SECONDS) -> None:
     every other term of these files is to stay what it was. What the term is to follow is what is declared, else the
     gradient of next tokens for a term of a loss, of whole rollouts for one of a reward, else the other of the two.
     """
-    path = Path(row.file).resolve()
-    found = _Term.of(path, row) if path.suffix == ".py" else None
-    if found is None:
-        row.advice = "no fix: its function is not read alone"
-        return
     both = ["reverse_kl", "local_reverse_kl"]
     wanted = [row.declared] if row.declared else both if row.place in ("reward", "advantage") else both[::-1]
     tried, deadline = 0, time.monotonic() + seconds
-    for name in wanted:
-        for change in _changes(found.body, name):
+    for name, term in product(wanted, list(_Term.all_of(row))):
+        for change in _changes(term.body, name):
             if time.monotonic() > deadline:
                 break
             tried += 1
-            after = found.after(change)
+            after = term.after(change)
             if after is None or not _follows(after, name):
                 continue
             graded = next(judge.judged([replace(after, declared=row.declared, ignored=row.ignored)]))
             if graded.state == "passed":
-                keeps = change.kind in ("straight-through", "logits", "detach")
+                keeps = change.kind in (*KEEP_THE_VALUE, "detach")
                 value = "what is logged stays" if keeps else "its value changes, what is logged stays"
-                row.fixes = [fix_of(found.body.definition, change, value)]
+                row.fixes = [fix_of(term.body.definition, change, value)]
                 return
-    row.advice = f"no fix inside of the function was found ({tried} changes were tried)"
+    row.advice = f"no fix inside of its functions was found ({tried} changes were tried)"
 
 
 @dataclass(frozen=True)
@@ -80,14 +76,20 @@ class _Term:
     logged: Sequence[torch.Tensor]
 
     @classmethod
-    def of(cls, path: Path, row: Row) -> "_Term | None":
-        """Return the term of a row; None if its function is not found and read by itself."""
-        names = dict.fromkeys([str(path), *(one[0] for one in row.depends)])
+    def all_of(cls, row: Row) -> "Iterator[_Term]":
+        """Yield the term in its function, and in those that make something of it, as far as each is read by itself."""
+        home = str(Path(row.file).resolve())
+        names = dict.fromkeys([home, *(file for file, _, _ in row.depends)])
         files = {Path(name): Path(name).read_bytes() for name in names}
         rows = list(Search(list(files.items()), Store(None)))
         own = next((one for one in rows if _is_same(one, row)), None)
-        read = _read(files, path, row.line)
-        return None if own is None or read is None else cls(path, files, rows, own, *read)
+        seen = set()
+        for file, line in [(home, row.line), *((file, line) for file, line, _ in row.depends)]:
+            path = Path(file)
+            read = _read(files, path, line) if own and path.suffix == ".py" else None
+            if own and read and (file, read[0].definition.node.lineno) not in seen:
+                seen.add((file, read[0].definition.node.lineno))
+                yield cls(path, files, rows, own, *read)
 
     def after(self, change: Change) -> Row | None:
         """Return the term with a change in place; None if another term changes, or what is logged."""
@@ -238,7 +240,7 @@ def _read(files: Files, path: Path, line: int) -> tuple[Body, list[torch.Tensor]
         scopes = {at: _known(entry, names, rollouts) for at, names in reader.scopes.items()}
         logged = [_computed(entry, node, rollouts) for node in nodes_in(list(_logged(entry)))]
     definition = Definition(None, path, source.text, reader.node)
-    return Body(definition, _Fields(rollouts), found, scopes), [one[0].detach() for one in logged if one]
+    return Body(definition, _Fields(rollouts), found, scopes), [one[0].detach().double() for one in logged if one]
 
 
 def _logged(entry: Entry) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -11,6 +12,8 @@ from kltest.grading.fixing.seen import Body, Seen
 
 # Text of these binds tighter than any operator.
 TIGHT = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Constant, ast.List, ast.Tuple)
+# Kinds of changes that keep the value of an expression and replace its gradient.
+KEEP_THE_VALUE = ("straight-through", "logits")
 # In these, an expression needs no parentheses around it.
 LOOSE = (ast.Assign, ast.AnnAssign, ast.Return, ast.keyword, ast.Expr, ast.AugAssign, ast.Tuple, ast.List, ast.Dict)
 
@@ -18,12 +21,14 @@ LOOSE = (ast.Assign, ast.AnnAssign, ast.Return, ast.keyword, ast.Expr, ast.AugAs
 @dataclass(frozen=True)
 class Change:
     """One change: its edits, and in words what it does. `kind` is one word a kind of change; a fix and its alternative
-    are of two kinds. `needs_logits`: whole next-token distributions enter the term."""
+    are of two kinds. `needs_logits`: whole next-token distributions enter the term. `at` is the expression in whose
+    place something else is written."""
 
     edits: tuple[Edit, ...]
     words: str
     kind: str
     needs_logits: bool = False
+    at: ast.expr | None = None
 
     def size(self, definition: Definition) -> tuple[int, int]:
         """Return how many lines change, and what is written less twice what is replaced: whole expressions go first."""
@@ -155,7 +160,8 @@ class Changes:
         """Return all candidates, those that change fewest lines and characters first, each text once."""
         found: dict[tuple[Edit, ...], Change] = {}
         for change in self._all():
-            found.setdefault(change.edits, change)
+            if self._keeps_coefficients(change):
+                found.setdefault(change.edits, change)
         return sorted(found.values(), key=lambda change: change.size(self.definition))
 
     def _all(self) -> Iterator[Change]:
@@ -175,6 +181,51 @@ class Changes:
             elif seen.of_sampler and seen.value.dim():
                 for words, ratio in written.ratios(seen.value.dim()):
                     yield self._instead(seen, ratio, f"the ratio is {words}", "ratio")
+
+    def _keeps_coefficients(self, change: Change) -> bool:
+        """Return True if every coefficient in the expression that is replaced is in the text in its place as well."""
+        if change.at is None:
+            return True
+        lost = self._coefficients(change.at)
+        text = "" if change.kind in KEEP_THE_VALUE else change.edits[-1].text
+        return all(self.definition.source(one) in text for one in lost)
+
+    def _coefficients(self, node: ast.AST) -> list[ast.expr]:
+        """Return the numbers with which what moves with the reference is multiplied, and names of what is so."""
+        found: list[ast.expr] = []
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Name) and inner.id in self._scaled:
+                found.append(inner)
+            if isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Mult):
+                for one, other in ((inner.left, inner.right), (inner.right, inner.left)):
+                    if self._is_number(one) and any(self._moves(part) for part in ast.walk(other)):
+                        found.append(one)
+        return found
+
+    def _is_number(self, node: ast.expr) -> bool:
+        """Return True for a number that is no part of an estimator, as ½ is."""
+        if isinstance(node, ast.Constant):
+            return node.value not in (0.5, 1, 2)
+        within = [self._seen[one] for one in ast.walk(node) if one in self._seen]
+        return all(one.value.dim() == 0 and not one.trainable and not one.of_reference for one in within)
+
+    def _moves(self, node: ast.AST) -> bool:
+        return node in self._seen and self._seen[node].of_reference
+
+    @cached_property
+    def _seen(self) -> dict[ast.AST, Seen]:
+        return {one.node: one for one in self.body.expressions}
+
+    @cached_property
+    def _scaled(self) -> set[str]:
+        """Names of what was multiplied with a coefficient."""
+        found: set[str] = set()
+        self.__dict__["_scaled"] = found  # names that are known so far count for the next
+        for statement in self.body.scopes:
+            if isinstance(statement, ast.Assign | ast.AugAssign) and self._coefficients(statement.value):
+                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                found |= {one.id for one in targets if isinstance(one, ast.Name)}
+        return found
 
     def _names(self, statement: ast.stmt) -> dict[str, str]:
         if statement not in self._known:
@@ -381,12 +432,13 @@ class Changes:
             or isinstance(self._parents[seen.node], LOOSE)
             or self._is_argument(seen.node)
         )
-        return Change((Edit(start, end, text if loose else f"({text})"),), words, kind, needs_logits)
+        edit = Edit(start, end, text if loose else f"({text})")
+        return Change((edit,), words, kind, needs_logits, seen.node)
 
     def _straight_through(self, seen: Seen, text: str, words: str, kind: str, needs_logits: bool) -> Change:
         """Keep the value of an expression and exchange its gradient; on lines of their own where that can be."""
         name, statement = "surrogate", seen.statement
-        while name in self.body.scopes[statement] or name in self.definition.node.args.args:
+        while name in self.body.scopes[statement]:
             name += "_"
         target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
         if isinstance(target, ast.Name) and statement.value is seen.node:  # type: ignore[attr-defined]
@@ -394,11 +446,11 @@ class Changes:
             # The target may be a name that the term reads, so the term is computed first.
             before, after = self._before(statement, [f"{name} = {text}"]), self._after(statement, [kept])
             if before and after:
-                return Change((before, after), words, kind, needs_logits)
+                return Change((before, after), words, kind, needs_logits, seen.node)
         own = f"{self._tight(seen.node)}.detach()"
         if before := self._before(statement, [f"{name} = {text}"]):
             replaced = self._instead(seen, f"{own} + {name} - {name}.detach()", words, kind)
-            return Change((before, *replaced.edits), words, kind, needs_logits)
+            return Change((before, *replaced.edits), words, kind, needs_logits, seen.node)
         return self._instead(
             seen, f"{own} + {_tightened(text)} - {_tightened(text)}.detach()", words, kind, None, needs_logits
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from kltest.errors import KltestError
 from kltest.grading.fixing.changes import Change, Changes
 from kltest.grading.fixing.definition import Definition
-from kltest.grading.fixing.seen import look
+from kltest.grading.fixing.seen import SAME, look
 from kltest.grading.grader import Grading
 from kltest.grading.options import Options
 from kltest.identify.case import Case, relative_bias, size, target
@@ -180,10 +180,14 @@ class Search:
                     )
 
     def _is_better(self, report: Report) -> bool:
-        """Return True if a report confirms without a new warning (noise aside, the price of a fix), or a sum over rows
-        in place of a mean."""
+        """Return True if a report confirms without a new warning (noise aside, the price of a fix), a sum over rows in
+        place of a mean, or another scale than the one that was there."""
         new = [check.code for check in report.warnings if check.code not in self._failed]
         added_up = report.reduction == "sum" != self.report.reduction
+        known = [abs(c) for row in self._rows for c in (row.identified or {}).values()]
+        scales = [row.scale for row in report.gradients if row.scale]
+        if "KL106" in new and all(any(abs(one - c) < SAME * c for c in known) for one in scales):
+            new.remove("KL106")
         return report.verdict == "confirmed" and not added_up and all(code.startswith("KL8") for code in new)
 
     def _promises(self) -> bool:
