@@ -6,14 +6,13 @@ Each changes one thing in one environment and compares gradients. It is made onc
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from kltest.checks.batches import apart, gradient, limit, moves, norm, with_gradient
+from kltest.checks.lifted import WithoutBounds, WithoutStops
 from kltest.environments.policies import table
 from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
@@ -77,7 +76,7 @@ def right_without_clip(findings: Findings, environment: str) -> bool:
     loss, instance = findings.loss, instances(environment, findings.seed)[0]
 
     def lifted(rollout: Rollout) -> Outcome:
-        with _LiftLimits():
+        with WithoutBounds():
             return loss(rollout)
 
     near = table(instance.policy + NEAR * (instance.sampler - instance.policy))
@@ -98,7 +97,7 @@ def fixed_by_reattaching(findings: Findings, environment: str) -> bool:
 
     def missing(one_sided: bool, rollout: Rollout) -> dict[str, Tensor]:
         flowing = 0.0 if one_sided else _towards_sampler(loss, rollout)
-        with _LiftStops():
+        with WithoutStops():
             return {"logp": flowing - _towards_sampler(loss, rollout)}
 
     rollout, least = _rollout(findings, environment), TOLERANCES["float32"].influence
@@ -115,33 +114,3 @@ def _towards_sampler(loss: Loss, rollout: Rollout) -> Tensor:
 
 def _rollout(findings: Findings, environment: str) -> Rollout:
     return Rollout.of(instances(environment, findings.seed)[0], sampler="stale", padding=findings.seed)
-
-
-class _LiftLimits(TorchFunctionMode):
-    """Mode in which clamp and clip return their input, and a minimum or maximum with a constant the other argument."""
-
-    CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
-    CHOICES = frozenset({"minimum", "maximum", "min", "max"})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name.removesuffix("_") in self.CLAMPS:
-            return args[0] if args else (kwargs or {})["input"]
-        if name in self.CHOICES and len(args) == 2 and isinstance(args[1], Tensor):
-            constant = [item.dim() == 0 for item in args]
-            if any(constant) and not all(constant):
-                return args[constant.index(False)]
-        return func(*args, **(kwargs or {}))
-
-
-class _LiftStops(TorchFunctionMode):
-    """Mode in which detach, .data and no_grad have no effect."""
-
-    STOPS = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.detach_})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.STOPS or func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
-            return args[0]
-        if func is torch._C._set_grad_enabled:
-            args = (True,)
-        return func(*args, **(kwargs or {}))
