@@ -1,7 +1,7 @@
 """KL506: the gradient goes to the reference or the sampler.
 
-A loss gets the log-probs of the reference and the sampler as constants, so that `logp - ref_logp` needs no detach: while
-the policy gets its gradient, a constant that would receive one as well does no harm. A leak is real if
+A loss gets the log-probs of the reference and the sampler as constants, so that `logp - ref_logp` needs no detach:
+while the policy gets its gradient, a constant that would receive one as well does no harm. A leak is real if
 
 - the loss itself makes such a constant trainable (`requires_grad_()`, a `.grad` left behind), or
 - the gradient goes to the constant *instead of* the policy, whose side of that term is detached. Either no gradient
