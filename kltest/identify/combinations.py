@@ -45,4 +45,5 @@ LOCAL_FORMS = {
     "squared_log_ratio_sum": "local_squared_log_ratio",
     "chi_square": "local_chi_square",
     "total_variation": "local_total_variation",
+    "entropy": "local_entropy",
 }
