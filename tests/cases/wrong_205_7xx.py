@@ -119,7 +119,10 @@ CASES = [
     wrong("KL105", a_tenth_of_both, options=LOCAL),
     wrong("KL105", entropy_of_samples_beside_k3, ("KL102", "KL503"), LOCAL),
     right(entropy_beside_the_exact_kl, {"expect": "local_reverse_kl-0.05*local_entropy"}),
-    right(entropy_beside_the_exact_kl, {"expect": "local_reverse_kl@sampler-0.05*local_entropy@sampler", "sampler": "stale"}),
+    right(
+        entropy_beside_the_exact_kl,
+        {"expect": "local_reverse_kl@sampler-0.05*local_entropy@sampler", "sampler": "stale"},
+    ),
     wrong("KL703", top_p_log_prob, also=("KL504",), options=LOCAL),
     wrong("KL703", tokens_outside_are_skipped, also=("KL504",), options=LOCAL),
 ]
