@@ -113,9 +113,9 @@ def reach_in_short(report: Report) -> str:
     """Return on one line how far the gradient was compared with the declared one; empty if it was not."""
     if (found := report.reach) is None:
         return ""
-    rows = f"{found.rows} row{'s' if found.rows > 1 else ''}"
+    tokens, rows = (f"{many} {what}{'s' * (many > 1)}" for many, what in ((found.tokens, "token"), (found.rows, "row")))
     sampler = f"{found.sampler:.2g} to sampler" if found.sampler else "policy as sampler"
-    return f"up to {found.tokens} tokens, {rows}, log-ratio {found.reference:.2g} to reference, {sampler}"
+    return f"up to {tokens}, {rows}, log-ratio {found.reference:.2g} to reference, {sampler}"
 
 
 def reach(report: Report) -> str:
