@@ -142,11 +142,21 @@ def _similar(word: str, other: str) -> bool:
 
 _KL = re.compile(r"(approx|mean|avg|ref|seq|token|policy)?kl(s|d|div|divergence)?\d*")
 _NO_KL = re.compile(
-    r"beta|clip|coeff?(icient)?|controller|cost|ctl|early|forward|frac(tion)?|grad(ient)?|kind|limit|loss(es)?|mask|max|"
-    r"min|mode|name|old|penalt(y|ies)|rewards?|sampler|scaled?|sq|squared?|std|stop|target|term|threshold|type|"
-    r"var(iance)?|weight(ed)?"
+    r"alpha|beta|bound|budget|clip(ped)?|coeff?(icient)?s?|controller|cost|counts?|ctl|decay|early|exceeded|forward|"
+    r"frac(tion)?|grad(ient)?|horizon|kind|lambda|limit|loss(es)?|lr|margin|mask|max|min|mode|n|name|num|old|penalt(y|ies)|"
+    r"percent|ratio|rewards?|sampler|scaled?|schedule|skipped|sq|squared?|std|steps|stop(ped)?|target|tau|term|threshold|"
+    r"tolerance|type|var(iance)?|warmup|weight(ed)?"
 )
 """Beside KL, these words say that it is something else: a multiple, another statistic, a setting."""
+
+
+_STATISTICS = frozenset({"mean", "avg", "average"})
+
+
+def quantity(key: str) -> str:
+    """Return the part of a metric's key that names what is logged: `kl` of `actor/kl`, `train/kl/mean` or `kl`."""
+    *groups, last = key.split("/")
+    return groups[-1] if groups and last.lower() in _STATISTICS else last
 
 
 def says_kl(name: str) -> bool:

@@ -46,4 +46,5 @@ _NEXT_TOKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "local_squared_log_ratio": lambda p, q: (p.exp() * 0.5 * (p - q) ** 2).sum(dim=1),
     "local_chi_square": lambda p, q: 0.5 * ((2 * p - q).exp().sum(dim=1) - 1),
     "local_total_variation": lambda p, q: 0.5 * (p.exp() - q.exp()).abs().sum(dim=1),
+    "local_entropy": lambda p, q: -(p.exp() * p).sum(dim=1),
 }

@@ -68,6 +68,7 @@ _LOCAL = {
     "local_squared_log_ratio": "own:square",
     "local_chi_square": "own:chi",
     "local_total_variation": "own:sign",
+    "local_entropy": "own:surprise",
 }
 _ON_POLICY = {
     **_LOCAL,
@@ -88,6 +89,7 @@ _OWN_RATIO = {
     "squared_log_ratio_sum": "own:square later:square",
     "other_tokens_forward_kl": "later:forward",
     "to_sampler_kl": "own:to-sampler later:to-sampler",
+    "entropy": "own:surprise later:surprise",
 }
 _NO_RATIO = {
     **_LOCAL,
@@ -97,6 +99,7 @@ _NO_RATIO = {
     "forward_kl": "whole:forward",
     "squared_log_ratio_sum": "own:square later:square earlier:square",
     "other_tokens_forward_kl": "later:forward earlier:forward",
+    "entropy": "own:surprise later:surprise earlier:surprise",
 }
 
 

@@ -141,7 +141,8 @@ class Auditing:
         usable = {row.name: columns[row.name] for row in rows if row.coefficient is not None}
         follows = None
         if sample.interval(norm(own), each).low > 0 and usable:
-            follows = nearest(sample, own, {n: c for n, c in usable.items() if n not in ALONE}, each, options.margin)
+            names = {name: column for name, column in usable.items() if name not in ALONE}
+            follows = nearest(sample, own, names, each, options.margin, declared=options.expect)
         away = distance(sample, own - declared, unit, np.stack([*usable.values(), unit]), self.controls, rate)
         row = self._row(sample, own, plain(options.expect), unit, each)
         verdict: Verdict = "refuted" if away.low > options.margin else "inconclusive"

@@ -50,6 +50,7 @@ class Check:
     - optionally `demonstrate(losses)`: exact numbers of the pitfall, the numbers of `example` among them. Without it
       they are made from `demonstration` (see kltest.checks.demonstrations);
     - `explains(row, findings)`: True, or a few words on how, if this pitfall accounts for the disagreement of that row;
+    - optionally `summary(rows, findings)`: the first sentence on those rows, in place of the title;
     - optionally `remark(findings)`: a sentence that follows the rows, or "";
     - or `examine(findings)`: an experiment of its own and its result, None if nothing is wrong. A KltestError makes
       the check inconclusive;
@@ -126,6 +127,10 @@ class Check:
         """Return how the pitfall shows in a row that it explains, empty if the identified gradient says it all."""
         words = self._call("explains", row, findings)
         return words if isinstance(words, str) else ""
+
+    def summary(self, rows: Sequence["Row"], findings: "Findings") -> str:
+        """Return the first sentence on the rows that it explains, without its full stop."""
+        return self._call("summary", rows, findings) or self.title
 
     def remark(self, findings: "Findings") -> str:
         """Return a sentence on all the rows that it explains, or ""."""

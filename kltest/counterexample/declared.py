@@ -35,6 +35,8 @@ WEIGHTS = {
     "exact_future_reverse_kl": f"(({TABLES}).flip(1).cumsum(1).flip(1) - {TABLES})",
     "other_tokens_forward_kl": "((1 - (-u).exp()).sum(-1, keepdim=True) - (1 - (-u).exp()))",
     "to_sampler_kl": "((logp - old_logp) * mask).sum(-1, keepdim=True)",
+    "entropy": "(-logp * mask).sum(-1, keepdim=True)",
+    "local_entropy": "-logp",
 }
 """Gradients that weigh each token's score by a factor; what it is at padding does not matter."""
 

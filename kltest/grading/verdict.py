@@ -190,7 +190,7 @@ def _result(check: Check, rows: list[Row], findings: Findings, options: Options)
 def _found(check: Check, rows: list[Row], findings: Findings) -> Found:
     if rows:
         words = "; ".join(f"{row.where}: {_words(check, row, findings)}" for row in rows)
-        return Found(f"{check.title}. Found {words}. {check.remark(findings)}".rstrip())
+        return Found(f"{check.summary(rows, findings)}. Found {words}. {check.remark(findings)}".rstrip())
     if reason := check.moot(findings):
         return Found(reason, "skip")
     found = _examined(check, findings) or Found("", "pass")

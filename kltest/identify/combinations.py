@@ -28,6 +28,11 @@ def when_current(combination: Combination | None) -> Combination:
     return {} if combination is None else replaced(combination, lambda name: ATLAS[name].on_policy or {name: 1.0})
 
 
+def has_entropy(combination: Combination | None) -> bool:
+    """Return True if the policy's entropy is one of its terms."""
+    return any(name.partition("@")[0] in ("entropy", "local_entropy") for name in combination or ())
+
+
 def replaced(combination: Combination, terms: Callable[[str], Mapping[str, float]]) -> Combination:
     """Replace each name by a combination; coefficients of terms that get the same name are added up."""
     found: Combination = {}
@@ -45,4 +50,5 @@ LOCAL_FORMS = {
     "squared_log_ratio_sum": "local_squared_log_ratio",
     "chi_square": "local_chi_square",
     "total_variation": "local_total_variation",
+    "entropy": "local_entropy",
 }

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from kltest.environments import Instance
 from kltest.identify.case import Case, relative_bias, size, target, worst_cosine
 from kltest.identify.combinations import Combination
 from kltest.identify.identification import Identification, identify
@@ -12,6 +13,7 @@ from kltest.identify.rows import Row
 from kltest.moments import Moments
 from kltest.moments.tolerances import LOWEST_FIRST, TOLERANCES
 from kltest.samples.sampled import Sampled
+from kltest.truth import gradient
 
 # A bias beyond this is more than rounding in float64, even if it is within the tolerance.
 ALMOST = 1e-9
@@ -60,6 +62,19 @@ def evaluate(case: Case, declared: Combination, found: Sequence[Moments], note: 
         variances=tuple(moments.variance for moments in found),
         rollouts=found[0].rollouts,
         note=note,
+    )
+
+
+def name_of(case: Case, drawn: Sequence[Instance], found: Sequence[Moments]) -> Identification:
+    """Return what moments on instances like those of a case follow."""
+    return identify(
+        [moments.gradient for moments in found],
+        {name: [gradient(name, instance) for instance in drawn] for name in case.basis},
+        magnitudes=[float(np.sqrt(moments.second_moment)) for moments in found],
+        units=[size(instance) for instance in drawn],
+        dtype=lowest_precision(found),
+        freedom=case.freedom,
+        basis=case.basis,
     )
 
 

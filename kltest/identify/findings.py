@@ -9,7 +9,7 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.errors import KltestError
-from kltest.identify.combinations import Combination, local_form, proportion, when_current
+from kltest.identify.combinations import Combination, has_entropy, local_form, proportion, when_current
 from kltest.identify.rows import Observed, Row, multiple
 from kltest.report import Reach
 
@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from kltest.identify.measure import Measure
     from kltest.loss.calling import Loss
 
-__all__ = ["Combination", "Findings", "Observed", "Row", "local_form", "multiple", "proportion", "when_current"]
+__all__ = [
+    "Combination",
+    "Findings",
+    "Observed",
+    "Row",
+    "has_entropy",
+    "local_form",
+    "multiple",
+    "proportion",
+    "when_current",
+]
 T = TypeVar("T")
 
 # Log-ratio from which on a token counts as one whose probability was tried.

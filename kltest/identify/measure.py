@@ -1,5 +1,6 @@
 """The measuring service: cases of one loss, called and evaluated once each, and one more for a check that asks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ from kltest.errors import InvalidEnvironmentError, KltestError, TargetError
 from kltest.identify import second_route
 from kltest.identify.case import Case, relative_bias, size, target
 from kltest.identify.combinations import Combination
-from kltest.identify.evaluate import evaluate, lowest_precision, not_judged
+from kltest.identify.evaluate import evaluate, lowest_precision, name_of, not_judged
 from kltest.identify.histories import histories, rows_after
 from kltest.identify.rows import Observed, Row
 from kltest.identify.sampling import Sampling, sample, sampled_row
@@ -136,6 +137,27 @@ class Measure:
     def meets(self, loss: Loss, instance: Instance, sampler: str = "stale") -> bool:
         """Return True if a variant of the loss follows the declared gradient on an instance."""
         return self._follows(self._alone(loss, instance, sampler), instance, sampler)
+
+    def gradient_of(self, loss: Loss, instance: Instance, sampler: str = "stale") -> np.ndarray:
+        """Return the expected gradient (C, V) of a variant of the loss on an instance."""
+        return self._alone(loss, instance, sampler).gradient
+
+    def second_moment(self, loss: Loss, instance: Instance, sampler: str = "stale") -> float:
+        """Return the mean square of one rollout's gradient of a variant of the loss on an instance."""
+        return self._alone(loss, instance, sampler).second_moment
+
+    def equal(self, one: Loss, other: Loss, instance: Instance, sampler: str) -> bool:
+        """Return True if two variants of the loss have the same expected gradient on an instance."""
+        found, again = (self._alone(loss, instance, sampler) for loss in (one, other))
+        return relative_bias(again.gradient, found.gradient, size(instance)) <= TOLERANCES[found.dtype].gradient
+
+    def name_of(self, loss: Loss, case: Case, drawn: Sequence[Instance], most: float = math.inf) -> Combination | None:
+        """Return what a variant of the loss follows on instances like those of a case; None if that has no name.
+
+        `most` is the largest share of the gradient that the name may leave, below the tolerance of its precision.
+        """
+        named = name_of(case, drawn, [self._alone(loss, instance, case.sampler) for instance in drawn])
+        return named.combination if named.residual <= most else None
 
     def _alone(self, loss: Loss, instance: Instance, sampler: str) -> Moments:
         """Return the moments of batches of one, called together if rows are apart in that environment."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kltest.identify.combinations import local_form, proportion, when_current
+from kltest.identify.combinations import Combination, has_entropy, local_form, proportion, when_current
 from kltest.report import GradientRow, ValueRow
 
 if TYPE_CHECKING:
@@ -78,6 +78,21 @@ class Row(GradientRow):
         batches = f", batches of {self.batch}" if self.batch > 1 else ""
         left_out = f", without {self.without}" if self.without else ""
         return f"{self.environment} ({self.sampler}{batches}{left_out})"
+
+    @property
+    def entropy(self) -> float:
+        """The coefficient of an entropy that was not declared, beside another term; 0 if there is none."""
+        terms = self.identified or {}
+        if has_entropy(self.expected) or all(has_entropy({name: 1.0}) for name in terms):
+            return 0.0
+        return sum(factor for name, factor in terms.items() if has_entropy({name: 1.0}))
+
+    @property
+    def besides_entropy(self) -> Combination | None:
+        """What was identified, without an entropy that was not declared, if it stands beside another term."""
+        if not self.entropy:
+            return self.identified
+        return {name: factor for name, factor in (self.identified or {}).items() if not has_entropy({name: 1.0})}
 
     @property
     def wrong(self) -> bool:

@@ -1,7 +1,7 @@
 """Read what a loss returned: a tensor of a known shape, alone or beside what it logs, the KL perhaps among that."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -16,13 +16,17 @@ from kltest.loss.jax.bridge import JaxLoss
 from kltest.loss.outcome import Returned
 from kltest.loss.returned_names import returned_names
 from kltest.loss.view import RolloutView
-from kltest.names import says_kl
+from kltest.names import quantity, says_kl
 from kltest.rollout import Rollout, elsewhere
 
 ACCEPTED = (
     "a scalar, (B,) or (B, T) tensor, a pair (loss, metrics) of one and a mapping, (loss, metric, metric, …) with "
     'metrics that have no gradient, or a dict, named tuple or dataclass with a "loss"'
 )
+METRICS = "metrics"
+PAIR = "Of the pair that it returned the first was taken as the loss"
+OF_METRICS = "and the kl of its metrics as the logged KL"
+NO_KL = "and the rest was ignored: nothing there says by its name that it is a KL"
 _WHOLE = ("loss", "total_loss")
 Call = Callable[[RolloutView], Any]
 
@@ -71,15 +75,19 @@ class Reader:
         loss, returned = _checked(name, loss, rollout)
         logged, words = self._logged(name, beside, rollout, view, call)
         metric = None if logged is None else as_metric(logged, rollout)
-        if note is not None:
+        # A pair with metrics that has no KL among them, or the one called so, needs no words.
+        if note is not None and not (note == PAIR and words in (NO_KL, OF_METRICS)):
             # That of the first call stays: at β = 0 a KL may be missing.
             self._note = self._note or f"{note} {words}."
-        return Result(loss, returned, metric, logged, note and self._note)
+        return Result(loss, returned, metric, logged, self._note)
 
     def _logged(
         self, name: str, beside: Sequence[tuple[str, Any]], rollout: Rollout, view: RolloutView, call: Call
     ) -> tuple[Any, str]:
-        """Return the logged KL, None if there is none, with words for it: the "kl" of a mapping, or what says so."""
+        """Return the logged KL, None if there is none, with words for it: the "kl" of a mapping, or what says so.
+
+        Of several that say so, and move with the reference, the one whose name is just `kl` is read, else the first.
+        """
         kls = (item["kl"] for _, item in beside if isinstance(item, Mapping) and item.get("kl") is not None)
         if (logged := next(kls, None)) is not None:
             if as_metric(logged, rollout) is None:
@@ -88,26 +96,32 @@ class Reader:
                     f'{name} logged {kind_of(logged)} as metrics["kl"]; it must be a number or a tensor of shape (), '
                     f"{(rows,)} or {(rows, tokens)}"
                 )
-            return logged, "and the kl of its metrics as the logged KL"
-        still = []
-        for label, item in sorted(beside, key=lambda pair: pair[0] != "kl"):
-            if not says_kl(label) or (metric := as_metric(item, rollout)) is None:
+            return logged, OF_METRICS
+        moving: list[tuple[str, Any]] = []
+        still: list[str] = []
+        for label, item in sorted(_labelled(beside), key=lambda pair: quantity(pair[0]) != "kl"):
+            if not says_kl(quantity(label)) or (metric := as_metric(item, rollout)) is None:
                 continue
             if label not in self._moves:
                 self._moves[label] = self._differs(label, metric, rollout, view, call)
             if self._moves[label]:
-                return item, f"and {label} as the logged KL"
-            still.append(label)
+                moving.append((label, item))
+            else:
+                still.append(label)
+        others = " and ".join(label for label, _ in moving[1:])
+        if moving:
+            return moving[0][1], f"and {moving[0][0]} as the logged KL" + (f", not {others}" if others else "")
         if still:
             return None, f"and the rest was ignored: {' and '.join(still)} does not move with ref_logp"
-        return None, "and the rest was ignored: nothing there says by its name that it is a KL"
+        return None, NO_KL
 
     def _differs(self, label: str, metric: Tensor, rollout: Rollout, view: RolloutView, call: Call) -> bool:
         fields = {name: lambda name=name: elsewhere(rollout.peek(name)) for name in ("ref_logp", "ref_logits")}
         moved = view.over(rollout.replace(**{name: field for name, field in fields.items() if name in rollout}))
         try:
             with preserved():
-                other = as_metric(dict(self._parts("", call(moved), moved).beside).get(label), moved)
+                found = dict(_labelled(self._parts("", call(moved), moved).beside)).get(label)
+                other = as_metric(found, moved)
         except Exception:  # it may refuse such a reference, and then nothing is known
             return False
         return other is not None and not torch.allclose(other, metric, rtol=1e-9, atol=1e-12, equal_nan=True)
@@ -124,7 +138,7 @@ class Reader:
             return _Parts(answer)
         if answer and isinstance(answer[0], Tensor):
             if len(answer) == 2 and (isinstance(answer[1], list | tuple) or _entries(answer[1]) is not None):
-                return _Parts(answer[0], [("metrics", _entries(answer[1]))])
+                return _Parts(answer[0], [(METRICS, _entries(answer[1]))], PAIR)
             known = list(entries) if entries is not None else self._named(len(answer))
             if len(answer) == 2:
                 named = known[0] in _WHOLE and not known[1].endswith("loss")
@@ -145,6 +159,16 @@ class Reader:
         if count not in self._names:
             self._names[count] = returned_names(self._function, count)
         return self._names[count]
+
+
+def _labelled(beside: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield what stands beside a loss by its name; parts of mappings by their keys, joined by "/"."""
+    for label, item in beside:
+        if isinstance(item, Mapping):
+            under = "" if label == METRICS else f"{label}/"
+            yield from _labelled([(f"{under}{key}", part) for key, part in item.items()])
+        else:
+            yield label, item
 
 
 def _checked(name: str, loss: Any, rollout: Rollout) -> tuple[Tensor, Returned]:

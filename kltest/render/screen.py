@@ -20,7 +20,9 @@ SYMBOLS = {
     r"μ": "μ the sampler",
     r"∇": "∇ the gradient with respect to the logits of π",
     r"KL\(": "KL(a‖b) = E_a[log a − log b] over whole rollouts",
-    r"_t\(": "KL_t that of one token's distribution after a given prefix",
+    r"(KL|TV|χ²)_t\(": "KL_t that of one token's distribution after a given prefix",
+    r"H\(": "H(π) = −E_π[log π] the entropy of whole rollouts",
+    r"H_t\(": "H_t the entropy of one token's distribution after a given prefix",
     r"[uE]_[t>s{]|u_": "u_t = log π − log ref of a token",
     r"E_π": "E_π the mean over rollouts of π",
     r"E_μ": "E_μ that over rollouts of μ",
@@ -40,19 +42,22 @@ def title(report: Report) -> str:
     return f"confirmed with {'expected failures' if many else 'an expected failure'}: follows {followed(report)}"
 
 
-def screen(report: Report) -> dict[str, list[str]]:
-    """Return the texts of the first screen after the verdict by their labels, in the order of reading."""
+def screen(report: Report, *, brief: bool = False) -> dict[str, list[str]]:
+    """Return the texts of the first screen after the verdict by their labels, in the order of reading.
+
+    If it is `brief`, how far was looked is one line. What is followed and declared is one text if it is the same.
+    """
     if not report.gradients and not report.unfinished:
         return {}
+    reach = words.reach_in_short if brief else words.reach
     lines = {
-        "follows": [_followed_in_words(report)],
-        "declared": [_meant(parse(report.expect)) + _called(report) + _instead(report)],
+        **_followed_and_declared(report),
         "expected": words.expected_failures(report),
         "errors": _at_most(MOST_ERRORS, _errors(report)),
         "warnings": [_warnings(report)],
         "open": _at_most(MOST_OPEN, _open(report)),
         "filled": [words.filled(report)] if report.filled else [],
-        "looked at": [words.reach(report)] if report.reach else [],
+        "looked at": [reach(report)] if report.reach else [],
     }
     return {label: texts for label, texts in lines.items() if texts}
 
@@ -86,12 +91,18 @@ def declared(report: Report) -> str:
 
 def followed(report: Report) -> str:
     """Return the gradients that were found, with their environments and samplers if they are several."""
+    return "; ".join(_each_followed(report))
+
+
+def _each_followed(report: Report) -> list[str]:
+    """Return the gradients that were found, a text each, with their places if they are several."""
     found = _by_gradient(report)
-    if len(found) == 1:
-        return next(iter(found))
-    named = [f"{what} ({words.places(rows)})" for what, rows in found.items()]
-    more = [f"{len(named) - MOST_GRADIENTS} others"] if len(named) > MOST_GRADIENTS else []
-    return "; ".join([*named[:MOST_GRADIENTS], *more]) or "nothing that was measured"
+    if len(found) < 2:
+        return [*found] or ["nothing that was measured"]
+    others = {what: [row for other in found if other != what for row in found[other]] for what in found}
+    named = [f"{what} ({words.places(rows, others[what])})" for what, rows in found.items()]
+    more = [f"{len(named) - MOST_GRADIENTS} others (--verbose)"] if len(named) > MOST_GRADIENTS else []
+    return [*named[:MOST_GRADIENTS], *more]
 
 
 def _by_gradient(report: Report) -> dict[str, list[GradientRow]]:
@@ -123,18 +134,21 @@ def _on_one_token(combination: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def _followed_in_words(report: Report) -> str:
+def _followed_and_declared(report: Report) -> dict[str, list[str]]:
+    target, called = parse(report.expect), _called(report)
     rows = [rows[0] for rows in _by_gradient(report).values()]
-    sentence = followed(report)
+    if rows and all(row.agrees and row.identified and row.scale == 1.0 for row in report.gradients):
+        return {"follows": [_meant(target, ", as declared") + called]}
+    texts = _each_followed(report)
     if len(rows) == 1 and rows[0].identified is not None:
-        sentence = _meant(rows[0].identified)
-    if scale := _scale(report):
-        sentence += f"; the declared gradient up to the scale {words.number(scale)}"
+        texts = [_meant(rows[0].identified)]
+    more = [f"the declared gradient up to the scale {words.number(scale)}"] if (scale := _scale(report)) else []
     if apart := [row for row in report.gradients if row.agrees is False]:
-        sentence += f"; off by up to {words.number(max(row.relative_bias for row in apart))} of the declared one"
+        off = f"off by up to {words.number(max(row.relative_bias for row in apart))} of the declared one"
         cosines = [row.cosine for row in apart if row.cosine is not None]
-        sentence += f", cosine {words.cosine(min(cosines))}" if cosines else ""
-    return sentence
+        more += [off + (f", cosine {words.cosine(min(cosines))}" if cosines else "")]
+    texts = ["; ".join([*texts, *more])] if len(texts) == 1 else texts + (["; ".join(more)] if more else [])
+    return {"follows": texts, "declared": [_meant(target) + called + _instead(report)]}
 
 
 def _scale(report: Report) -> float | None:
@@ -142,12 +156,12 @@ def _scale(report: Report) -> float | None:
     return next((row.scale for row in report.gradients if row.scale not in (None, 1.0)), None)
 
 
-def _meant(combination: dict[str, float]) -> str:
-    """Return a combination as a formula, with its meaning if it is one named gradient."""
+def _meant(combination: dict[str, float], remark: str = "") -> str:
+    """Return a combination as a formula and a remark on it, with its meaning if it is one named gradient."""
     (name, *others) = combination
     if name == "zero":
-        return "0: in expectation there is no gradient"
-    return render(combination) if others else f"{render(combination)}: {ATLAS[name].meaning}"
+        return f"0{remark}: in expectation there is no gradient"
+    return f"{render(combination)}{remark}" + ("" if others else f": {ATLAS[name].meaning}")
 
 
 def _errors(report: Report) -> list[str]:

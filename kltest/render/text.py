@@ -54,7 +54,7 @@ def _short(report: Report, terminal: Terminal) -> Iterator[str]:
     first = f"{f'{verdict.upper()} {more}'.strip()}  {one_line(report.target)}"
     head = "\n".join(wrap(first, terminal, indent=" " * LABEL, first=""))
     yield head.replace(verdict.upper(), paint(verdict.upper(), STYLES[report.verdict], terminal), 1)
-    for label, texts in screen(report).items():
+    for label, texts in screen(report, brief=not terminal.verbose).items():
         for number, text in enumerate(texts):
             yield from _labelled(text, "" if number else label, terminal)
     for text in visible(report.error).splitlines():

@@ -109,6 +109,15 @@ def filled(report: Report) -> str:
     return ", ".join(found)
 
 
+def reach_in_short(report: Report) -> str:
+    """Return on one line how far the gradient was compared with the declared one; empty if it was not."""
+    if (found := report.reach) is None:
+        return ""
+    tokens, rows = (f"{many} {what}{'s' * (many > 1)}" for many, what in ((found.tokens, "token"), (found.rows, "row")))
+    sampler = f"{found.sampler:.2g} to sampler" if found.sampler else "policy as sampler"
+    return f"up to {tokens}, {rows}, log-ratio {found.reference:.2g} to reference, {sampler}"
+
+
 def reach(report: Report) -> str:
     """Return how far the gradient was compared with the declared one; empty if it was not."""
     if (found := report.reach) is None:
@@ -170,13 +179,20 @@ def by_reason(checks: Iterable[CheckResult]) -> dict[str, list[str]]:
     return reasons
 
 
-def places(rows: Iterable[GradientRow | ValueRow]) -> str:
-    """Return the environments of rows, with the sampler behind them unless it is the policy."""
+def places(rows: Iterable[GradientRow | ValueRow], others: Iterable[GradientRow] = ()) -> str:
+    """Return the environments of rows, with the sampler behind them unless it is the policy.
+
+    Rows have their batch size as well if one of the `others` is of the same environment and sampler.
+    """
+    known = {(other.environment, other.sampler) for other in others}
     found: dict[str, list[str]] = {}
     for row in rows:
-        found.setdefault(row.sampler, []).append(row.environment)
-    parts = {sampler: ", ".join(dict.fromkeys(names)) for sampler, names in found.items()}
-    return "; ".join(names if sampler == "current" else f"{names}: {sampler}" for sampler, names in parts.items())
+        how = [row.sampler] if row.sampler != "current" else []
+        if isinstance(row, GradientRow) and (row.environment, row.sampler) in known:
+            how.append(f"batches of {row.batch}")
+        found.setdefault(", ".join(how), []).append(row.environment)
+    parts = {how: ", ".join(dict.fromkeys(names)) for how, names in found.items()}
+    return "; ".join(f"{names}: {how}" if how else names for how, names in parts.items())
 
 
 def remarks(report: Report) -> list[str]:

@@ -1,7 +1,7 @@
 """Distance of a gradient from the declared one, and the short combination of named gradients that is nearest."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass
 from itertools import combinations
 
@@ -90,11 +90,13 @@ def nearest(
     rate: float,
     margin: float,
     within: float | None = None,
+    declared: Collection[str] = (),
 ) -> Combination | None:
     """Return the combination of the fewest names that E x may be: one, or two if each alone is surely too far.
 
     Which of two combinations is nearer depends on ⟨E x, E y⟩ alone, not on the noisier ‖E x‖: they are compared with
-    each other. The nearest is returned, and as `rivals` those that are not surely farther, unless it surely fits.
+    each other. The nearest is returned, and as `rivals` those that are not surely farther, unless it surely fits. One
+    of these takes its place if it is what was declared, or has coefficients that may be 1 and the nearest has not.
 
     Args:
         sample: The sketches.
@@ -103,21 +105,30 @@ def nearest(
         rate: Error rate of all that is said.
         margin: A misfit surely beyond this share of ‖E x‖ is too far.
         within: A misfit surely below this fits, whatever else may; None: the margin.
+        declared: Names of the declared combination.
     """
     within = margin if within is None else within
     found = None
     for terms in (1, 2):
         fits = {one: np.stack([names[name] for name in one]) for one in combinations(names, terms)}
-        found = _nearest(sample, x, fits, rate / 2, within) or found
+        found = _nearest(sample, x, fits, rate / 2, within, frozenset(declared)) or found
         if found is None or found.misfit.low <= margin:
             return found
     return found
 
 
 def _nearest(
-    sample: Sample, x: np.ndarray, fits: dict[tuple[str, ...], np.ndarray], rate: float, within: float
+    sample: Sample,
+    x: np.ndarray,
+    fits: dict[tuple[str, ...], np.ndarray],
+    rate: float,
+    within: float,
+    declared: frozenset[str],
 ) -> Combination | None:
-    """The nearest of several combinations, and those that are not surely farther; None if none is defined."""
+    """The nearest of several combinations, or the one in its place, and those that are not surely farther.
+
+    None if none is defined.
+    """
     try:
         values = {one: sample.estimate(misfit(x, columns)) for one, columns in fits.items()}
     except np.linalg.LinAlgError:
@@ -132,14 +143,23 @@ def _nearest(
         own, other = misfit(x, fits[best]), misfit(x, fits[one])
         return sample.interval(lambda products: other(products) - own(products), each).low > 0
 
-    def term(k: int) -> Interval:
-        solved = fit(x, fits[best])
-        return sample.interval(lambda products: solved(products)[..., k], parts)
+    def terms(one: tuple[str, ...]) -> dict[str, Interval]:
+        solved = fit(x, fits[one])
 
-    rest = x - np.nan_to_num(fit(x, fits[best])(sample.products)) @ fits[best]
-    square = sample.interval(misfit(x, fits[best]), parts, sample.pairs(rest) / float(abs(norm(x)(sample.products))))
-    return Combination(
-        {name: term(k) for k, name in enumerate(best)},
-        Interval(*(math.sqrt(max(number, 0.0)) for number in astuple(square))),
-        () if square.high <= within**2 else tuple(one for one in values if one != best and not farther(one)),
-    )
+        def term(k: int) -> Interval:
+            return sample.interval(lambda products: solved(products)[..., k], parts)
+
+        return {name: term(k) for k, name in enumerate(one)}
+
+    def left(one: tuple[str, ...]) -> Interval:
+        rest = x - np.nan_to_num(fit(x, fits[one])(sample.products)) @ fits[one]
+        return sample.interval(misfit(x, fits[one]), parts, sample.pairs(rest) / float(abs(norm(x)(sample.products))))
+
+    def whole(one: tuple[str, ...]) -> bool:
+        return all(part.low <= 1 <= part.high for part in terms(one).values())
+
+    near = sorted((one for one in values if one == best or not farther(one)), key=lambda one: values[one][0])
+    chosen = next(iter([*(one for one in near if frozenset(one) == declared), *filter(whole, near), best]))
+    rivals = tuple(one for one in near if one != chosen) if left(best).high > within**2 else ()
+    square = Interval(*(math.sqrt(max(number, 0.0)) for number in astuple(left(chosen))))
+    return Combination(terms(chosen), square, rivals)

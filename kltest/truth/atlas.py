@@ -76,14 +76,14 @@ _OTHERS = {
     "to_sampler_kl": ("∇KL(π‖μ)", "the reverse KL to the sampler over whole rollouts"),
     "expected_reward": ("∇E_π[R]", "the policy gradient of the task reward"),
     "entropy": ("∇H(π)", "the entropy of the policy's choices over whole rollouts: −E_π[Σ_t log π]"),
+    "local_entropy": ("E_π[Σ_t ∇H_t(π)]", f"the entropy {_FIXED}: the bonus that trainers add"),
 }
-_EQUAL_ON_POLICY = {
+_ON_POLICY = {"from_sampler_kl": {"zero": 1.0}, "to_sampler_kl": {"zero": 1.0}}
+_EQUAL_ON_POLICY = _ON_POLICY | {
     "centred_reverse_kl": {"reverse_kl": 1.0},
     "future_reverse_kl": {"reverse_kl": 1.0, "local_reverse_kl": -1.0},
     "exact_future_reverse_kl": {"reverse_kl": 1.0, "local_reverse_kl": -1.0},
     "other_tokens_forward_kl": {"zero": 1.0},
-    "from_sampler_kl": {"zero": 1.0},
-    "to_sampler_kl": {"zero": 1.0},
 }
 
 # Factors behind g_t, and their words. A token from π cancels what came before it: with the token's own ratio the whole
@@ -93,6 +93,7 @@ _OWN_RATIO = {
     "squared_log_ratio_sum": ("(u_t + Σ_{s≥t} ½u_s²)", "u_t, and the half squared log-ratios from each token on"),
     "other_tokens_forward_kl": ("Σ_{s>t} (1 − ref_s/π_s)", "the weights of k3 as a loss of the tokens after each"),
     "to_sampler_kl": ("Σ_{s≥t} log π_s/μ_s", "the log-ratios to the sampler from each token on"),
+    "entropy": ("Σ_{s≥t} −log π_s", "the surprise of the tokens from each on"),
 }
 _NO_RATIO = {
     "reverse_kl": ("Σ_s u_s", "the log-ratio of the whole rollout on each token: ∇E_μ[½(Σ_t u_t)²]"),
@@ -112,6 +113,8 @@ _NO_RATIO = {
     "exact_future_reverse_kl": ("Σ_{s>t} KL_s(π‖ref)", "the exact KLs of the next tokens after each"),
     "other_tokens_forward_kl": ("Σ_{s≠t} (1 − ref_s/π_s)", "the weights of k3 as a loss of all other tokens"),
     "to_sampler_kl": ("Σ_s log π_s/μ_s", "the whole rollout's log-ratio to the sampler"),
+    "entropy": ("Σ_s −log π_s", "the surprise of the whole rollout"),
+    "local_entropy": ("(−log π_t)", "each token's own surprise"),
 }
 _MEAN_RATIO = ("reverse_kl", "local_reverse_kl", "local_forward_kl", "other_tokens_forward_kl")
 _COUPLE_TOKENS = frozenset(
@@ -121,15 +124,13 @@ _COUPLE_TOKENS = frozenset(
 
 def _rows() -> Iterator[NamedGradient]:
     """Yield the named gradients in the order in which identification prefers them."""
-    for name, (formula, meaning) in _WHOLE.items():
-        yield NamedGradient(name, formula, meaning, field=formula.startswith("∇"))
-    for name, (formula, _) in _WHOLE.items():
-        if name.startswith("local_"):
-            at_sampler = formula.replace("E_π[Σ_t", "E_μ[Σ_t")
+    for rows in (_WHOLE, _OTHERS):
+        for name, (formula, meaning) in rows.items():
+            yield NamedGradient(name, formula, meaning, formula.startswith("∇"), _ON_POLICY.get(name))
+        for name in filter(lambda name: name.startswith("local_"), rows):
+            at_sampler = rows[name][0].replace("E_π[Σ_t", "E_μ[Σ_t")
             words = f"{name} with the prefixes weighted by the sampler"
             yield NamedGradient(f"{name}@sampler", at_sampler, words, on_policy={name: 1.0})
-    for name, (formula, meaning) in _OTHERS.items():
-        yield NamedGradient(name, formula, meaning, on_policy=_EQUAL_ON_POLICY.get(name))
     yield from _off_policy("sampler", "ρ_t ", "token ratios", _OWN_RATIO)
     yield from _off_policy("rollouts", "", "no ratio", _NO_RATIO)
     by_mean_ratio = {name: _NO_RATIO[name] for name in _MEAN_RATIO}

@@ -97,6 +97,8 @@ _TERMS: dict[str, Callable[[Enumerated], Tensor]] = {
         r.logp * (_whole(1 - (-r.log_ratio).exp()) - 1 + (-r.log_ratio).exp().detach())
     ),
     "to_sampler_kl": lambda r: r.logp * _whole(r.logp - r.old),
+    "entropy": lambda r: r.logp * _whole(-r.logp),
+    "local_entropy": lambda r: -0.5 * r.logp**2,
 }
 
 

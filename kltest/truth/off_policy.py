@@ -87,7 +87,7 @@ def next_token(base: str, instance: Instance) -> np.ndarray:
     policy, reference = instance.policy, instance.reference
     if base == "local_forward_kl":
         return divergences.difference(policy, reference)
-    return from_signal(OF_OWN[base](policy - reference), policy)
+    return from_signal(OF_OWN[base](policy, reference), policy)
 
 
 def _costs(instance: Instance, base: str) -> tuple[np.ndarray, np.ndarray]:
@@ -95,7 +95,7 @@ def _costs(instance: Instance, base: str) -> tuple[np.ndarray, np.ndarray]:
     u = instance.policy - instance.reference
     nothing = np.zeros_like(u)
     if base in OF_OWN:
-        return OF_OWN[base](u), nothing
+        return OF_OWN[base](instance.policy, instance.reference), nothing
     if base == "exact_future_reverse_kl":
         return nothing, nothing + divergences.kl(instance.policy, instance.reference)[:, None]
     return {
@@ -104,6 +104,7 @@ def _costs(instance: Instance, base: str) -> tuple[np.ndarray, np.ndarray]:
         "squared_log_ratio_sum": (u * (1 + 0.5 * u), 0.5 * u**2),
         "other_tokens_forward_kl": (nothing, -np.expm1(-u)),
         "to_sampler_kl": (instance.policy - instance.sampler,) * 2,
+        "entropy": (-instance.policy,) * 2,
     }[base]
 
 
@@ -114,13 +115,14 @@ def _centred(total: np.ndarray, instance: Instance, chance: np.ndarray) -> np.nd
 
 
 _WITHOUT_EARLIER = frozenset({"future_reverse_kl", "exact_future_reverse_kl"})
-# Weight of a score, by the log-ratio of its token.
-OF_OWN: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "local_reverse_kl": lambda u: u,
-    "local_forward_kl": lambda u: -np.expm1(-u),
-    "local_squared_log_ratio": lambda u: u * (1 + 0.5 * u),
-    "local_chi_square": np.expm1,
-    "local_total_variation": lambda u: 0.5 * np.sign(u),
+# Weight of a score, by the log-probs of its token under policy and reference.
+OF_OWN: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "local_reverse_kl": lambda policy, reference: policy - reference,
+    "local_forward_kl": lambda policy, reference: -np.expm1(reference - policy),
+    "local_squared_log_ratio": lambda policy, reference: (policy - reference) * (1 + 0.5 * (policy - reference)),
+    "local_chi_square": lambda policy, reference: np.expm1(policy - reference),
+    "local_total_variation": lambda policy, reference: 0.5 * np.sign(policy - reference),
+    "local_entropy": lambda policy, reference: -policy,
 }
 # Weight of all scores of a rollout (N,), by its log-ratio; with the rollouts' probabilities for a mean.
 _OF_LOG_RATIO: dict[str, Callable[[np.ndarray, Instance, np.ndarray], np.ndarray]] = {

@@ -61,6 +61,7 @@ _NEXT_TOKEN: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "local_squared_log_ratio": lambda policy, reference: (np.exp(policy) * 0.5 * (policy - reference) ** 2).sum(axis=1),
     "local_chi_square": lambda policy, reference: 0.5 * divergences.chi_square(policy, reference),
     "local_total_variation": divergences.total_variation,
+    "local_entropy": lambda policy, reference: -(np.exp(policy) * policy).sum(axis=1),
 }
 """Each next-token quantity (C,), from tables of log-probs."""
 

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from cases.table import wrong
+from cases.table import right, wrong
 
 LOCAL = {"expect": "local_reverse_kl"}
 
@@ -63,6 +63,30 @@ def distillation_temperature(logits, ref_logits):
     return F.kl_div(other, own, log_target=True, reduction="none").sum(-1)
 
 
+def temperature_of_the_reference_alone(logits, ref_logits, tokens):
+    """Follows 2/3 of the KL less a third of the entropy: the same as a bonus, but for the coefficient."""
+    own, other = (chosen(scores.log_softmax(-1), tokens) for scores in (logits, ref_logits / 1.5))
+    return 0.5 * (own - other).square()
+
+
+# KL105: an entropy bonus, which is no temperature.
+
+
+def entropy_beside_the_exact_kl(logits, ref_logits, coefficient=0.05):
+    own, other = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    entropy = -(own.exp() * own).sum(-1)
+    return (own.exp() * (own - other)).sum(-1) - coefficient * entropy
+
+
+def a_tenth_of_both(logits, ref_logits):
+    return 0.1 * entropy_beside_the_exact_kl(logits, ref_logits)
+
+
+def entropy_of_samples_beside_k3(logp, ref_logp):
+    k3 = (ref_logp - logp).exp() - 1 - (ref_logp - logp)
+    return k3 - 0.01 * -(logp.detach() * logp)
+
+
 # KL703: a truncated distribution on the drawn token.
 
 
@@ -89,6 +113,16 @@ CASES = [
     wrong("KL701", "top-k"),
     wrong("KL702", generation_temperature_on_the_policy, options=LOCAL),
     wrong("KL702", distillation_temperature, options=LOCAL),
+    wrong("KL702", temperature_of_the_reference_alone, options=LOCAL),
+    wrong("KL105", entropy_beside_the_exact_kl, options=LOCAL),
+    wrong("KL105", entropy_beside_the_exact_kl, ("KL201",)),
+    wrong("KL105", a_tenth_of_both, options=LOCAL),
+    wrong("KL105", entropy_of_samples_beside_k3, ("KL102", "KL503"), LOCAL),
+    right(entropy_beside_the_exact_kl, {"expect": "local_reverse_kl-0.05*local_entropy"}),
+    right(
+        entropy_beside_the_exact_kl,
+        {"expect": "local_reverse_kl@sampler-0.05*local_entropy@sampler", "sampler": "stale"},
+    ),
     wrong("KL703", top_p_log_prob, also=("KL504",), options=LOCAL),
     wrong("KL703", tokens_outside_are_skipped, also=("KL504",), options=LOCAL),
 ]

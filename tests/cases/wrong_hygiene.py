@@ -92,6 +92,11 @@ def ratio_of_the_sampler(logp, old_logp, ref_logp, mask):
     return (ratio * torch.where(live, logp - ref_logp, 0.0).sum(-1)).mean()
 
 
+def first_token_of_the_policy_detached(logp, ref_logp, mask):
+    own = torch.where(torch.arange(logp.shape[1]) == 0, logp.detach(), logp)
+    return torch.where(mask.bool(), own - ref_logp, 0.0).sum(-1).square() / 2
+
+
 # KL507
 
 
@@ -143,6 +148,7 @@ CASES = [
     wrong("KL505", shares_memory_with_numpy),
     wrong("KL506", reference_made_trainable),
     wrong("KL506", ratio_of_the_sampler, also=("KL101", "KL302")),
+    wrong("KL506", first_token_of_the_policy_detached, also=("KL101", "KL105")),
     wrong("KL507", dropped_out, options={"environment": "bandit"}, warns=True),
     wrong("KL507", warmed_up),
     wrong("KL507", noise_in_the_value_alone, warns=True),

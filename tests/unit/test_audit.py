@@ -27,6 +27,7 @@ from kltest.language_models.scoring import score
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.samples.blocks import Sample, norm
+from kltest.samples.fits import nearest
 from kltest.samples.sketch import Sketch
 from kltest.truth import gradient
 
@@ -137,6 +138,27 @@ def test_k3_is_named_the_forward_kl_and_k2_is_confirmed_also_as_a_sum_over_rollo
     right = kltest.audit(summed, *tiny, prompts=["1+1="], units=32, max_new_tokens=3, expect="local_reverse_kl")
     assert right.verdict == "confirmed"
     assert right.exit_code == 0
+
+
+def test_what_was_declared_goes_first_where_nothing_tells_it_from_the_nearest():
+    """The nearest is 0.6 of another, by noise; planted: surely off, what was declared does not go first."""
+    generator, rows = np.random.default_rng(1), np.eye(5)
+    noise = 0.02 * generator.standard_normal((64, 2))
+    declared, other, ratio = np.array([1.0, 0.0]), np.array([1.0, 0.001]) / 0.6, np.array([1.0, 0.002])
+
+    def found(tilt, **options):
+        own = np.array([1.0, tilt]) + noise
+        rest = (np.broadcast_to(one, own.shape) for one in (declared, other, ratio))
+        sample = Sample(np.stack([own, own, *rest], axis=1))
+        names = {"other": rows[3], "declared": rows[2], "whole": rows[4]}
+        return nearest(sample, rows[1], names, 0.01, 0.001, **options)
+
+    tilt = 0.001 - noise.mean(axis=0)[1]
+    fit = found(tilt, declared=["declared"])
+    assert [*fit.terms] == ["declared"]
+    assert {*fit.rivals} == {("other",), ("whole",)}
+    assert [*found(tilt).terms] in (["declared"], ["whole"]), "a coefficient of 1 goes before one of 0.6"
+    assert [*found(0.5, declared=["declared"]).terms] != ["declared"]
 
 
 def kept(tiny, **changed):

@@ -1,6 +1,9 @@
 """The first screen of every registered estimator: short, narrow, and true to what was found."""
 
+import re
+
 import pytest
+import torch
 
 import kltest
 from kltest.estimators import registry
@@ -59,3 +62,23 @@ def test_an_error_of_a_loss_that_follows_what_was_declared_says_what_was_found()
     assert len(lines) <= 25
     assert "KL105" in (words := " ".join(" ".join(lines).split()))
     assert "In rollouts of 64 tokens, current sampler, the expected gradient is off by" in words
+
+
+def test_another_gradient_is_told_with_its_places_and_its_size():
+    def capped(logp, ref_logp, mask):
+        """Half the square of the rollout's log-ratio, capped in rollouts of several tokens."""
+        total = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+        return torch.where(mask.sum(-1) > 1, total.clamp(-0.3, 0.3), total).square() / 2
+
+    def with_entropy(logits, ref_logits):
+        own, other = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+        return (own.exp() * (1.05 * own - other)).sum(-1)
+
+    (found,) = (check for check in kltest.grade(capped, select="KL105").checks)
+    first = found.message.partition(". Found")[0]
+    assert re.fullmatch(r"The gradient is unnamed on sequence and ragged, \d(\.\d+)? off; right on bandit", first)
+    report = kltest.grade(with_entropy, expect="local_reverse_kl")
+    assert [check.code for check in report.errors] == ["KL105"]
+    words = " ".join(str(report).split())
+    assert "The gradient is one with an entropy bonus on bandit, sequence and ragged, " in words
+    assert "--expect=local_reverse_kl-0.05*local_entropy" in words

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import kltest
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
 from kltest.loss.calling import bind
@@ -161,7 +162,7 @@ class Frozen:
         (lambda loss, kl: {"kl_coef": 0.1, "loss": loss, "kl": kl}, True),
         (lambda loss, kl: {"loss": loss, "metrics": {"kl": kl.item(), "lr": 0.1}}, True),
         (lambda loss, kl: SimpleNamespace(loss=loss, kl_div=kl.detach()), True),
-        (lambda loss, kl: (loss, Frozen(kl.item(), loss)), False),
+        (lambda loss, kl: (loss, Frozen(kl.item(), loss)), True),
         (lambda loss, kl: {"loss": loss, "grad_scale": loss.new_tensor(1.0)}, False),
         (lambda loss, kl: {"loss": loss, "kl_coef": 0.1, "kl": torch.tensor(0.5)}, False),
         (lambda loss, kl: SimpleNamespace(loss=loss), False),
@@ -220,8 +221,67 @@ def test_a_list_of_two_rows_is_a_pair(short):
 
 KL = ["kl", "mean_kl", "approxkl", "refKL", "kl_div", "kl_to_ref", "KL", "kld", "k3_kl"]
 NO_KL = ["", *["loss", "kl_loss", "kl_coef", "klPenalty", "kl_max", "kl_beta", "klaus", "old_kl", "forward_kl", "skl"]]
+NO_KL += [
+    "kl_coefs",
+    "num_kl",
+    "kl_count",
+    "kl_horizon",
+    "kl_threshold",
+    "kl_lr",
+    "kl_ratio",
+    "kl_steps",
+    "early_stop_kl",
+]
 
 
 @pytest.mark.parametrize("name", [*KL, *NO_KL])
 def test_names_that_say_kl(name):
     assert says_kl(name) == (name in KL)
+
+
+def pair(metrics):
+    def loss(logp, ref_logp, old_logp, mask):
+        value, rows = k2(logp, ref_logp, mask)
+        step = ((logp - old_logp) * mask).sum(1).mean()
+        return value, metrics(rows.mean().item(), step.item())
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("metrics", "read", "words"),
+    [
+        (lambda kl, step: {"actor/kl": kl}, 1.0, "and actor/kl as the logged KL."),
+        (lambda kl, step: {"loss/kl": kl, "actor/kl_coef": 0.1}, 1.0, "and loss/kl as the logged KL."),
+        (lambda kl, step: {"train/approx_kl": 2 * kl}, 2.0, "and train/approx_kl as the logged KL."),
+        (lambda kl, step: {"actor": {"kl": kl, "lr": 1e-6}}, 1.0, "and actor/kl as the logged KL."),
+        (lambda kl, step: {"kl/mean": kl, "kl/max": 7 * kl}, 1.0, "and kl/mean as the logged KL."),
+        (lambda kl, step: {"a/mean_kl": 3 * kl, "b/kl": kl}, 1.0, "and b/kl as the logged KL, not a/mean_kl."),
+        (lambda kl, step: {"ppo/kl": step, "actor/approx_kl": kl}, 1.0, "and actor/approx_kl as the logged KL."),
+        (lambda kl, step: {"kl": kl, "actor/kl": 2 * kl}, 1.0, ""),
+        (lambda kl, step: {"train/approx_kl": step}, None, "train/approx_kl does not move with ref_logp"),
+        (lambda kl, step: {"actor/kl_loss": kl, "kl/coef": 2 * kl, "kl/threshold": 0.1 * kl, "kl/std": kl}, None, ""),
+        (lambda kl, step: {"kl_count": kl, "actor/kl_penalty": kl, "actor/klaus": kl}, None, ""),
+        (lambda kl, step: {"actor/kl": "high", "kl/n": 3}, None, ""),
+    ],
+)
+def test_metrics_are_read_by_the_last_part_of_their_keys(metrics, read, words, short):
+    bound = bind(pair(metrics))
+    moved = short.replace(old_logp=0.9 * short.peek("logp").detach())
+    outcome = bound(moved)
+    kl = k2(short.peek("logp"), short.peek("ref_logp"), short.peek("mask"))[1].mean().detach()
+    assert (outcome.metric is None) == (read is None)
+    if read is not None:
+        torch.testing.assert_close(outcome.metric, read * kl)
+    assert words in " ".join(bound.notes) if words else not bound.notes
+
+
+def test_a_wrong_kl_under_a_key_with_a_slash_refutes_and_a_right_one_does_not():
+    for factor, verdict in ((1.0, "confirmed"), (2.0, "refuted")):
+        report = kltest.grade(
+            pair(lambda kl, step, factor=factor: {"actor/kl": factor * kl, "actor/kl_coef": 0.1}),
+            expect="local_reverse_kl",
+            select="KL6",
+        )
+        assert report.verdict == verdict
+        assert any("actor/kl as the logged KL" in note for note in report.notes)

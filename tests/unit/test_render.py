@@ -360,13 +360,35 @@ def test_a_row_of_one_token_is_left_out_where_longer_rollouts_say_more():
     assert first_screen(replace(REFUTED, gradients=[one, longer]))["follows"].startswith(f"{LOCAL}: the reverse KL of")
     scaled = replace(longer, identified={"local_reverse_kl": 1 / 3})
     words = first_screen(replace(REFUTED, gradients=[one, scaled]))["follows"]
-    assert words.startswith(f"∇KL(π‖ref) (bandit); 0.3333·{LOCAL} (sequence)")
+    assert words.startswith(f"∇KL(π‖ref) (bandit) 0.3333·{LOCAL} (sequence)")
 
 
 def test_samplers_are_named_where_they_differ():
     rows = [row(), row("sequence"), *(row(name, "stale", False, identified=None) for name in ("bandit", "sequence"))]
     words = first_screen(replace(REFUTED, gradients=rows))["follows"]
-    assert words.startswith("∇KL(π‖ref) (bandit, sequence); no named gradient (bandit, sequence: stale); off by")
+    assert words.startswith("∇KL(π‖ref) (bandit, sequence) no named gradient (bandit, sequence: stale) off by")
+
+
+def test_an_environment_has_one_name_a_line_with_its_batch_size_where_names_differ_by_it():
+    half = {"identified": {"reverse_kl": 0.5}, "agrees": False, "batch": 2}
+    rows = [row(), row("sequence"), row("ragged"), row("sequence", **half), row("ragged", **half)]
+    lines = [line.strip() for line in render("text", [replace(REFUTED, gradients=rows)]).splitlines()[1:5]]
+    assert lines[0].split(maxsplit=1)[1] == "∇KL(π‖ref) (bandit; sequence, ragged: batches of 1)"
+    assert lines[1] == "0.5·∇KL(π‖ref) (sequence, ragged: batches of 2)"
+    assert lines[2].startswith("off by up to")
+    assert lines[3].startswith("declared")
+    alike = [row("ragged", identified=None, agrees=False, batch=batch) for batch in (1, 2)]
+    assert "batches" not in first_screen(replace(REFUTED, gradients=[row(), *alike]))["follows"]
+
+
+def test_what_is_followed_and_declared_is_one_line_where_it_is_the_same():
+    same = replace(CONFIRMED, gradients=[row(scale=1.0), row("sequence", scale=1.0)])
+    said = first_screen(same)
+    assert "declared" not in said
+    assert said["follows"].startswith("∇KL(π‖ref), as declared: the reverse KL over whole rollouts")
+    assert "shaped-reward" in first_screen(replace(same, placement="shaped-reward"))["follows"]
+    for other in (row("sequence", scale=2.0), row("sequence", agrees=False), row("sequence", identified=None)):
+        assert "declared" in first_screen(replace(same, gradients=[row(scale=1.0), other]))
 
 
 def test_agreement_up_to_scale_names_the_scale_and_the_true_gradient():
@@ -387,11 +409,20 @@ def test_what_keeps_a_verdict_open_is_told():
 
 def test_the_first_screen_claims_what_was_looked_at_and_no_more():
     assert "looked at" not in first_screen(CONFIRMED)
-    said = first_screen(replace(CONFIRMED, reach=Reach(64, 32, 19.96, 0.0)))["looked at"]
-    assert said.startswith("rollouts of up to 64 tokens, batches of up to 32 rows, log-ratios of a token of up to 20 ")
+    far, near = (replace(CONFIRMED, reach=Reach(*found)) for found in ((64, 32, 19.96, 0.0), (1, 1, 1.5, 0.5)))
+    for width in (80, 100):
+        lines = render("text", [far], Terminal(width=width)).splitlines()
+        (said,) = (line for line in lines if line.startswith("looked at"))
+        assert said == "looked at up to 64 tokens, 32 rows, log-ratio 20 to reference, policy as sampler"
+        assert not lines[lines.index(said) + 1]
+    assert first_screen(near)["looked at"] == "up to 1 token, 1 row, log-ratio 1.5 to reference, 0.5 to sampler"
+    said = " ".join(whole(far).split())
+    assert (
+        "rollouts of up to 64 tokens, batches of up to 32 rows, log-ratios of a token of up to 20 to the refer" in said
+    )
     assert "with the sampler equal to the policy" in said
-    said = first_screen(replace(CONFIRMED, reach=Reach(1, 1, 1.5, 0.5)))["looked at"]
-    assert said.startswith("rollouts of one token, each by itself, log-ratios of a token of up to 1.5 to the reference")
+    said = " ".join(whole(near).split())
+    assert "rollouts of one token, each by itself, log-ratios of a token of up to 1.5 to the reference" in said
     assert "and 0.5 to the sampler" in said
 
 

@@ -14,7 +14,7 @@ import torch
 
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
-from kltest.identify.findings import Combination, Findings, Row, shared
+from kltest.identify.findings import Combination, Findings, Row, has_entropy, proportion, shared
 from kltest.identify.instances import instances
 from kltest.moments.differentiate import differentiate
 from kltest.moments.tolerances import TOLERANCES
@@ -38,7 +38,7 @@ SIDES = {
 
 def explains(row: Row, findings: Findings) -> str | None:
     """Describe the temperature that explains a row that is unnamed, or named with an entropy in it."""
-    unnamed = row.identified is None or "entropy" in row.identified
+    unnamed = row.identified is None or has_entropy(row.identified)
     return _tempered(findings) if row.wrong and unnamed else None
 
 
@@ -64,7 +64,8 @@ class _Bandits:
         self.base = Rollout(fields)
         self.named = {name: np.concatenate([gradient(name, one)[0] for one in self.drawn]) for name in NAMES}
         single = findings.measure.alone("bandit", "current")
-        self.with_entropy = single is not None and "entropy" in (single.identified or {})
+        self.named_as = (single.identified if single else None) or {}
+        self.declared = single.expected if single else findings.expect
         self.limit = TOLERANCES[findings.observed.dtype].search
 
     def tempered(self) -> str | None:
@@ -80,8 +81,10 @@ class _Bandits:
             sides.setdefault(tuple(field for field in read if "logits" in field), side)
         for fields, side in sides.items():
             log_temperature = self._undone(fields) if fields else None
-            if log_temperature is not None and (not self.with_entropy or self._normalised(fields)):
-                _, behind = self._nearest(fields, log_temperature)
+            if log_temperature is None:
+                continue
+            _, behind = self._nearest(fields, log_temperature)
+            if "entropy" not in self.named_as or (self._normalised(fields) and not self._is_a_bonus(behind)):
                 return (
                     f"{side} log-probs are divided by a temperature of {np.exp(log_temperature):.4g}; multiplied by it "
                     f"again, the gradient is {render(behind)}"
@@ -106,6 +109,19 @@ class _Bandits:
         moved = self.base.replace(**{field: self.base.peek(field).detach() + 1.0 for field in fields})
         one, other = (float(self.loss(batch).objective.detach()) for batch in (self.base.replace(), moved))
         return abs(one - other) <= self.limit * abs(one)
+
+    def _is_a_bonus(self, behind: Combination) -> bool:
+        """Return True if a·KL − b·entropy is meant, which is (a + b)·KL to the reference at the temperature 1 + b/a.
+
+        The one whose KL has the declared coefficient is meant; if neither has it, what the entropy makes larger.
+        """
+        whole, alone = proportion(behind, self.declared), {**self.named_as}
+        lower = alone.pop("entropy") < 0
+        part = proportion(alone, self.declared)
+        for factor, bonus in ((whole, False), (part, True)):
+            if factor is not None and abs(factor - 1) < NONE:
+                return bonus
+        return lower
 
     def _left(self, fields: tuple[str, ...], log_temperature: float) -> float:
         return self._nearest(fields, log_temperature)[0]

@@ -7,7 +7,7 @@ FORWARD = frozenset({"forward_kl", "local_forward_kl"})
 
 def explains(row: Row, findings: Findings) -> bool:
     """Return True for a multiple of the gradient of a forward KL."""
-    plain = when_current(row.identified)
+    plain = when_current(row.besides_entropy)
     return len(plain) == 1 and set(plain) <= FORWARD
 
 

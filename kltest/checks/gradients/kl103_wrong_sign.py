@@ -22,7 +22,7 @@ remark = other_reading
 
 def explains(row: Row, findings: Findings) -> bool:
     """Return True for a negative multiple of the declared gradient, its local form, or the forward KL in its place."""
-    named = (row.identified, when_current(row.identified))
+    named = (row.besides_entropy, when_current(row.besides_entropy))
     meant = [row.expected, local_form(row.expected)]
     if row.expected.keys() & {"reverse_kl", "local_reverse_kl"}:
         meant += [{"forward_kl": 1.0}, {"local_forward_kl": 1.0}]

@@ -3,7 +3,7 @@
 from kltest.identify.findings import Findings, Row, when_current
 
 # The derivative of no estimator of the KL contains these.
-NO_DERIVATIVE = frozenset({"to_sampler_kl", "from_sampler_kl", "entropy", "expected_reward"})
+NO_DERIVATIVE = frozenset({"to_sampler_kl", "from_sampler_kl", "entropy", "local_entropy", "expected_reward"})
 
 
 def explains(row: Row, findings: Findings) -> bool:

@@ -1,8 +1,10 @@
 """KL105: the gradient is not the declared one, and no other check accounts for it."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from kltest.checks.approximations import kl701_top_k_bias, kl703_truncated_sampler
+from kltest.checks.approximations.kl702_temperature_mismatch import explains as temperature
 from kltest.checks.check import Found
 from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
@@ -16,11 +18,51 @@ HEADS = (kl701_top_k_bias.examine, kl703_truncated_sampler.examine)
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    """A combination from a reward that lacks the declared gradient; `verdict` adds the rows that no check explains."""
+    """An entropy beside the KL, or a combination from a reward that lacks the declared gradient.
+
+    `verdict` adds the rows that no check explains.
+    """
+    if row.entropy:
+        return not temperature(row, findings)
     if findings.placement == "loss" or row.identified is None or len(row.identified) < 2:
         return False
     plain, expected = when_current(row.identified), when_current(row.expected)
     return any(abs(plain.get(name, 0.0) - factor) > Tolerances.factor for name, factor in expected.items())
+
+
+def summary(rows: Sequence[Row], findings: Findings) -> str:
+    """Say where the gradient is another one, and by how much, and where it is right."""
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(_kind(row), []).append(row)
+    wrong = [
+        f"{kind} on {_places(same)}, {max(row.relative_bias for row in same):.2g} off" for kind, same in kinds.items()
+    ]
+    right = [row for row in findings.rows if row.agrees]
+    return f"The gradient is {', and '.join(wrong)}" + (f"; right on {_places(right)}" if right else "")
+
+
+def _kind(row: Row) -> str:
+    if row.identified is None:
+        return "unnamed"
+    if not row.entropy:
+        return "another named one"
+    return f"one with an entropy {'bonus' if row.entropy < 0 else 'penalty'}"
+
+
+def _places(rows: Sequence[Row]) -> str:
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        how = [row.sampler] if row.sampler != "current" else []
+        how += [f"batches of {row.batch}"] if row.batch > 1 else []
+        how += [f"without {row.without}"] if row.without else []
+        found.setdefault(", ".join(how), []).append(row.environment)
+    named = ((how, list(dict.fromkeys(names))) for how, names in found.items())
+    places = [
+        " and ".join([", ".join(names[:-1]), names[-1]][len(names) == 1 :]) + f" ({how})" * bool(how)
+        for how, names in named
+    ]
+    return ", ".join(places)
 
 
 def examine(findings: Findings) -> Found | None:

@@ -1,26 +1,31 @@
 """KL506: the gradient goes to the reference or the sampler.
 
-A loss gets the log-probs of the reference and the sampler as constants, so that `logp - ref_logp` needs no detach. A
-leak is real if
+A loss gets the log-probs of the reference and the sampler as constants, so that `logp - ref_logp` needs no detach:
+while the policy gets its gradient, a constant that would receive one as well does no harm. A leak is real if
 
 - the loss itself makes such a constant trainable (`requires_grad_()`, a `.grad` left behind), or
-- the gradient goes to the constant *instead of* the policy: the policy lacks what the constant would receive if it were
-  trainable. Either no gradient reaches the policy at all, and one would reach the constant. Or the gradient is not the
-  declared one, and becomes it once the policy gets what the constant would receive, with its sign turned (a log-ratio
-  depends on the difference of the two).
+- the gradient goes to the constant *instead of* the policy, whose side of that term is detached. Either no gradient
+  reaches the policy at all, although the loss depends on it, and one would reach the constant. Or the gradient is not
+  the declared one, and becomes it once the policy's side is not detached where the constant would receive one.
 
-A detached ratio written `(logp.detach() - old_logp).exp()` in a loss whose gradient is right therefore passes. A
-reference that the loss computes from the policy, as a moving average, shows as a wrong gradient (1xx), not here.
+A detached ratio written `(logp.detach() - old_logp).exp()` in a loss whose gradient is right therefore passes, and so
+does a term that has no policy's side, as a penalty of `old_logp - ref_logp` (KL305). A reference that the loss computes
+from the policy, as a moving average, shows as a wrong gradient (1xx), not here.
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from kltest.checks.batches import usual_batch, with_gradient
 from kltest.checks.check import Found
+from kltest.checks.lifted import WithoutStops
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
-from kltest.moments.differentiate import LossExperiment, received
-from kltest.rollout import LEAVES, Rollout
+from kltest.moments.differentiate import LossExperiment, leaf_gradients, received
+from kltest.moments.tolerances import TOLERANCES
+from kltest.rollout import LEAVES, Rollout, elsewhere
 
 SIDES = {"ref_": "the reference", "old_": "the sampler"}
 
@@ -41,12 +46,14 @@ def examine(findings: Findings) -> Found | None:
         fields = " and ".join(prefix + name for name in found)
         leak = f"{fields} would receive a gradient of up to {size:.3g} per token"
         if findings.observed.blocked:
+            if not _depends_on_the_policy(experiment, usual_batch(findings)):
+                continue
             return Found(f"No gradient reaches the policy, and {leak}, if {whose} could be trained.")
         for row in _wrong_rows(findings):
-            if _right_once_moved(findings, row, prefix):
+            if _right_once_attached(findings, row, prefix):
                 return Found(
-                    f"In {row.where} the policy's gradient is wrong, and {leak}, if {whose} could be trained: added "
-                    "to the policy's, it makes it the declared one."
+                    f"In {row.where} the policy's gradient is wrong, and {leak}, if {whose} could be trained: with the "
+                    "policy's side of that term attached, the gradient is the declared one."
                 )
     return None
 
@@ -59,6 +66,28 @@ def _received(experiment: LossExperiment, rollout: Rollout, prefix: str) -> dict
         name.removeprefix(prefix): part.where(live if part.dim() == 2 else live[..., None], 0.0)
         for name, part in found.items()
     }
+
+
+def _depends_on_the_policy(experiment: LossExperiment, rollout: Rollout) -> bool:
+    """Return True if the value of a loss without a gradient moves with the policy's log-probs."""
+    moved = {name: elsewhere(rollout.peek(name)) for name in LEAVES}
+    return not torch.equal(experiment.call(rollout).value, experiment.call(rollout.replace(**moved)).value)
+
+
+def _withheld(experiment: LossExperiment, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
+    """What the policy gets beyond its own gradient if its side is not detached, where it is minus the constant's.
+
+    A log-ratio depends on the difference of the two. Stops on what depends on the constant stay: nothing comes to the
+    constant through those.
+    """
+    flows, own = _received(experiment, rollout, prefix), experiment.call(rollout.replace()).gradients
+    constants = {prefix + name: rollout.peek(prefix + name).detach().clone().requires_grad_() for name in LEAVES}
+    lifted = rollout.replace(**constants)
+    with WithoutStops(list(constants.values())):
+        objective = experiment.loss(lifted).objective
+    found, near = leaf_gradients(experiment.loss, objective, lifted), TOLERANCES["float32"].groups
+    gained = {name: found[name] - own.get(name, 0.0) for name in flows if name in found}
+    return {name: part.where((part + flows[name]).abs() <= near * part.abs(), 0.0) for name, part in gained.items()}
 
 
 def _wrong_rows(findings: Findings) -> list[Row]:
@@ -74,14 +103,14 @@ def _wrong_rows(findings: Findings) -> list[Row]:
     return [row for sampler in findings.samplers for row in wrong if row.sampler == sampler][:2]
 
 
-def _right_once_moved(findings: Findings, row: Row, prefix: str) -> bool:
-    """Return True if the policy's gradient is the declared one with what the constant would receive, sign turned."""
+def _right_once_attached(findings: Findings, row: Row, prefix: str) -> bool:
+    """Return True if the policy's gradient is the declared one with what its detached side withholds from it."""
     experiment, instance = findings.measure.experiment(), instances(row.environment, findings.seed)[0]
-
-    def turned(rollout: Rollout) -> dict[str, Tensor]:
-        return {name: -part for name, part in _received(experiment, rollout, prefix).items()}
-
-    return findings.measure.meets(with_gradient(experiment.loss, turned), instance, row.sampler)
+    withheld = partial(_withheld, experiment, prefix=prefix)
+    base = Rollout.of(instance, sampler=row.sampler, padding=findings.seed)
+    if not any(part.abs().max() > TOLERANCES["float32"].influence for part in withheld(base).values()):
+        return False
+    return findings.measure.meets(with_gradient(experiment.loss, withheld), instance, row.sampler)
 
 
 def wrong_side(logp, ref_logp, mask):

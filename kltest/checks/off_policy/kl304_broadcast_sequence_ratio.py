@@ -1,16 +1,16 @@
 """KL304: one ratio of the whole sequence multiplies every token's term."""
 
-from kltest.checks.off_policy.ratios import only_through_the_sum
+from kltest.checks.off_policy.ratios import broadcast, follows
 from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    """Return True for one mean ratio of all tokens: identified by name, or seen as a dependence on the sum alone."""
-    if any(name.endswith("@mean_ratio") for name in row.identified or ()):
+    """Return True for a mean ratio of all tokens by name, or a weight of many tokens in an unnamed gradient."""
+    if any(name.endswith("@mean_ratio") for name in follows(row, findings)):
         return True
     if row.sampler != "stale" or row.identified is not None or row.length == 1:
         return False
-    return only_through_the_sum(findings, row.environment)
+    return broadcast(findings, row.environment)
 
 
 moot = Findings.why_not_stale

@@ -1,15 +1,17 @@
 """KL306: the importance ratio is right until its clip takes effect, in the graded environments or farther out."""
 
-from kltest.checks.off_policy.ratios import right_without_clip
+from kltest.checks.off_policy.ratios import right_when_nearer, unbounded
 from kltest.checks.stress import examine_far_sampler
 from kltest.identify.findings import Findings, Row
 
 
 def explains(row: Row, findings: Findings) -> bool:
-    """Return True for a row from a stale sampler that is right once nothing is clipped."""
+    """Return True for a row from a stale sampler that is right, or has a name, once nothing is clipped."""
     if row.sampler != "stale" or row.agrees is not False:
         return False
-    return right_without_clip(findings, row.environment)
+    if right_when_nearer(findings, row.environment):
+        return True
+    return row.identified is None and unbounded(findings, row.environment).acts
 
 
 moot = Findings.why_not_stale

@@ -3,31 +3,41 @@
 Each changes one thing in one environment and compares gradients. It is made once an environment.
 """
 
-import math
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from kltest.checks.batches import apart, gradient, limit, moves, norm, with_gradient
+from kltest.checks.lifted import WithoutBounds, WithoutStops
+from kltest.environments import Instance
 from kltest.environments.policies import table
-from kltest.identify.findings import Findings, shared
+from kltest.identify.case import Case
+from kltest.identify.findings import Combination, Findings, Row, shared
 from kltest.identify.instances import instances
 from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
 from kltest.moments.differentiate import LossExperiment, received
 from kltest.moments.tolerances import TOLERANCES
-from kltest.rollout import LEAVES, Rollout
+from kltest.rollout import LEAVES, Rollout, elsewhere
+from kltest.truth import gradient as truth_gradient
 
 # Share of the way from policy to sampler: no usual clip (0.2) acts there, and a missing ratio still shows (its bias is
 # about this size, and the tolerance is 1e-9 or 1e-4).
 NEAR = 0.01
+# The same for names, and what a name may leave of the gradient there: named gradients are alike so near, and fit what
+# has no name to the fourth order of the share or so, but not to rounding.
+NEAR_FOR_NAMES, LEFT = 0.04, 1e-12
 # Change of log-probs, in nats: far below the tightest clip in use (3e-4), far above rounding.
 CLOSE = 1e-6
+# Change of one log-prob by which a weight's share in it is measured, and how well: few bounds lie so near, and a weight
+# of many tokens has a share of 1/T at least.
+STEP, ROUNDED = 1e-3, 0.01
+# Share of the mean square of a gradient that is none, and the least cosine that has a sign.
+NOTHING, OPPOSITE = 1e-12, 0.1
 
 
 @shared
@@ -48,41 +58,118 @@ def sampler_has_influence(findings: Findings, environment: str) -> bool:
 
 
 @shared
-def only_through_the_sum(findings: Findings, environment: str) -> bool:
-    """Return True if the sampler enters as one weight a sequence that depends on the sum of its log-probs alone."""
+def broadcast(findings: Findings, environment: str) -> bool:
+    """Return True if a weight of many tokens, which is not their importance weight, multiplies a token's gradient.
+
+    The sampler's log-prob of the last token is moved: the gradient at an earlier token is then multiplied, whatever the
+    reference is, by another factor than the importance weight of the whole rollout would be.
+    """
     rollout = _rollout(findings, environment)
-    old, mask = rollout.peek("old_logp"), rollout.peek("mask")
-    shift = torch.zeros_like(old)
-    shift[:, 0], shift[:, 1] = 0.3, -0.3
-    same_sum = old + torch.where(mask[:, 1:2] != 0, shift, 0.0)
-    if moves(findings.measure, rollout, rollout.replace(old_logp=same_sum)):
+    lengths = rollout.peek("mask").sum(dim=1).numpy().astype(int)
+    rows = np.flatnonzero(lengths > 1)
+    if findings.observed.coupled or not len(rows):
         return False
-    moved = old.clone()
-    moved[:, 0] += 0.3
-    before, after = (gradient(findings.measure, one) for one in (rollout, rollout.replace(old_logp=moved)))
-    lengths, factors = mask.sum(dim=1).numpy(), []
-    for length in np.unique(lengths):
-        base, found = before[lengths == length], after[lengths == length]
-        factor = float((base * found).sum() / max(norm(base) ** 2, 1e-300))
-        if not 0 < factor < 1 - 1e-6 or apart(found, factor * base) > limit(findings):
-            return False
-        factors.append(factor)
-    # A weight of exactly 1/μ is the importance weight itself, and no mistake.
-    return any(abs(factor - math.exp(-0.3)) > 1e-4 for factor in factors)
+    old = rollout.peek("old_logp").clone()
+    old[torch.from_numpy(rows), torch.from_numpy(lengths[rows] - 1)] += STEP
+    others = [{}, {name: elsewhere(rollout.peek(name)) for name in ("ref_logp", "ref_logits")}]
+    earlier = np.arange(old.shape[1]) < lengths[:, None] - 1
+    with WithoutBounds():
+        bases = [gradient(findings.measure, rollout.replace(**other)) for other in others]
+        moved = [gradient(findings.measure, rollout.replace(old_logp=old, **other)) for other in others]
+    squares = [(base**2).sum(axis=-1) for base in bases]
+    known = earlier & (squares[0] > 0) & (squares[1] > 0)
+    if not known.any() or apart(*bases) <= limit(findings):
+        return False
+    one, other = (
+        ((base * after).sum(axis=-1)[known] / square[known]) - 1
+        for base, after, square in zip(bases, moved, squares, strict=True)
+    )
+    # Shares of the importance weight: 1 for the whole rollout's, 1/T for the geometric mean.
+    shares = -one / STEP
+    near = max(ROUNDED, limit(findings) / STEP)
+    return bool(np.abs(one - other).max() <= near * STEP and np.any((shares > near) & (np.abs(shares - 1) > near)))
+
+
+class Unbounded(NamedTuple):
+    """What a loss follows without the bounds on its ratio, None if that has no name, and if bounds act on it at all."""
+
+    acts: bool
+    named: Combination | None
 
 
 @shared
-def right_without_clip(findings: Findings, environment: str) -> bool:
-    """Return True if the gradient is the declared one when no clip acts: nearly on-policy, or with clips lifted."""
-    loss, instance = findings.loss, instances(environment, findings.seed)[0]
+def unbounded(findings: Findings, environment: str) -> Unbounded:
+    """Return what a loss follows under a stale sampler once its bounds are lifted, or the sampler is nearly the policy.
 
+    A bound that is lifted acts only if the gradient changes with a stale sampler and not with the policy as sampler.
+    One that cannot be lifted, as rollouts that are dropped, is seen by names: a gradient that is a smooth function of
+    the sampler and has a name near the policy has the same everywhere.
+    """
+    measure, drawn = findings.measure, instances(environment, findings.seed)
+    lifted = _without_bounds(findings.loss)
+    case = Case(environment, "stale", findings.seed)
+    changes = {
+        sampler: not all(measure.equal(findings.loss, lifted, one, sampler) for one in drawn)
+        for sampler in ("stale", "current")
+    }
+    if changes["stale"] and not changes["current"]:
+        return Unbounded(True, measure.name_of(lifted, case, drawn))
+    named = None
+    if findings.observed.dtype == "float64":
+        named = measure.name_of(findings.loss, case, [_nearer(one, NEAR_FOR_NAMES) for one in drawn], LEFT)
+    return Unbounded(named is not None, named)
+
+
+def follows(row: Row, findings: Findings) -> Combination:
+    """Return what a row of a stale sampler follows, without the bounds on its ratio if it has no name with them."""
+    if row.identified is None and row.sampler == "stale" and row.batch == 1 and row.method == "exact":
+        return unbounded(findings, row.environment).named or {}
+    return row.identified or {}
+
+
+@shared
+def penalty_is_stale(findings: Findings, environment: str) -> bool:
+    """Return True if the penalty compares the sampler's log-probs with the reference's, in whole or in part.
+
+    A penalty of the policy's own log-probs is zero, rollout by rollout, if the reference is the policy. What is left of
+    it then is zero if the sampler is the policy as well, and belongs to the sampler's log-probs. It is no penalty of
+    the policy's distance to the sampler if it is zero where the reference is the sampler, or has the opposite sign.
+    """
+    instance = instances(environment, findings.seed)[0]
+    scale = findings.measure.second_moment(findings.loss, instance)
+
+    def left(reference: np.ndarray, sampler: str = "stale") -> bool:
+        changed = replace(instance, reference=reference)
+        return findings.measure.second_moment(findings.loss, changed, sampler) > NOTHING * scale
+
+    if left(instance.policy, "current") or not left(instance.policy):
+        return False
+    if not left(instance.sampler):
+        return True
+    at_policy = replace(instance, reference=instance.policy)
+    found = findings.measure.gradient_of(findings.loss, at_policy)
+    away = truth_gradient("to_sampler_kl", instance)
+    return float((found * away).sum()) < -OPPOSITE * norm(found) * norm(away)
+
+
+@shared
+def right_when_nearer(findings: Findings, environment: str) -> bool:
+    """Return True if the gradient is the declared one where the sampler is nearly the policy, so that no clip acts."""
+    instance = instances(environment, findings.seed)[0]
+    return findings.measure.meets(findings.loss, _nearer(instance, NEAR))
+
+
+def _nearer(instance: Instance, share: float) -> Instance:
+    """Return an instance whose sampler is this share of the way from its policy to its sampler."""
+    return replace(instance, sampler=table(instance.policy + share * (instance.sampler - instance.policy)))
+
+
+def _without_bounds(loss: Loss) -> Loss:
     def lifted(rollout: Rollout) -> Outcome:
-        with _LiftLimits():
+        with WithoutBounds():
             return loss(rollout)
 
-    near = table(instance.policy + NEAR * (instance.sampler - instance.policy))
-    meets = findings.measure.meets
-    return meets(loss.changed(instead=lifted), instance) or meets(loss, replace(instance, sampler=near))
+    return loss.changed(instead=lifted)
 
 
 @shared
@@ -98,7 +185,7 @@ def fixed_by_reattaching(findings: Findings, environment: str) -> bool:
 
     def missing(one_sided: bool, rollout: Rollout) -> dict[str, Tensor]:
         flowing = 0.0 if one_sided else _towards_sampler(loss, rollout)
-        with _LiftStops():
+        with WithoutStops():
             return {"logp": flowing - _towards_sampler(loss, rollout)}
 
     rollout, least = _rollout(findings, environment), TOLERANCES["float32"].influence
@@ -115,33 +202,3 @@ def _towards_sampler(loss: Loss, rollout: Rollout) -> Tensor:
 
 def _rollout(findings: Findings, environment: str) -> Rollout:
     return Rollout.of(instances(environment, findings.seed)[0], sampler="stale", padding=findings.seed)
-
-
-class _LiftLimits(TorchFunctionMode):
-    """Mode in which clamp and clip return their input, and a minimum or maximum with a constant the other argument."""
-
-    CLAMPS = frozenset({"clamp", "clip", "clamp_min", "clamp_max"})
-    CHOICES = frozenset({"minimum", "maximum", "min", "max"})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name.removesuffix("_") in self.CLAMPS:
-            return args[0] if args else (kwargs or {})["input"]
-        if name in self.CHOICES and len(args) == 2 and isinstance(args[1], Tensor):
-            constant = [item.dim() == 0 for item in args]
-            if any(constant) and not all(constant):
-                return args[constant.index(False)]
-        return func(*args, **(kwargs or {}))
-
-
-class _LiftStops(TorchFunctionMode):
-    """Mode in which detach, .data and no_grad have no effect."""
-
-    STOPS = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.detach_})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self.STOPS or func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
-            return args[0]
-        if func is torch._C._set_grad_enabled:
-            args = (True,)
-        return func(*args, **(kwargs or {}))

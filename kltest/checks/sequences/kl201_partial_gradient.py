@@ -9,7 +9,7 @@ def explains(row: Row, findings: Findings) -> bool:
     partial = local_form(row.expected)
     if partial == row.expected:
         return False
-    return proportion(when_current(row.identified), partial) is not None
+    return proportion(when_current(row.besides_entropy), partial) is not None
 
 
 def moot(findings: Findings) -> str | None:
