@@ -13,13 +13,13 @@ from kltest.adapters import named
 from kltest.checks import CHECKS
 from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
-from kltest.errors import KltestError, TargetError, UsageError
+from kltest.errors import TargetError, UsageError
+from kltest.grading.branches import without_optional_fields
 from kltest.grading.isolated import TimeIsUp, time_limit
 from kltest.grading.options import OPTIONS, RENAMED, Options, documented, without_effect
-from kltest.grading.verdict import as_specified, look_further, run_checks, selected_codes, verdict
+from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
-from kltest.identify.instances import instances
 from kltest.identify.measure import GROUPS, Measure, Sizes
 from kltest.identify.sampling import Sampling
 from kltest.loss.callables import first_line, name_of, source_file
@@ -248,38 +248,6 @@ def _with_group_size(loss: Loss, options: Options) -> Options:
     if stated is None or stated[1] == GROUPS[0] or options.group_size or options.batch_size:
         return options
     return replace(options, group_size=stated[1])
-
-
-def without_optional_fields(findings: Findings, options: Options) -> Iterator[Row]:
-    """Yield rows of the loss without what it can do without: fields in place of None, which take another branch.
-
-    The sampler is then the policy. A loss that fails so is not judged, and it is noted.
-    """
-    loss = findings.loss
-    names = loss.optional
-    if not names or any(row.agrees is not True for row in findings.rows):
-        return
-    left_out = " and ".join(names)
-    bare = loss.without(names)
-    measure = Measure(
-        bare, findings.expect, fields_used(bare, options.seed), seed=options.seed, sizes=findings.measure.sizes
-    )
-    masked, found = any(loss.fields[name] == "mask" for name in names), []
-    for environment in findings.environments:
-        if masked and instances(environment, options.seed)[0].paths.padded:
-            continue
-        try:
-            rows = [replace(row, without=left_out) for row in measure.rows(environment, "current")]
-        except KltestError as error:
-            findings.notes.append(f"Without {left_out} it cannot be graded: {str(error).splitlines()[0]}")
-            return
-        found += rows
-        yield from rows
-    if found and all(row.agrees is True for row in found):
-        there = replace(findings, measure=measure, rows=found, samplers=("current",), others=[], _results={})
-        for code, sentence in look_further(there, selected_codes(options.select, options.ignore)):
-            findings.beyond[code] = f"Without {left_out}: {sentence}"
-    findings.notes.append(f"It was graded without {left_out} as well, which has None for a default.")
 
 
 def look_back(findings: Findings) -> None:
