@@ -22,6 +22,7 @@ from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
 from kltest.identify.measure import GROUPS, Measure, Sizes
 from kltest.identify.sampling import Sampling
+from kltest.identify.stated import with_rows_of_the_batch
 from kltest.loss.callables import first_line, name_of, source_file
 from kltest.loss.calling import Loss
 from kltest.loss.frames import Frame, own_frame
@@ -39,6 +40,9 @@ HANGS = 4
 A_PAUSE = 0.1
 # Seconds that there are at least until a loss is found: one that is at hand takes a thousandth, on any processor.
 LOOK_UP = 0.05
+# Words of the errors that reshaping, cutting and unpacking a batch of another size raises.
+OF_SHAPES = ("shape", "size", "unpack", "divi", "multiple", "dimension", "chunk", "split", "range", "batch", "group")
+SIZES_GIVEN = "--batch-size N for rows that are apart, --group-size N for rollouts of one prompt"
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
 
 
@@ -140,6 +144,7 @@ class Grading:
                 self._stop(alarm, limit or 0.0)
             except TargetError as error:
                 self.error, self.frame, self.finished = str(error), getattr(error, "frame", None), True
+                self.error += _on_sizes(error, self.options)
             self.seconds = time.monotonic() - began
             yield
 
@@ -149,6 +154,7 @@ class Grading:
         self.loss = resolve(target, options.call, options.name)
         with preserved():
             options = self.options = _with_group_size(self.loss, options)
+            self.loss = with_rows_of_the_batch(self.loss, options.seed)
             self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)
             self.findings = findings = plan(self.loss, options)
             for environment in findings.environments:
@@ -302,6 +308,18 @@ def unmeasured(options: Options, target: str, *, reduction: str = "mean", error:
 def _hangs(calls: Calls, limit: float) -> bool:
     """Return True if the call that was under way when the time was over seems to be one that does not return."""
     return calls.interrupted > max(limit / HANGS, HANGS * calls.longest, A_PAUSE)
+
+
+def _on_sizes(error: TargetError, options: Options) -> str:
+    """Return a hint at the options for sizes if the loss seems to refuse the number of rows, else ""."""
+    cause = error.__cause__
+    of_shapes = isinstance(cause, AssertionError) or (
+        isinstance(cause, RuntimeError | ValueError | IndexError | ZeroDivisionError)
+        and any(word in str(cause) for word in OF_SHAPES)
+    )
+    if not of_shapes or options.group_size or options.batch_size:
+        return ""
+    return f"\nIf it takes batches or groups of a certain size only, give that: {SIZES_GIVEN}"
 
 
 def _on_hanging(name: str, calls: Calls | None, limit: float, frame: Frame | None) -> str:

@@ -246,6 +246,7 @@ class Measure:
     def _batched(self, case: Case, *, logs: bool = True) -> Row:
         """Return the row of the first size of batches, or groups, that the loss takes and that can be enumerated."""
         failure: KltestError | None = None
+        too_many: int | None = None
         for many, most in self.sizes.attempts:
             place = self._place(case, many)
             try:
@@ -261,14 +262,15 @@ class Measure:
                     # It takes blocks of rows, as groups are, without reading whose they are.
                     self.sizes = Sizes((*GROUPS, BATCHES[-1]), grouped=True)
                     return self._batched(case, logs=logs)
-                failure = error
+                too_many = many if isinstance(error, InvalidEnvironmentError) else too_many
+                failure = failure if isinstance(failure, InvalidEnvironmentError) else error
                 continue
             self._note(found)
             self.observed.reductions.append("coupled")
             return self._row(place, found, note="whole groups of one prompt" if self.sizes.grouped else "")
         if isinstance(failure, TargetError):
             raise failure
-        return self._by_sampling(case, self.sizes.each[0], str(failure))
+        return self._by_sampling(case, too_many or self.sizes.each[0], str(failure))
 
     def _place(self, case: Case, many: int) -> Case:
         """Return the case of batches of this size; groups have environments of their own."""
