@@ -25,8 +25,9 @@ DTYPE = "averaged"
 
 # Noise that is left of a gradient, relative to it: what is aimed at, and the most with which anything is compared.
 AIM, MOST = 0.015, 0.03
-# Copies with which noise is measured first, and the most of them; numbers in one field of a call.
-FIRST, COPIES, NUMBERS = 64, 2**14, 2**25
+# Copies with which noise is measured first, and the most of them; numbers in one field of all calls, and of each call:
+# memory of tens of megabytes is got from the system, page by page, every time.
+FIRST, COPIES, NUMBERS, AT_ONCE = 64, 2**14, 2**25, 2**20
 
 
 def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss]:
@@ -71,27 +72,43 @@ def _average(loss: Loss, copies: int, seed: int, adds_up: bool) -> Loss:
         if loss.takes & {"logits", "rollout"} or rollout.built("logits") is not None:
             numbers *= rollout.peek("ref_logits").shape[-1]
         many = max(FIRST, min(copies, NUMBERS // numbers))
-        tiled = side_by_side(rollout, many)
+        calls = -(-many * numbers // AT_ONCE)
+        each = -(-many // calls)
         with loss.calls.holding(), preserved(seed):
-            outcome = own(tiled)
-        gradients = leaf_gradients(own, outcome.objective, tiled)
-        rollout.accessed |= tiled.accessed
-
-        def mean(each: Tensor | None) -> Tensor | None:
-            alike = each is not None and each.dim() and len(each) == many * len(rollout)
-            return each.reshape(many, len(rollout), *each.shape[1:]).mean(dim=0) if alike and each is not None else each
-
-        share = many if adds_up and outcome.rows is None else 1
-        objective = outcome.objective.detach() / share
-        for name, gradient in gradients.items():
+            found = [_mean_of_copies(own, rollout, each, adds_up) for _ in range(calls)]
+        objective = torch.stack([outcome.objective.detach() for outcome, _ in found]).mean()
+        for name in found[0][1]:
             leaf = rollout.peek(name)
-            towards = gradient.reshape(many, *leaf.shape).sum(dim=0) / share
             # Its value is zero, its gradient the mean one.
+            towards = torch.stack([gradients[name] for _, gradients in found]).mean(dim=0)
             objective = objective + ((leaf - leaf.detach()) * towards).sum()
-        reports = {"value": mean(outcome.value), "metric": mean(outcome.metric)}
-        return replace(outcome, objective=objective, rows=None, returned="scalar", dtype=DTYPE, **reports)
+        reports = {}
+        for name in ("value", "metric"):
+            numbers_of = [getattr(outcome, name) for outcome, _ in found]
+            reports[name] = None if numbers_of[0] is None else torch.stack(numbers_of).mean(dim=0)
+        return replace(found[0][0], objective=objective, rows=None, returned="scalar", dtype=DTYPE, **reports)
 
     return loss.changed(instead=call)
+
+
+def _mean_of_copies(loss: Loss, rollout: Rollout, copies: int, adds_up: bool) -> tuple[Outcome, dict[str, Tensor]]:
+    """Call a loss with copies side by side; return the mean outcome and the mean gradient of each leaf."""
+    tiled = side_by_side(rollout, copies)
+    outcome = loss(tiled)
+    gradients = leaf_gradients(loss, outcome.objective, tiled)
+    rollout.accessed |= tiled.accessed
+
+    def mean(each: Tensor | None) -> Tensor | None:
+        alike = each is not None and each.dim() and len(each) == copies * len(rollout)
+        return each.reshape(copies, len(rollout), *each.shape[1:]).mean(dim=0) if alike and each is not None else each
+
+    share = copies if adds_up and outcome.rows is None else 1
+    towards = {
+        name: gradient.reshape(copies, *rollout.peek(name).shape).sum(dim=0) / share
+        for name, gradient in gradients.items()
+    }
+    objective = outcome.objective.detach() / share
+    return replace(outcome, objective=objective, value=mean(outcome.value), metric=mean(outcome.metric)), towards
 
 
 def side_by_side(rollout: Rollout, copies: int) -> Rollout:
