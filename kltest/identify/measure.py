@@ -85,8 +85,9 @@ class Measure:
         self.sizes = sizes or Sizes.of(uses)
         self.sampling = sampling or Sampling()
         self.observed = Observed(uses)
-        # The same with other random numbers, of a service for means over them.
+        # Of a service for means over random numbers the same with other ones, and with fewer.
         self.again: Measure | None = None
+        self.rough: Measure | None = None
         self._averaged: dict[bool, Measure] = {}
         self._reductions: dict[str, Reduction] = {}
         self._converted: dict[torch.dtype, Loss] = {}
@@ -177,7 +178,7 @@ class Measure:
             found.append(Measure(loss, self.declared, known.uses, seed=self.seed, sizes=self.sizes))
             own = found[-1].observed
             own.dtype, own.draws, own.keeps_state = AVERAGED, True, known.keeps_state
-        found[0].again = found[1]
+        found[0].again, found[0].rough = found[1:]
         return found[0]
 
     def rows_of(self, case: Case) -> list[Row]:

@@ -25,13 +25,15 @@ DTYPE = "averaged"
 
 # Noise that is left of a gradient, relative to it: what is aimed at, and the most with which anything is compared.
 AIM, MOST = 0.015, 0.03
+# Share of the copies with which a gradient is looked at first: twice the noise.
+FEWER = 4
 # Copies with which noise is measured first, and the most of them; numbers in one field of all calls, and of each call:
 # memory of tens of megabytes is got from the system, page by page, every time.
 FIRST, COPIES, NUMBERS, AT_ONCE = 64, 2**14, 2**25, 2**20
 
 
-def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss]:
-    """Return the loss as it is on average over its random numbers, and once more with other ones.
+def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, Loss]:
+    """Return the loss as it is on average over its random numbers, once more with other ones, and over fewer.
 
     Args:
         loss: The loss, which draws from the generators of torch, NumPy or Python.
@@ -49,7 +51,8 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss]:
             f"{loss.name} draws random numbers, and {100 * noise:.2g} % of noise is left in the mean gradient of "
             f"{copies} copies of a batch; at most {100 * MOST:g} % is compared. Switch the noise off"
         )
-    return _average(loss, copies, 0, adds_up), _average(loss, copies, 3, adds_up)
+    few = max(FIRST, copies // FEWER)
+    return _average(loss, copies, 0, adds_up), _average(loss, copies, 3, adds_up), _average(loss, few, 4, adds_up)
 
 
 def _noise(loss_of: Callable[[int], Loss], batch: Rollout) -> float:

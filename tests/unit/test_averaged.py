@@ -58,7 +58,7 @@ PAIRS = {by_row: plain, added_up: plain, of_numpy: plain, per_tokens_of_the_batc
 def test_the_mean_is_the_gradient_without_noise(noisy, quiet):
     """Of every row, whether the loss averages, adds up or counts the tokens of the batch."""
     one, other, sums = batch(), batch(), noisy is added_up
-    loss, _ = averaged(bind(noisy), batch(), adds_up=sums)
+    loss, *_ = averaged(bind(noisy), batch(), adds_up=sums)
     found = leaf_gradients(loss, loss(one).objective, one)["logp"]
     plainly = bind(quiet)
     wanted = leaf_gradients(plainly, plainly(other).objective, other)["logp"] * (len(other) if sums else 1)
@@ -66,7 +66,7 @@ def test_the_mean_is_the_gradient_without_noise(noisy, quiet):
 
 
 def test_its_expected_gradient_is_the_exact_one():
-    loss, _ = averaged(bind(by_row), batch(), adds_up=False)
+    loss, *_ = averaged(bind(by_row), batch(), adds_up=False)
     found, wanted = exact(loss, INSTANCE), exact(bind(plain), INSTANCE)
     assert found.dtype == "averaged"
     assert np.linalg.norm(found.gradient - wanted.gradient) < 0.06 * np.linalg.norm(wanted.gradient)
@@ -86,7 +86,7 @@ def test_copies_have_groups_of_their_own():
 
 
 def test_a_call_leaves_the_random_numbers_of_others_alone():
-    loss, _ = averaged(bind(by_row), batch(), adds_up=False)
+    loss, *_ = averaged(bind(by_row), batch(), adds_up=False)
     before = torch.get_rng_state()
     loss(batch())
     assert torch.equal(before, torch.get_rng_state())
