@@ -35,6 +35,8 @@ STALE_ONLY = "means something only when the sampler is not the policy"
 NOISY_BATCH = 512
 # Rounding may leave this much of the square of a zero gradient: environments are mild, gradients of size one.
 NOTHING = 1e-24
+# Batches of that size at most, unless otherwise asked, if their noise is not averaged by more rows.
+NOISY_BATCHES = 1024
 # Sizes to try if none was asked for: the smallest batch that the loss accepts, the largest group up to the usual one.
 BATCHES = (2, 4, 8)
 GROUPS = (4, 3, 2)
@@ -297,35 +299,39 @@ class Measure:
         why = "the loss gives different gradients for the same batch"
         if self.sizes.requested or self.sizes.grouped:
             return self._by_sampling(case, self.sizes.each[0], why, noisy=True)
-        apart = self._apart_on_average(case)
+        try:
+            average = self.averaged().loss
+        except KltestError as failure:
+            # What thousands of rows do not average takes the limit of time to no avail.
+            few = replace(self.sampling, samples=self.sampling.samples or NOISY_BATCHES)
+            return self._by_sampling(case, NOISY_BATCH, f"{why}: {failure}", noisy=True, sampling=few)
+        apart = self._apart(average, case)
         return self._by_sampling(case, 1 if apart else NOISY_BATCH, why, noisy=True, apart=apart)
 
-    def _apart_on_average(self, case: Case) -> Reduction | None:
-        """Return how a loss that draws random numbers combines rows if it treats them apart on average, else None."""
-        instance = case.instances[0]
+    def _apart(self, average: Loss, case: Case) -> Reduction | None:
+        """Return how a loss without its noise combines rows if it treats them apart, else None."""
         try:
-            rollout = Rollout.of(instance, sampler=case.sampler, padding=self.seed)
-            found = probe(self.averaged().loss, rollout, np.random.default_rng(self.seed)).reduction
+            rollout = Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed)
+            found = probe(average, rollout, np.random.default_rng(self.seed)).reduction
         except KltestError:
             return None
         return None if found == "coupled" else found
 
-    def _by_sampling(
-        self, case: Case, batch: int, why: str, *, noisy: bool = False, apart: Reduction | None = None
-    ) -> Row:
+    def _by_sampling(self, case: Case, batch: int, why: str, **options: Any) -> Row:
         """Return the row of a case that cannot be enumerated, and why; not judged if it cannot be sampled either."""
         place = self._place(case, batch)
         try:
-            return self._from_samples(place, batch, why, noisy=noisy, apart=apart)[1]
+            return self._from_samples(place, batch, why, **options)[1]
         except InvalidEnvironmentError as error:
             return not_judged(place, self.declared, batch, f"{why}; {error}")
 
     def _from_samples(
-        self, case: Case, batch: int = 1, why: str = "", **noise: Any
+        self, case: Case, batch: int = 1, why: str = "", *, sampling: Sampling | None = None, **noise: Any
     ) -> tuple[Sequence[Moments | Sampled], Row]:
-        found = sample(self.loss, self.declared, case, self.sampling, batch, **noise)
+        sampling = sampling or self.sampling
+        found = sample(self.loss, self.declared, case, sampling, batch, **noise)
         self._note(found)
-        return found, self._judged(sampled_row(case, self.declared, self.sampling, found, why))
+        return found, self._judged(sampled_row(case, self.declared, sampling, found, why))
 
     def _row(self, case: Case, found: list[Moments], *, note: str = "") -> Row:
         row = self._judged(evaluate(case, self.declared, found, note))

@@ -6,7 +6,7 @@ tokens of the batch.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,6 +25,10 @@ DTYPE = "averaged"
 
 # Noise that is left of a gradient, relative to it: what is aimed at, and the most with which anything is compared.
 AIM, MOST = 0.015, 0.03
+# As many times more copies leave a quarter of the noise; if half of it is left, they share random numbers. Several seeds:
+# a decision that all copies share may be the same for two.
+SHARED = 16
+SEEDS = tuple(range(1, 9))
 # Share of the copies with which a gradient is looked at first: twice the noise.
 FEWER = 4
 # Copies with which noise is measured first, and the most of them; numbers in one field of all calls, and of each call:
@@ -43,9 +47,14 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, 
     Raises:
         TargetError: Copies in one call do not take the noise away, as if all of them share a random number.
     """
-    noise = _noise(lambda seed: _average(loss, FIRST, seed, adds_up), batch)
-    copies = int(np.clip(FIRST * (noise / AIM) ** 2, FIRST, COPIES))
-    noise = _noise(lambda seed: _average(loss, copies, seed, adds_up), batch)
+    first, more = (_noise(loss, many, batch, adds_up, SEEDS) for many in (FIRST, SHARED * FIRST))
+    if more > MOST and more > first / SHARED**0.5 * 2:
+        raise TargetError(
+            f"{loss.name} draws a random number that all rows of a batch share: more rows do not average it. Switch "
+            "the noise off, or draw a number for each row"
+        )
+    copies = int(np.clip(FIRST * (first / AIM) ** 2, FIRST, COPIES))
+    noise = _noise(loss, copies, batch, adds_up, SEEDS[:2])
     if noise > MOST:
         raise TargetError(
             f"{loss.name} draws random numbers, and {100 * noise:.2g} % of noise is left in the mean gradient of "
@@ -55,12 +64,12 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, 
     return _average(loss, copies, 0, adds_up), _average(loss, copies, 3, adds_up), _average(loss, few, 4, adds_up)
 
 
-def _noise(loss_of: Callable[[int], Loss], batch: Rollout) -> float:
-    """Standard error of a mean gradient, relative to it, from two that were drawn apart."""
-    one, other = (_gradients(loss_of(seed), batch.replace()) for seed in (1, 2))
-    size = math.sqrt(sum(float((mean**2).sum()) for mean in one.values()))
-    apart = math.sqrt(sum(float(((one[name] - other[name]) ** 2).sum()) for name in one.keys() & other.keys()))
-    return apart / math.sqrt(2) / size if size else 0.0
+def _noise(loss: Loss, copies: int, batch: Rollout, adds_up: bool, seeds: Sequence[int]) -> float:
+    """Standard error of a mean gradient, relative to it, from several that were drawn apart."""
+    drawn = [_gradients(_average(loss, copies, seed, adds_up), batch.replace()) for seed in seeds]
+    vectors = torch.stack([torch.cat([one[name].flatten() for name in sorted(one)]) for one in drawn])
+    size = float(vectors.mean(dim=0).norm())
+    return math.sqrt(float(vectors.var(dim=0).sum())) / size if size else math.inf
 
 
 def _gradients(loss: Loss, batch: Rollout) -> dict[str, Tensor]:

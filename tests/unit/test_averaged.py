@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kltest
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
 from kltest.loss.calling import bind
@@ -72,12 +73,55 @@ def test_its_expected_gradient_is_the_exact_one():
     assert np.linalg.norm(found.gradient - wanted.gradient) < 0.06 * np.linalg.norm(wanted.gradient)
 
 
-def test_a_number_that_all_copies_share_is_not_taken_away():
-    def scaled(logp, ref_logp, mask):
-        return plain(logp, ref_logp, mask) * 2 * random.random()
+def scaled(logp, ref_logp, mask):
+    return plain(logp, ref_logp, mask) * 2 * random.random()
 
+
+def all_or_nothing(logp, ref_logp, mask):
+    """Two seeds often decide alike, which looks as if there were no noise."""
+    return plain(logp, ref_logp, mask) * 2 * (torch.rand(()) < 0.5)
+
+
+def one_row_in_fifty(logp, ref_logp, mask):
+    return (squares(logp, ref_logp, mask) * (torch.rand(len(logp)) < 0.02) / 0.02).mean()
+
+
+@pytest.mark.parametrize("loss", [scaled, all_or_nothing])
+def test_a_number_that_all_copies_share_is_not_taken_away(loss):
+    with pytest.raises(TargetError, match="that all rows of a batch share"):
+        averaged(bind(loss), batch(), adds_up=False)
+
+
+def test_noise_that_thousands_of_copies_leave_is_told():
     with pytest.raises(TargetError, match="of noise is left"):
-        averaged(bind(scaled), batch(), adds_up=False)
+        averaged(bind(one_row_in_fifty), batch(), adds_up=False)
+
+
+@pytest.mark.parametrize("loss", [all_or_nothing, one_row_in_fifty])
+def test_noise_that_is_not_averaged_is_left_open_after_few_batches(loss):
+    report = kltest.grade(loss, environment="bandit", select="KL105")
+    assert report.verdict == "inconclusive"
+    assert report.calls < 6000
+    (row,) = report.gradients
+    assert "share" in row.note or "of noise is left" in row.note
+
+
+def test_few_batches_still_refute():
+    def tokens_alone(logp, ref_logp, mask):
+        return ((logp - ref_logp).square() * mask).sum(-1).mean() * torch.rand(())
+
+    assert kltest.grade(tokens_alone, environment="sequence", select="KL105").verdict == "refuted"
+
+
+def test_a_mean_of_several_calls_is_that_of_one(monkeypatch):
+    """As many copies, and a call takes some of them at a time."""
+    found = []
+    for at_once in (2**20, 2**12):
+        monkeypatch.setattr("kltest.moments.averaged.AT_ONCE", at_once)
+        one = batch()
+        loss, *_ = averaged(bind(by_row), batch(), adds_up=False)
+        found.append(leaf_gradients(loss, loss(one).objective, one)["logp"])
+    assert float((found[0] - found[1]).norm()) < 0.06 * float(found[0].norm())
 
 
 def test_copies_have_groups_of_their_own():
