@@ -25,8 +25,8 @@ DTYPE = "averaged"
 
 # Noise that is left of a gradient, relative to it: what is aimed at, and the most with which anything is compared.
 AIM, MOST = 0.015, 0.03
-# As many times more copies leave a quarter of the noise; if half of it is left, they share random numbers. Several seeds:
-# a decision that all copies share may be the same for two.
+# So many times more copies leave a quarter of the noise; if half of it is left, they share random numbers. There are
+# several seeds, since a decision that all copies share may be the same for two.
 SHARED = 16
 SEEDS = tuple(range(1, 9))
 # Share of the copies with which a gradient is looked at first: twice the noise.
