@@ -25,6 +25,16 @@ def grpo(logp, ref_logp, old_logp, mask, advantages, beta=0.1):
     objective = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     log_ratio = ref_logp - logp
     return ((beta * (log_ratio.exp() - log_ratio - 1) - objective) * mask).sum() / mask.sum()
+
+
+def dropped(logp, ref_logp, mask):
+    log_ratio = ((logp - ref_logp) * mask).sum(-1)
+    return torch.nn.functional.dropout(log_ratio.square() / 2, 0.5)
+
+
+def dropped_whole(logits, ref_logits, mask):
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return torch.nn.functional.dropout((logits.exp() * (logits - ref_logits)).sum(-1) * mask, 0.5)
 """
 TESTS = """
 import kltest
@@ -45,6 +55,9 @@ COMMANDS = {
     "kltest grade FILE:penalty": ("torch", 3.0),
     # The mean over all tokens couples the rows of a batch, so that whole groups are enumerated.
     "kltest grade FILE:grpo": ("torch", 6.0),
+    # A loss that draws random numbers: rows are sampled, and what lies farther out is a mean over thousands of draws.
+    "kltest grade FILE:dropped": ("torch", 6.0),
+    "kltest grade FILE:dropped_whole --expect local_reverse_kl": ("torch", 6.0),
     WHOLE: ("torch", 100.0),
 }
 

@@ -72,6 +72,20 @@ GROUP_SIZES = frozenset(
 )
 """Names of parameters and settings that say how many rollouts a prompt has."""
 
+BATCH_SIZES = (
+    *("batch_size", "bsz", "train_batch_size", "local_batch_size", "per_device_batch_size"),
+    *("per_device_train_batch_size", "mini_batch_size", "minibatch_size", "micro_batch_size", "microbatch_size"),
+    *("ppo_mini_batch_size", "ppo_micro_batch_size"),
+)
+"""Names of parameters and settings that say how many rollouts a batch has, or a part of one."""
+
+_TOKEN_IDS = frozenset(("id", "ids", "eos", "bos", "pad", "padding", "ignore"))
+
+
+def says_token_id(name: str) -> bool:
+    """Return True for `eos_token_id`, `pad_id`, `ignore_index`: a number that is compared with tokens."""
+    return bool(_TOKEN_IDS & {*_words(name)})
+
 
 def field_named(name: object) -> str | None:
     """Return the field with this name or alias, or None."""

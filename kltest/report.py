@@ -17,6 +17,7 @@ SCHEMA = "kltest.grade/2"
 # Schemas of earlier reports that can be compared with.
 READABLE = ("kltest.grade/1", SCHEMA)
 Verdict = Literal["confirmed", "refuted", "inconclusive", "error"]
+Status = Literal["pass", "fail", "skip", "inconclusive"]
 Level = Literal["error", "warning"]
 EXIT_CODES: dict[str, int] = {"confirmed": 0, "refuted": 1, "error": 3, "inconclusive": 4}
 
@@ -112,7 +113,7 @@ class CheckResult:
 
     code: str
     name: str
-    status: Literal["pass", "fail", "skip", "inconclusive"]
+    status: Status
     message: str = ""
     fix: str = ""
     excused: str = ""

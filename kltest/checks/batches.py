@@ -121,7 +121,7 @@ def with_advantage(rollout: Rollout) -> Rollout:
 def group_fixture(findings: Findings) -> GroupFixture:
     """Fixture of the first graded environment, with groups as large as the loss takes."""
     sizes, failure = findings.measure.sizes, None
-    for size in sizes.each if sizes.grouped else SIZES:
+    for size in sizes.each if sizes.grouped or sizes.requested else SIZES:
         instance = instances(findings.environments[0], findings.seed, size)[0]
         fixture = GroupFixture(findings.measure, instance, size, findings.seed)
         try:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from kltest.report import Level
+from kltest.report import Level, Status
 
 if TYPE_CHECKING:
     from kltest.checks.demonstrations import Demonstration
@@ -25,7 +25,7 @@ class Found:
     """
 
     message: str
-    status: Literal["pass", "fail", "skip", "inconclusive"] = "fail"
+    status: Status = "fail"
     level: Level | None = None
 
 

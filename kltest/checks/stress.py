@@ -63,6 +63,8 @@ CHOICES = {1: (0, 5, 19, 42, 63), 2: (0, 19, 63)}
 CHOICES_OF_GROUPS = (0, 42)
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
 SMALL, ALIKE = 1e-3, 0.1
+# Share of what is allowed below which a mean over few draws, whose noise is part of the bias, needs no more.
+ROUGHLY = 0.5
 # Standard errors beyond what is allowed at which a mean over draws is off.
 SURE = 5.0
 
@@ -193,11 +195,14 @@ def compared(findings: Findings, row: Row, stress: Stress, settings: Sequence[An
     """
     for some in _calls(stress, row, settings):
         instance = stress.instance(findings, row, some)
-        found = findings.measure.expected(row, instance).gradient
         findings.see(instance, row.sampler, row.batch)
         wanted, unit = target(findings.expect, instance, row.sampler), size(instance) / len(some)
-        parts, aims = np.split(found, len(some)), np.split(wanted, len(some))
-        biases = [relative_bias(one, aim, unit) for one, aim in zip(parts, aims, strict=True)]
+        aims = np.split(wanted, len(some))
+        for measure in filter(None, (findings.measure.rough, findings.measure)):
+            parts = np.split(measure.expected(row, instance).gradient, len(some))
+            biases = [relative_bias(one, aim, unit) for one, aim in zip(parts, aims, strict=True)]
+            if max(biases) <= ROUGHLY * TOLERANCES[AVERAGED].gradient:
+                break
         noises, again = [0.0] * len(some), findings.measure.again
         if again is not None and max(biases) > TOLERANCES[AVERAGED].gradient:
             others = np.split(again.expected(row, instance).gradient, len(some))

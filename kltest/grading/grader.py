@@ -13,15 +13,16 @@ from kltest.adapters import named
 from kltest.checks import CHECKS
 from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
-from kltest.errors import KltestError, TargetError, UsageError
+from kltest.errors import TargetError, UsageError
+from kltest.grading.branches import without_optional_fields
 from kltest.grading.isolated import TimeIsUp, time_limit
 from kltest.grading.options import OPTIONS, RENAMED, Options, documented, without_effect
-from kltest.grading.verdict import as_specified, look_further, run_checks, selected_codes, verdict
+from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
-from kltest.identify.instances import instances
 from kltest.identify.measure import GROUPS, Measure, Sizes
 from kltest.identify.sampling import Sampling
+from kltest.identify.stated import with_rows_of_the_batch
 from kltest.loss.callables import first_line, name_of, source_file
 from kltest.loss.calling import Loss
 from kltest.loss.frames import Frame, own_frame
@@ -39,6 +40,9 @@ HANGS = 4
 A_PAUSE = 0.1
 # Seconds that there are at least until a loss is found: one that is at hand takes a thousandth, on any processor.
 LOOK_UP = 0.05
+# Words of the errors that reshaping, cutting and unpacking a batch of another size raises.
+OF_SHAPES = ("shape", "size", "unpack", "divi", "multiple", "dimension", "chunk", "split", "range", "batch", "group")
+SIZES_GIVEN = "--batch-size N for rows that are apart, --group-size N for rollouts of one prompt"
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
 
 
@@ -140,6 +144,7 @@ class Grading:
                 self._stop(alarm, limit or 0.0)
             except TargetError as error:
                 self.error, self.frame, self.finished = str(error), getattr(error, "frame", None), True
+                self.error += _on_sizes(error, self.options)
             self.seconds = time.monotonic() - began
             yield
 
@@ -149,6 +154,7 @@ class Grading:
         self.loss = resolve(target, options.call, options.name)
         with preserved():
             options = self.options = _with_group_size(self.loss, options)
+            self.loss = with_rows_of_the_batch(self.loss, options.seed)
             self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)
             self.findings = findings = plan(self.loss, options)
             for environment in findings.environments:
@@ -250,38 +256,6 @@ def _with_group_size(loss: Loss, options: Options) -> Options:
     return replace(options, group_size=stated[1])
 
 
-def without_optional_fields(findings: Findings, options: Options) -> Iterator[Row]:
-    """Yield rows of the loss without what it can do without: fields in place of None, which take another branch.
-
-    The sampler is then the policy. A loss that fails so is not judged, and it is noted.
-    """
-    loss = findings.loss
-    names = loss.optional
-    if not names or any(row.agrees is not True for row in findings.rows):
-        return
-    left_out = " and ".join(names)
-    bare = loss.without(names)
-    measure = Measure(
-        bare, findings.expect, fields_used(bare, options.seed), seed=options.seed, sizes=findings.measure.sizes
-    )
-    masked, found = any(loss.fields[name] == "mask" for name in names), []
-    for environment in findings.environments:
-        if masked and instances(environment, options.seed)[0].paths.padded:
-            continue
-        try:
-            rows = [replace(row, without=left_out) for row in measure.rows(environment, "current")]
-        except KltestError as error:
-            findings.notes.append(f"Without {left_out} it cannot be graded: {str(error).splitlines()[0]}")
-            return
-        found += rows
-        yield from rows
-    if found and all(row.agrees is True for row in found):
-        there = replace(findings, measure=measure, rows=found, samplers=("current",), others=[], _results={})
-        for code, sentence in look_further(there, selected_codes(options.select, options.ignore)):
-            findings.beyond[code] = f"Without {left_out}: {sentence}"
-    findings.notes.append(f"It was graded without {left_out} as well, which has None for a default.")
-
-
 def look_back(findings: Findings) -> None:
     """Note how far the rows looked; the checks that looked further have noted it themselves."""
     for row in findings.rows:
@@ -334,6 +308,18 @@ def unmeasured(options: Options, target: str, *, reduction: str = "mean", error:
 def _hangs(calls: Calls, limit: float) -> bool:
     """Return True if the call that was under way when the time was over seems to be one that does not return."""
     return calls.interrupted > max(limit / HANGS, HANGS * calls.longest, A_PAUSE)
+
+
+def _on_sizes(error: TargetError, options: Options) -> str:
+    """Return a hint at the options for sizes if the loss seems to refuse the number of rows, else ""."""
+    cause = error.__cause__
+    of_shapes = isinstance(cause, AssertionError) or (
+        isinstance(cause, RuntimeError | ValueError | IndexError | ZeroDivisionError)
+        and any(word in str(cause) for word in OF_SHAPES)
+    )
+    if not of_shapes or options.group_size or options.batch_size:
+        return ""
+    return f"\nIf it takes batches or groups of a certain size only, give that: {SIZES_GIVEN}"
 
 
 def _on_hanging(name: str, calls: Calls | None, limit: float, frame: Frame | None) -> str:

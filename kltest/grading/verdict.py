@@ -9,7 +9,7 @@ from kltest.errors import KltestError
 from kltest.estimators.spec import Spec
 from kltest.grading.options import Options
 from kltest.identify.findings import Findings, Row, proportion
-from kltest.report import CheckResult, Verdict
+from kltest.report import CheckResult, Status, Verdict
 from kltest.truth import plain, render
 
 # A check on the left is not reported for rows that one on the right accounts for: the right one names the cause.
@@ -22,8 +22,12 @@ IN_ONE_CALL = frozenset({"KL505", "KL506", "KL507"})
 # A loss that draws random numbers is given the same ones in each call of an experiment. That is no expectation, and
 # another shape or precision draws others: these take the mean over many draws, or cannot be made.
 ON_AVERAGE = frozenset(f"KL{number}" for number in (105, 203, 204, 205, 206, 207, 208, 306, 404, 504, 701, 703))
-# These look beyond the graded environments: at far policies, long rollouts, gaps.
-FURTHER = frozenset(("KL105", "KL203", "KL205", "KL208", "KL504"))
+# These look beyond the graded environments: at far policies and samplers, long rollouts, large batches, padding, gaps.
+FURTHER = frozenset(f"KL{number}" for number in (105, 203, 204, 205, 206, 207, 208, 306, 501, 504))
+# They exchange or add padding, which there is none of without a mask.
+OF_PADDING = frozenset(("KL207", "KL501"))
+# The nearer to a refutation, the later.
+STATUSES: tuple[Status, ...] = ("skip", "pass", "inconclusive", "fail")
 OF_THE_NOISE = frozenset(("KL508", "KL801", "KL802"))
 
 
@@ -118,13 +122,13 @@ def _deciding(codes: Collection[str], expected: ExpectedFailures) -> list[str]:
     return [code for code in CHECKS if code in codes or code in causes]
 
 
-def look_further(findings: Findings, codes: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the errors that experiments find beyond the graded environments, as (code, sentence)."""
+def look_further(findings: Findings, codes: Sequence[str]) -> Iterator[tuple[str, Found]]:
+    """Yield the errors that experiments find beyond the graded environments, and what they leave open, by codes."""
     for code in codes:
         if code in FURTHER and not CHECKS[code].moot(findings):
             found = _examined(CHECKS[code], findings)
-            if found and found.status == "fail" and found.level != "warning":
-                yield code, found.message
+            if found and found.status in ("fail", "inconclusive") and found.level != "warning":
+                yield code, found
 
 
 def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = "") -> Verdict:
@@ -138,7 +142,7 @@ def verdict(findings: Findings, results: Iterable[CheckResult], *, error: str = 
         return "error"
     if any(result.refutes for result in results) or any(row.refutes for row in (*findings.rows, *findings.others)):
         return "refuted"
-    if not findings.rows or any(row.agrees is None for row in findings.rows):
+    if not findings.rows or any(row.agrees is None for row in (*findings.rows, *findings.others)):
         return "inconclusive"
     if any(result.status == "inconclusive" and not result.warns for result in results):
         return "inconclusive"
@@ -191,12 +195,17 @@ def _found(check: Check, rows: list[Row], findings: Findings) -> Found:
     if rows:
         words = "; ".join(f"{row.where}: {_words(check, row, findings)}" for row in rows)
         return Found(f"{check.summary(rows, findings)}. Found {words}. {check.remark(findings)}".rstrip())
-    if reason := check.moot(findings):
-        return Found(reason, "skip")
-    found = _examined(check, findings) or Found("", "pass")
-    if found.status == "pass" and check.code in findings.beyond:
-        found = Found(findings.beyond[check.code])
+    reason = check.moot(findings)
+    found = Found(reason, "skip") if reason else _examined(check, findings) or Found("", "pass")
+    if check.code in findings.beyond:
+        status, words = findings.beyond[check.code]
+        found = max(found, Found(words, status), key=_weight)
     return replace(found, message=f"{check.title}. {found.message}") if found.status == "fail" else found
+
+
+def _weight(found: Found) -> int:
+    """Return a number that is larger for what says more against a loss."""
+    return STATUSES.index("pass" if found.level == "warning" else found.status)
 
 
 def _examined(check: Check, findings: Findings) -> Found | None:

@@ -11,7 +11,7 @@ from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.combinations import Combination, has_entropy, local_form, proportion, when_current
 from kltest.identify.rows import Observed, Row, multiple
-from kltest.report import Reach
+from kltest.report import Reach, Status
 
 if TYPE_CHECKING:
     from kltest.identify.measure import Measure
@@ -39,8 +39,8 @@ class Findings:
     """Data for checks: the rows of one target, and `measure`, which measures one more case if a check needs it.
 
     `others` are rows of the loss without the fields that it can do without, and `beyond` what checks found further out
-    there, in sentences by their codes. `scale` is the constant c if the rows agree up to scale; `expect` is then c
-    times what was declared. `scales_all`: the policy term of a loss with a coefficient has the same constant.
+    there: a status and sentences by their codes. `scale` is the constant c if the rows agree up to scale; `expect` is
+    then c times what was declared. `scales_all`: the policy term of a loss with a coefficient has the same constant.
     """
 
     expect: Combination
@@ -50,7 +50,7 @@ class Findings:
     measure: "Measure"
     rows: list[Row] = field(default_factory=list)
     others: list[Row] = field(default_factory=list)
-    beyond: dict[str, str] = field(default_factory=dict)
+    beyond: dict[str, tuple[Status, str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     scale: float | None = None
     scales_all: bool = False

@@ -36,6 +36,8 @@ STALE_ONLY = "means something only when the sampler is not the policy"
 NOISY_BATCH = 512
 # Rounding may leave this much of the square of a zero gradient: environments are mild, gradients of size one.
 NOTHING = 1e-24
+# Batches of that size at most, unless otherwise asked, if their noise is not averaged by more rows.
+NOISY_BATCHES = 1024
 # Sizes to try if none was asked for: the smallest batch that the loss accepts, the largest group up to the usual one.
 BATCHES = (2, 4, 8)
 GROUPS = (4, 3, 2)
@@ -86,8 +88,9 @@ class Measure:
         self.sizes = sizes or Sizes.of(uses)
         self.sampling = sampling or Sampling()
         self.observed = Observed(uses)
-        # The same with other random numbers, of a service for means over them.
+        # Of a service for means over random numbers the same with other ones, and with fewer.
         self.again: Measure | None = None
+        self.rough: Measure | None = None
         self._averaged: dict[bool, Measure] = {}
         self._reductions: dict[str, Reduction] = {}
         self._converted: dict[torch.dtype, Loss] = {}
@@ -199,7 +202,7 @@ class Measure:
             found.append(Measure(loss, self.declared, known.uses, seed=self.seed, sizes=self.sizes))
             own = found[-1].observed
             own.dtype, own.draws, own.keeps_state = AVERAGED, True, known.keeps_state
-        found[0].again = found[1]
+        found[0].again, found[0].rough = found[1:]
         return found[0]
 
     def rows_of(self, case: Case) -> list[Row]:
@@ -268,6 +271,7 @@ class Measure:
     def _batched(self, case: Case, *, logs: bool = True) -> Row:
         """Return the row of the first size of batches, or groups, that the loss takes and that can be enumerated."""
         failure: KltestError | None = None
+        too_many: int | None = None
         for many, most in self.sizes.attempts:
             place = self._place(case, many)
             try:
@@ -283,14 +287,15 @@ class Measure:
                     # It takes blocks of rows, as groups are, without reading whose they are.
                     self.sizes = Sizes((*GROUPS, BATCHES[-1]), grouped=True)
                     return self._batched(case, logs=logs)
-                failure = error
+                too_many = many if isinstance(error, InvalidEnvironmentError) else too_many
+                failure = failure if isinstance(failure, InvalidEnvironmentError) else error
                 continue
             self._note(found)
             self.observed.reductions.append("coupled")
             return self._row(place, found, note="whole groups of one prompt" if self.sizes.grouped else "")
         if isinstance(failure, TargetError):
             raise failure
-        return self._by_sampling(case, self.sizes.each[0], str(failure))
+        return self._by_sampling(case, too_many or self.sizes.each[0], str(failure))
 
     def _place(self, case: Case, many: int) -> Case:
         """Return the case of batches of this size; groups have environments of their own."""
@@ -316,35 +321,39 @@ class Measure:
         why = "the loss gives different gradients for the same batch"
         if self.sizes.requested or self.sizes.grouped:
             return self._by_sampling(case, self.sizes.each[0], why, noisy=True)
-        apart = self._apart_on_average(case)
+        try:
+            average = self.averaged().loss
+        except KltestError as failure:
+            # What thousands of rows do not average takes the limit of time to no avail.
+            few = replace(self.sampling, samples=self.sampling.samples or NOISY_BATCHES)
+            return self._by_sampling(case, NOISY_BATCH, f"{why}: {failure}", noisy=True, sampling=few)
+        apart = self._apart(average, case)
         return self._by_sampling(case, 1 if apart else NOISY_BATCH, why, noisy=True, apart=apart)
 
-    def _apart_on_average(self, case: Case) -> Reduction | None:
-        """Return how a loss that draws random numbers combines rows if it treats them apart on average, else None."""
-        instance = case.instances[0]
+    def _apart(self, average: Loss, case: Case) -> Reduction | None:
+        """Return how a loss without its noise combines rows if it treats them apart, else None."""
         try:
-            rollout = Rollout.of(instance, sampler=case.sampler, padding=self.seed)
-            found = probe(self.averaged().loss, rollout, np.random.default_rng(self.seed)).reduction
+            rollout = Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed)
+            found = probe(average, rollout, np.random.default_rng(self.seed)).reduction
         except KltestError:
             return None
         return None if found == "coupled" else found
 
-    def _by_sampling(
-        self, case: Case, batch: int, why: str, *, noisy: bool = False, apart: Reduction | None = None
-    ) -> Row:
+    def _by_sampling(self, case: Case, batch: int, why: str, **options: Any) -> Row:
         """Return the row of a case that cannot be enumerated, and why; not judged if it cannot be sampled either."""
         place = self._place(case, batch)
         try:
-            return self._from_samples(place, batch, why, noisy=noisy, apart=apart)[1]
+            return self._from_samples(place, batch, why, **options)[1]
         except InvalidEnvironmentError as error:
             return not_judged(place, self.declared, batch, f"{why}; {error}")
 
     def _from_samples(
-        self, case: Case, batch: int = 1, why: str = "", **noise: Any
+        self, case: Case, batch: int = 1, why: str = "", *, sampling: Sampling | None = None, **noise: Any
     ) -> tuple[Sequence[Moments | Sampled], Row]:
-        found = sample(self.loss, self.declared, case, self.sampling, batch, **noise)
+        sampling = sampling or self.sampling
+        found = sample(self.loss, self.declared, case, sampling, batch, **noise)
         self._note(found)
-        return found, self._judged(sampled_row(case, self.declared, self.sampling, found, why))
+        return found, self._judged(sampled_row(case, self.declared, sampling, found, why))
 
     def _row(self, case: Case, found: list[Moments], *, note: str = "") -> Row:
         row = self._judged(evaluate(case, self.declared, found, note))

@@ -7,7 +7,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -16,6 +16,7 @@ import torch
 from kltest.errors import UsageError, did_you_mean
 from kltest.loss.arguments import Attributes, FieldOf, argument_for
 from kltest.loss.callables import contents, inner_of, kind_of, required
+from kltest.loss.derived import Derived
 from kltest.loss.global_state import preserved
 from kltest.names import field_named
 from kltest.rollout import NotGivenError, Rollout
@@ -88,8 +89,14 @@ class ObjectOf:
     def at(self, rollout: Rollout) -> Any:
         """Return the object for a call, its given attributes set, those that are fields from `rollout`."""
         made = StandIn(self.name, self.kind) if self.built is None else self.built
+        if any(isinstance(value, Derived) for value in self.given.values()):
+            made = copy.copy(made)  # it has another value in each call, which is no state that it keeps
         _set(made, self.name, self.given, rollout)
         return made
+
+    def with_attribute(self, name: str, value: object) -> "ObjectOf":
+        """Return the same with a value for one attribute; the object itself is left alone."""
+        return replace(self, given=Attributes({**self.given, name: value}), built=copy.copy(self.built))
 
     def note(self) -> str:
         """Return a sentence for the report on an object that was built."""
@@ -127,6 +134,8 @@ def _set(thing: Any, path: str, given: Attributes, rollout: Rollout) -> None:
 def _value_of(attribute: Any, thing: Any, path: str, name: str, rollout: Rollout) -> Any:
     if isinstance(attribute, FieldOf):
         return getattr(rollout, attribute.name)
+    if isinstance(attribute, Derived):
+        return attribute.at(rollout)
     if not isinstance(attribute, Attributes):
         return attribute
     inner = None

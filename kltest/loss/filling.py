@@ -7,43 +7,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from kltest.errors import UsageError
 from kltest.loss.advice import advice
 from kltest.loss.arguments import Attributes, FieldOf, fields_listed, parsed
 from kltest.loss.building import ObjectOf, annotated, configuration
+from kltest.loss.callables import contents
+from kltest.loss.derived import DERIVED, Derived
 from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
-from kltest.names import FIELDS, GROUP_SIZES, field_named, near_spelling, suggested_field
+from kltest.names import BATCH_SIZES, FIELDS, GROUP_SIZES, field_named, near_spelling, suggested_field
 
-
-@dataclass(frozen=True)
-class Derived:
-    """A number that trainers pass beside the fields, made of them in each call."""
-
-    name: str
-
-    def at(self, view: RolloutView) -> Any:
-        """Return it for one batch."""
-        return DERIVED[self.name][1](view)
-
-
-def _prompts(view: RolloutView) -> list[str]:
-    return [f"prompt-{int(one)}" for one in view.group]
-
-
-# Names of parameters without a default, and what they get: words for the report, and the value for one batch.
-_PROMPTS = ("a name of each row's prompt", _prompts)
-DERIVED: dict[str, tuple[str, Callable[[RolloutView], Any]]] = {
-    "lengths": ("live tokens of each row", lambda view: (view.mask != 0).sum(-1)),
-    "log_ratio": ("logp − ref_logp", lambda view: view.logp - view.ref_logp),
-    "num_items_in_batch": ("live tokens of the batch", lambda view: (view.mask != 0).sum()),
-    "device": ("the CPU", lambda view: torch.device("cpu")),
-    "global_step": ("0", lambda view: 0),
-    "index": _PROMPTS,
-    "uid": _PROMPTS,
-}
 Filling = FieldOf | ObjectOf | Derived | Any
 
 
@@ -85,11 +58,9 @@ class Arguments:
                 continue
             if name not in self.fillings:
                 found[name] = f"its default, {kept!r}"
-            elif isinstance(filling, FieldOf):
-                optional = "" if kept is parameter.empty else f" in place of its default, {kept!r}"
-                found[name] = f"{filling.name}{optional}"
-            elif isinstance(filling, Derived):
-                found[name] = DERIVED[filling.name][0]
+            elif isinstance(filling, FieldOf | Derived):
+                words = filling.name if isinstance(filling, FieldOf) else DERIVED[filling.name][0]
+                found[name] = words + ("" if kept is parameter.empty else f" in place of its default, {kept!r}")
             else:
                 found[name] = "an object" if isinstance(filling, ObjectOf) else repr(filling)
         return found
@@ -97,21 +68,42 @@ class Arguments:
     @property
     def group_size(self) -> tuple[str, int] | None:
         """The parameter, or the attribute of an object, that says how many rollouts a group has, and how many."""
-        stated = {one.name: self.fillings.get(one.name, one.default) for one in self.parameters}
-        for one in self.built:
-            stated |= {f"{one.name}.{name}": getattr(one.built, name, None) for name in sorted(GROUP_SIZES)}
-        for name, size in stated.items():
+        for name, size in self.stated.items():
             if name.split(".")[-1] in GROUP_SIZES and type(size) is int and size > 1:
                 return name, size
         return None
+
+    @property
+    def batch_sizes(self) -> dict[str, int]:
+        """The numbers that say how many rows a batch has and that nobody gave, by parameter or attribute."""
+        given = {*self.fillings, *(f"{one.name}.{name}" for one in self.built for name in one.given)}
+        return {
+            name: size
+            for name, size in self.stated.items()
+            if name.split(".")[-1] in BATCH_SIZES and type(size) is int and size > 1 and name not in given
+        }
+
+    @property
+    def stated(self) -> dict[str, object]:
+        """The values of all parameters that no field fills, and of the attributes of objects, by dotted names."""
+        values = {one.name: self.fillings.get(one.name, one.default) for one in self.parameters}
+        for one in self.built:
+            values |= {f"{one.name}.{name}": value for name, value in {**contents(one.built), **one.given}.items()}
+        return values
 
     def without(self, names: Collection[str]) -> "Arguments":
         """Return the same with the defaults of these parameters."""
         return replace(self, fillings={key: filling for key, filling in self.fillings.items() if key not in names})
 
     def with_value(self, name: str, value: object) -> "Arguments":
-        """Return the same with a value for one parameter."""
-        return replace(self, fillings={**self.fillings, name: value})
+        """Return the same with a value for one parameter, or for one attribute of an object, by its dotted name."""
+        whose, _, attribute = name.partition(".")
+        if not attribute:
+            return replace(self, fillings={**self.fillings, name: value})
+        changed = next(one for one in self._objects if one.name == whose).with_attribute(attribute, value)
+        if self.receiver and self.receiver.name == whose:
+            return replace(self, receiver=changed)
+        return replace(self, fillings={**self.fillings, whose: changed})
 
     def of(self, view: RolloutView) -> tuple[list[Any], dict[str, Any]]:
         """Return the positional and the named arguments of one call."""

@@ -6,7 +6,7 @@ tokens of the batch.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,12 +25,19 @@ DTYPE = "averaged"
 
 # Noise that is left of a gradient, relative to it: what is aimed at, and the most with which anything is compared.
 AIM, MOST = 0.015, 0.03
-# Copies with which noise is measured first, and the most of them; numbers in one field of a call.
-FIRST, COPIES, NUMBERS = 64, 2**14, 2**25
+# So many times more copies leave a quarter of the noise; if half of it is left, they share random numbers. There are
+# several seeds, since a decision that all copies share may be the same for two.
+SHARED = 16
+SEEDS = tuple(range(1, 9))
+# Share of the copies with which a gradient is looked at first: twice the noise.
+FEWER = 4
+# Copies with which noise is measured first, and the most of them; numbers in one field of all calls, and of each call:
+# memory of tens of megabytes is got from the system, page by page, every time.
+FIRST, COPIES, NUMBERS, AT_ONCE = 64, 2**14, 2**25, 2**20
 
 
-def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss]:
-    """Return the loss as it is on average over its random numbers, and once more with other ones.
+def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, Loss]:
+    """Return the loss as it is on average over its random numbers, once more with other ones, and over fewer.
 
     Args:
         loss: The loss, which draws from the generators of torch, NumPy or Python.
@@ -40,23 +47,29 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss]:
     Raises:
         TargetError: Copies in one call do not take the noise away, as if all of them share a random number.
     """
-    noise = _noise(lambda seed: _average(loss, FIRST, seed, adds_up), batch)
-    copies = int(np.clip(FIRST * (noise / AIM) ** 2, FIRST, COPIES))
-    noise = _noise(lambda seed: _average(loss, copies, seed, adds_up), batch)
+    first, more = (_noise(loss, many, batch, adds_up, SEEDS) for many in (FIRST, SHARED * FIRST))
+    if more > MOST and more > first / SHARED**0.5 * 2:
+        raise TargetError(
+            f"{loss.name} draws a random number that all rows of a batch share: more rows do not average it. Switch "
+            "the noise off, or draw a number for each row"
+        )
+    copies = int(np.clip(FIRST * (first / AIM) ** 2, FIRST, COPIES))
+    noise = _noise(loss, copies, batch, adds_up, SEEDS[:2])
     if noise > MOST:
         raise TargetError(
             f"{loss.name} draws random numbers, and {100 * noise:.2g} % of noise is left in the mean gradient of "
             f"{copies} copies of a batch; at most {100 * MOST:g} % is compared. Switch the noise off"
         )
-    return _average(loss, copies, 0, adds_up), _average(loss, copies, 3, adds_up)
+    few = max(FIRST, copies // FEWER)
+    return _average(loss, copies, 0, adds_up), _average(loss, copies, 3, adds_up), _average(loss, few, 4, adds_up)
 
 
-def _noise(loss_of: Callable[[int], Loss], batch: Rollout) -> float:
-    """Standard error of a mean gradient, relative to it, from two that were drawn apart."""
-    one, other = (_gradients(loss_of(seed), batch.replace()) for seed in (1, 2))
-    size = math.sqrt(sum(float((mean**2).sum()) for mean in one.values()))
-    apart = math.sqrt(sum(float(((one[name] - other[name]) ** 2).sum()) for name in one.keys() & other.keys()))
-    return apart / math.sqrt(2) / size if size else 0.0
+def _noise(loss: Loss, copies: int, batch: Rollout, adds_up: bool, seeds: Sequence[int]) -> float:
+    """Standard error of a mean gradient, relative to it, from several that were drawn apart."""
+    drawn = [_gradients(_average(loss, copies, seed, adds_up), batch.replace()) for seed in seeds]
+    vectors = torch.stack([torch.cat([one[name].flatten() for name in sorted(one)]) for one in drawn])
+    size = float(vectors.mean(dim=0).norm())
+    return math.sqrt(float(vectors.var(dim=0).sum())) / size if size else math.inf
 
 
 def _gradients(loss: Loss, batch: Rollout) -> dict[str, Tensor]:
@@ -71,27 +84,43 @@ def _average(loss: Loss, copies: int, seed: int, adds_up: bool) -> Loss:
         if loss.takes & {"logits", "rollout"} or rollout.built("logits") is not None:
             numbers *= rollout.peek("ref_logits").shape[-1]
         many = max(FIRST, min(copies, NUMBERS // numbers))
-        tiled = side_by_side(rollout, many)
+        calls = -(-many * numbers // AT_ONCE)
+        each = -(-many // calls)
         with loss.calls.holding(), preserved(seed):
-            outcome = own(tiled)
-        gradients = leaf_gradients(own, outcome.objective, tiled)
-        rollout.accessed |= tiled.accessed
-
-        def mean(each: Tensor | None) -> Tensor | None:
-            alike = each is not None and each.dim() and len(each) == many * len(rollout)
-            return each.reshape(many, len(rollout), *each.shape[1:]).mean(dim=0) if alike and each is not None else each
-
-        share = many if adds_up and outcome.rows is None else 1
-        objective = outcome.objective.detach() / share
-        for name, gradient in gradients.items():
+            found = [_mean_of_copies(own, rollout, each, adds_up) for _ in range(calls)]
+        objective = torch.stack([outcome.objective.detach() for outcome, _ in found]).mean()
+        for name in found[0][1]:
             leaf = rollout.peek(name)
-            towards = gradient.reshape(many, *leaf.shape).sum(dim=0) / share
             # Its value is zero, its gradient the mean one.
+            towards = torch.stack([gradients[name] for _, gradients in found]).mean(dim=0)
             objective = objective + ((leaf - leaf.detach()) * towards).sum()
-        reports = {"value": mean(outcome.value), "metric": mean(outcome.metric)}
-        return replace(outcome, objective=objective, rows=None, returned="scalar", dtype=DTYPE, **reports)
+        reports = {}
+        for name in ("value", "metric"):
+            numbers_of = [getattr(outcome, name) for outcome, _ in found]
+            reports[name] = None if numbers_of[0] is None else torch.stack(numbers_of).mean(dim=0)
+        return replace(found[0][0], objective=objective, rows=None, returned="scalar", dtype=DTYPE, **reports)
 
     return loss.changed(instead=call)
+
+
+def _mean_of_copies(loss: Loss, rollout: Rollout, copies: int, adds_up: bool) -> tuple[Outcome, dict[str, Tensor]]:
+    """Call a loss with copies side by side; return the mean outcome and the mean gradient of each leaf."""
+    tiled = side_by_side(rollout, copies)
+    outcome = loss(tiled)
+    gradients = leaf_gradients(loss, outcome.objective, tiled)
+    rollout.accessed |= tiled.accessed
+
+    def mean(each: Tensor | None) -> Tensor | None:
+        alike = each is not None and each.dim() and len(each) == copies * len(rollout)
+        return each.reshape(copies, len(rollout), *each.shape[1:]).mean(dim=0) if alike and each is not None else each
+
+    share = copies if adds_up and outcome.rows is None else 1
+    towards = {
+        name: gradient.reshape(copies, *rollout.peek(name).shape).sum(dim=0) / share
+        for name, gradient in gradients.items()
+    }
+    objective = outcome.objective.detach() / share
+    return replace(outcome, objective=objective, value=mean(outcome.value), metric=mean(outcome.metric)), towards
 
 
 def side_by_side(rollout: Rollout, copies: int) -> Rollout:

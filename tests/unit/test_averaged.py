@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
+from kltest.identify.measure import Measure
 from kltest.loss.calling import bind
 from kltest.moments import exact
 from kltest.moments.averaged import averaged, side_by_side
@@ -58,7 +59,7 @@ PAIRS = {by_row: plain, added_up: plain, of_numpy: plain, per_tokens_of_the_batc
 def test_the_mean_is_the_gradient_without_noise(noisy, quiet):
     """Of every row, whether the loss averages, adds up or counts the tokens of the batch."""
     one, other, sums = batch(), batch(), noisy is added_up
-    loss, _ = averaged(bind(noisy), batch(), adds_up=sums)
+    loss, *_ = averaged(bind(noisy), batch(), adds_up=sums)
     found = leaf_gradients(loss, loss(one).objective, one)["logp"]
     plainly = bind(quiet)
     wanted = leaf_gradients(plainly, plainly(other).objective, other)["logp"] * (len(other) if sums else 1)
@@ -66,18 +67,68 @@ def test_the_mean_is_the_gradient_without_noise(noisy, quiet):
 
 
 def test_its_expected_gradient_is_the_exact_one():
-    loss, _ = averaged(bind(by_row), batch(), adds_up=False)
+    loss, *_ = averaged(bind(by_row), batch(), adds_up=False)
     found, wanted = exact(loss, INSTANCE), exact(bind(plain), INSTANCE)
     assert found.dtype == "averaged"
     assert np.linalg.norm(found.gradient - wanted.gradient) < 0.06 * np.linalg.norm(wanted.gradient)
 
 
-def test_a_number_that_all_copies_share_is_not_taken_away():
-    def scaled(logp, ref_logp, mask):
-        return plain(logp, ref_logp, mask) * 2 * random.random()
+def scaled(logp, ref_logp, mask):
+    return plain(logp, ref_logp, mask) * 2 * random.random()
 
+
+def all_or_nothing(logp, ref_logp, mask):
+    """Two seeds often decide alike, which looks as if there were no noise."""
+    return plain(logp, ref_logp, mask) * 2 * (torch.rand(()) < 0.5)
+
+
+def one_row_in_fifty(logp, ref_logp, mask):
+    return (squares(logp, ref_logp, mask) * (torch.rand(len(logp)) < 0.02) / 0.02).mean()
+
+
+@pytest.mark.parametrize("loss", [scaled, all_or_nothing])
+def test_a_number_that_all_copies_share_is_not_taken_away(loss):
+    with pytest.raises(TargetError, match="that all rows of a batch share"):
+        averaged(bind(loss), batch(), adds_up=False)
+
+
+def test_noise_that_thousands_of_copies_leave_is_told():
     with pytest.raises(TargetError, match="of noise is left"):
-        averaged(bind(scaled), batch(), adds_up=False)
+        averaged(bind(one_row_in_fifty), batch(), adds_up=False)
+
+
+def wrong_sign(logp, ref_logp, mask):
+    return -all_or_nothing(logp, ref_logp, mask)
+
+
+def row_of(loss):
+    loss = bind(loss)
+    measure = Measure(loss, {"reverse_kl": 1.0}, frozenset({"logp", "ref_logp", "mask"}))
+    (row,) = measure.rows("bandit", "current")
+    return row, loss.calls.count
+
+
+@pytest.mark.parametrize("loss", [all_or_nothing, one_row_in_fifty])
+def test_noise_that_is_not_averaged_is_left_open_after_few_batches(loss):
+    row, calls = row_of(loss)
+    assert row.agrees is None
+    assert calls < 6000
+    assert "share" in row.note or "of noise is left" in row.note
+
+
+def test_few_batches_still_refute():
+    assert row_of(wrong_sign)[0].agrees is False
+
+
+def test_a_mean_of_several_calls_is_that_of_one(monkeypatch):
+    """As many copies, and a call takes some of them at a time."""
+    found = []
+    for at_once in (2**20, 2**12):
+        monkeypatch.setattr("kltest.moments.averaged.AT_ONCE", at_once)
+        one = batch()
+        loss, *_ = averaged(bind(by_row), batch(), adds_up=False)
+        found.append(leaf_gradients(loss, loss(one).objective, one)["logp"])
+    assert float((found[0] - found[1]).norm()) < 0.06 * float(found[0].norm())
 
 
 def test_copies_have_groups_of_their_own():
@@ -86,7 +137,7 @@ def test_copies_have_groups_of_their_own():
 
 
 def test_a_call_leaves_the_random_numbers_of_others_alone():
-    loss, _ = averaged(bind(by_row), batch(), adds_up=False)
+    loss, *_ = averaged(bind(by_row), batch(), adds_up=False)
     before = torch.get_rng_state()
     loss(batch())
     assert torch.equal(before, torch.get_rng_state())

@@ -248,7 +248,9 @@ class TestWriting:
         tmp_path.chmod(0o700)
 
     def test_what_may_be_asked(self):
-        assert fixes.asked("show") and fixes.asked("apply") and not fixes.asked(None)
+        assert fixes.asked("show")
+        assert fixes.asked("apply")
+        assert not fixes.asked(None)
         with pytest.raises(UsageError, match="--fix=apply"):
             fixes.asked("yes")
 

@@ -6,6 +6,7 @@ from contextlib import suppress
 from kltest.checks.approximations import kl701_top_k_bias, kl703_truncated_sampler
 from kltest.checks.approximations.kl702_temperature_mismatch import explains as temperature
 from kltest.checks.check import Found
+from kltest.checks.cuts import cuts
 from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.stress import late, wrong
@@ -88,7 +89,7 @@ def examine(findings: Findings) -> Found | None:
             failure = failure or error
     if failure:
         raise failure
-    return None
+    return cuts(findings)
 
 
 def _found(findings: Findings, name: str) -> Found | None:

@@ -1,0 +1,108 @@
+"""Numbers in the signature or object of a loss beyond what is tried: a longest rollout, a chunk, a floor, a token's id.
+
+Code behind a comparison with such a number runs in no environment, batch or rollout here. So the number is made small,
+or the id that of the token that ends a rollout. What then changes is a fact about the loss, not about its gradient as
+it is used: a warning.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from kltest.checks.batches import as_array, limit, norm
+from kltest.checks.check import Found
+from kltest.environments.policies import table
+from kltest.errors import KltestError
+from kltest.identify.findings import Findings, shared
+from kltest.identify.instances import instances
+from kltest.moments.differentiate import differentiate, live_positions
+from kltest.names import says_token_id
+from kltest.rollout import Rollout
+
+# Numbers above this are beyond the rows of all batches; what cuts long rollouts at less is seen in those.
+LARGE = 32
+# They are tried at these: below the tokens and rows of the batch, and some that do not divide them.
+SMALL = (1, 2, 3, 5, 7)
+ROWS = 12
+# Log-ratios are this share of the usual ones: bounds on numbers other than lengths and sizes do not act.
+NEAR = 0.1
+
+
+@shared
+def cuts(findings: Findings) -> Found | None:
+    """Report the first of such numbers that changes the gradient by more than a factor where it is made small."""
+    numbers = list(_numbers(findings))
+    if not numbers or any(row.agrees is not True for row in findings.rows):
+        return None
+    if findings.loss.instead is not None:
+        names = ", ".join(name for name, _, _ in numbers)
+        why = f"smaller values of {names} were not tried, since it draws random numbers"
+        return Found(why, "inconclusive", level="warning")
+    batches, found = _batches(findings), None
+    usual = _gradients(findings, batches)
+    for name, value, others in numbers:
+        for other in others:
+            try:
+                changed = _gradients(findings, batches, name, other)
+            except KltestError:  # it refuses what is longer
+                continue
+            factor = float((changed * usual).sum() / (norm(usual) ** 2 or 1.0))
+            off = norm(changed - factor * usual) / (norm(usual) or 1.0)
+            if off > limit(findings) * max(1.0, abs(factor)) or (usual.any() and factor <= 0):
+                found = found or Found(_words(name, value, other, usual, changed), level="warning")
+                break
+        else:
+            findings.notes.append(f"{name} is {value}; the gradient is the same at {_listed(others)}.")
+    return found
+
+
+def _numbers(findings: Findings) -> Iterator[tuple[str, float, tuple[int, ...]]]:
+    """Yield names of numbers that are beyond what is tried, with their values and others to try."""
+    vocabulary = instances("ragged", findings.seed)[0].environment.vocabulary
+    for name, value in findings.loss.arguments.stated.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        if says_token_id(name):
+            if "tokens" in findings.observed.uses and value not in range(vocabulary):
+                yield name, value, (vocabulary - 1,)
+        elif value > LARGE:
+            yield name, value, SMALL
+
+
+def _batches(findings: Findings) -> list[Rollout]:
+    """Return batches of all lengths, and of short and of long rollouts, so that a common divisor differs."""
+    instance = instances("ragged", findings.seed)[0]
+    reference, sampler = (
+        table(instance.policy + NEAR * (logits - instance.policy)) for logits in (instance.reference, instance.sampler)
+    )
+    nearer = replace(instance, reference=reference, sampler=sampler)
+    rows = np.argsort(instance.paths.lengths, kind="stable")
+    rows = rows[np.linspace(0, len(rows) - 1, ROWS).round().astype(int)]
+    rollout = Rollout.of(nearer, sampler="stale", padding=findings.seed, centre="batch")
+    return [rollout.take(some) for some in (rows, rows[: ROWS // 3], rows[-ROWS // 3 :])]
+
+
+def _gradients(findings: Findings, batches: list[Rollout], name: str = "", value: float = 0.0) -> np.ndarray:
+    """(N, T, 1 + V) gradients in all rows of the batches, with this value of a number."""
+    loss = findings.measure.experiment().loss
+    if name:
+        loss = loss.changed(arguments=loss.arguments.with_value(name, value))
+    found = [as_array(differentiate(loss, batch.replace(), live_positions(batch)), batch) for batch in batches]
+    return np.concatenate(found)
+
+
+def _words(name: str, value: float, other: int, usual: np.ndarray, changed: np.ndarray) -> str:
+    before, after = (each.any(axis=-1) for each in (usual, changed))
+    lost = int((before & ~after).sum())
+    does = "cuts at" if lost else "depends on"
+    what = f"{lost} of {int(before.sum())} tokens have no gradient" if lost else "the gradient is another one"
+    return (
+        f"It {does} {name}, which is {value}, beyond what is tried here: with {other} in its place {what}, in "
+        f"batches of {ROWS} and of {ROWS // 3} rollouts of up to {usual.shape[1]} tokens."
+    )
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return " and ".join(filter(None, (", ".join(map(str, values[:-1])), str(values[-1]))))

@@ -1,0 +1,102 @@
+"""Numbers in a signature beyond all lengths and batches that are tried: each wrong loss beside its right sister."""
+
+import pytest
+import torch
+
+import kltest
+
+
+def square(logp, ref_logp, mask):
+    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+
+
+def longest(logp, ref_logp, mask, max_length=512):
+    return square(logp[:, :max_length], ref_logp[:, :max_length], mask[:, :max_length])
+
+
+def floor_of_tokens(logp, ref_logp, mask, min_tokens=4096.0):
+    return square(logp, ref_logp, mask).sum() / mask.sum().clamp(min=min_tokens)
+
+
+def without_the_rest(logp, ref_logp, mask, chunk=1024):
+    rows = square(logp, ref_logp, mask)
+    return sum(part.sum() for part in rows.split(chunk) if len(part) in (chunk, len(rows))) / len(rows)
+
+
+def last_token_dropped(logp, ref_logp, mask, tokens, eos_token_id=151645):
+    return square(logp, ref_logp, mask * (tokens != eos_token_id))
+
+
+class Settings:
+    def __init__(self):
+        self.max_tokens = 2048
+
+
+def in_an_object(logp, ref_logp, mask, config: Settings):
+    kept = mask * (torch.arange(mask.shape[1]) < config.max_tokens)
+    return square(logp, ref_logp, kept)
+
+
+WRONG = {
+    longest: "max_length",
+    floor_of_tokens: "min_tokens",
+    without_the_rest: "chunk",
+    last_token_dropped: "eos_token_id",
+    in_an_object: "config.max_tokens",
+}
+
+
+def over_the_longest(logp, ref_logp, mask, max_length=512):
+    return square(logp, ref_logp, mask).sum() / (len(logp) * max_length)
+
+
+def refused_if_longer(logp, ref_logp, mask, max_length=512):
+    assert mask.shape[1] <= max_length
+    return square(logp, ref_logp, mask)
+
+
+def in_chunks(logp, ref_logp, mask, chunk=1024):
+    rows = square(logp, ref_logp, mask)
+    return sum(part.sum() for part in rows.split(chunk)) / len(rows)
+
+
+def after_the_end(logp, ref_logp, mask, tokens, eos_token_id=151645):
+    """What follows the end of a rollout is padding anyway."""
+    ended = (tokens == eos_token_id).cumsum(-1) - (tokens == eos_token_id).long()
+    return square(logp, ref_logp, mask * (ended == 0))
+
+
+def bounded_far_away(logp, ref_logp, mask, bound=100.0):
+    return square((logp - ref_logp).clamp(-bound, bound), 0.0, mask)
+
+
+RIGHT = (over_the_longest, refused_if_longer, in_chunks, after_the_end, bounded_far_away)
+
+
+@pytest.mark.parametrize(("loss", "name"), WRONG.items(), ids=lambda one: getattr(one, "__name__", one))
+def test_a_number_that_cuts_is_named_in_a_warning(loss, name):
+    report = kltest.grade(loss)
+    assert report.verdict == "confirmed"
+    (found,) = [check for check in report.warnings if check.code == "KL105"]
+    does = "depends on" if loss is floor_of_tokens else "cuts at"
+    assert f"It {does} {name}, which is" in found.message
+
+
+@pytest.mark.parametrize("loss", RIGHT, ids=lambda one: one.__name__)
+def test_a_number_that_changes_nothing_is_no_finding(loss):
+    report = kltest.grade(loss)
+    assert report.verdict == "confirmed"
+    assert "KL105" not in {check.code for check in report.failed}
+
+
+def test_what_was_tried_is_told():
+    assert any(
+        "chunk is 1024; the gradient is the same at 1, 2, 3, 5 and 7" in n for n in kltest.grade(in_chunks).notes
+    )
+
+
+def test_a_length_that_is_reached_refutes():
+    def shorter(logp, ref_logp, mask, max_length=40):
+        return longest(logp, ref_logp, mask, max_length)
+
+    assert kltest.grade(shorter).verdict == "refuted"
