@@ -62,7 +62,8 @@ KINDS = {
         "return 0.5 * (logp - ref_logp) ** 2",
     ),
     "reduction": (
-        "def loss(logp, ref_logp, mask):\n    k2 = 0.5 * (logp - ref_logp) ** 2 * mask\n    return k2.sum() / mask.sum()\n",
+        "def loss(logp, ref_logp, mask):\n    k2 = 0.5 * (logp - ref_logp) ** 2 * mask\n"
+        "    return k2.sum() / mask.sum()\n",
         "local_reverse_kl",
         "return k2.sum(-1).mean()",
     ),
@@ -128,16 +129,24 @@ def test_other_terms_and_metrics_stay(tmp_path):
     assert len(report.fixes) == 2
 
 
-def test_an_entropy_bonus_is_not_removed(tmp_path):
-    source = """def loss(logp, ref_logp, mask, logits):
+BONUS = """def loss(logp, ref_logp, mask, logits):
     logits = logits.log_softmax(-1)
     entropy = -((logits.exp() * logits).sum(-1) * mask).sum(-1)
-    return 0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2 - 0.05 * entropy
+    return {} - 0.05 * entropy
 """
-    report = fixed(written(tmp_path, source))
+
+
+def test_an_entropy_bonus_is_not_removed(tmp_path):
+    report = fixed(written(tmp_path, BONUS.format("0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2")))
     assert report.verdict == "refuted"
     assert not report.fixes
-    assert "no fix inside of the function" in report.advice
+    assert "entropy beside its KL term" in report.advice
+
+
+def test_beside_a_declared_bonus_the_kl_term_is_mended(tmp_path):
+    target = written(tmp_path, BONUS.format("((ref_logp - logp).exp() * mask).sum(-1)"))
+    report = fixed(target, expect="local_reverse_kl-0.05*local_entropy")
+    assert added(report) == ["return ((0.5 * (logp - ref_logp) ** 2) * mask).sum(-1) - 0.05 * entropy"]
 
 
 def test_a_logged_number_that_would_change_is_kept(tmp_path):

@@ -101,7 +101,8 @@ class Written:
                 yield "the ratio of the tokens so far", f"{_tightened(self.masked(log))}.cumsum(-1).exp()"
 
     def terms(self, declared: Mapping[str, float]) -> Iterator[Term]:
-        """Yield terms that follow a declared gradient, the plainest first; nothing for combinations."""
+        """Yield terms that follow the KL's part of a declared gradient, the plainest first; nothing if it has several."""
+        declared = {name: coefficient for name, coefficient in declared.items() if "entropy" not in name}
         u, logp = self.log_ratio, self.names.get("logp")
         ratios: list[tuple[str, str]] = [("", ""), *self.ratios()]
         if len(declared) != 1 or u is None:
@@ -204,8 +205,9 @@ class Changes:
 
     def _is_number(self, node: ast.expr) -> bool:
         """Return True for a number that is no part of an estimator, as ½ is."""
-        if isinstance(node, ast.Constant):
-            return node.value not in (0.5, 1, 2)
+        inner = node.operand if isinstance(node, ast.UnaryOp) else node
+        if isinstance(inner, ast.Constant):
+            return inner.value not in (0.5, 1, 2)
         within = [self._seen[one] for one in ast.walk(node) if one in self._seen]
         return all(one.value.dim() == 0 and not one.trainable and not one.of_reference for one in within)
 

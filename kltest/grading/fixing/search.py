@@ -34,6 +34,7 @@ from kltest.moments import BatchOfOneError, exact
 from kltest.moments.differentiate import at_leaves
 from kltest.report import Fix, Report
 from kltest.rollout import Rollout
+from kltest.truth import gradient
 
 # Seconds of search; a candidate that was begun is finished.
 SECONDS = 60.0
@@ -65,6 +66,9 @@ class Search:
             return self.report
         if self.loss.spec is not None:
             return replace(self.report, advice="no fix is proposed for a registered estimator")
+        if name := self._bonus():
+            term = f"{self.report.expect}±COEFFICIENT*{name}"
+            return replace(self.report, advice=f"no fix: it has an entropy beside its KL term; declare it, as {term}")
         try:
             definition = Definition.of(self.loss.function)
             batch = self._batch()
@@ -75,6 +79,22 @@ class Search:
         changes = Changes(body, dict(self.grading.options.expect), written, careful="KL502" not in self._failed).all()
         found = list(self._confirmed(definition, batch, changes, time.monotonic() + seconds))
         return replace(self.report, fixes=found, advice="" if found else self._why_none())
+
+    def _bonus(self) -> str:
+        """Return which entropy stands beside the KL term and is not declared: what is left where the reference is the
+        policy."""
+        options = self.grading.options
+        instance = Case("ragged", "current", options.seed).instances[0]
+        near = replace(instance, reference=instance.policy)
+        with suppress(KltestError):
+            loss = self._kl_part.changed(record=Record())
+            left = exact(loss, near, padding=options.seed, logs=False, known="mean").gradient
+            for name in ("entropy", "local_entropy"):
+                entropy = gradient(name, near)
+                own = (left * entropy).sum() / (entropy**2).sum() * entropy
+                if name not in options.expect and abs(left - own).max() < NEAR * abs(left).max():
+                    return name
+        return ""
 
     def _why_none(self) -> str:
         """Say that nothing was found, and which fields a fix may need that the function does not take."""
