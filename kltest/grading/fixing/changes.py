@@ -101,7 +101,7 @@ class Written:
                 yield "the ratio of the tokens so far", f"{_tightened(self.masked(log))}.cumsum(-1).exp()"
 
     def terms(self, declared: Mapping[str, float]) -> Iterator[Term]:
-        """Yield terms that follow the KL's part of a declared gradient, the plainest first; nothing if that is a sum."""
+        """Yield terms that follow the KL's part of a declared gradient, the plainest first; none if that is a sum."""
         declared = {name: coefficient for name, coefficient in declared.items() if "entropy" not in name}
         u, logp = self.log_ratio, self.names.get("logp")
         ratios: list[tuple[str, str]] = [("", ""), *self.ratios()]
