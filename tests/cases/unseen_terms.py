@@ -44,12 +44,14 @@ def sequence_k3(logps: Tensor, ref_logps: Tensor, mask: Tensor, beta: float = 1.
 
 def full_kl_div(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
     """F.kl_div(input=log ref, target=log π) sums π·(log π − log ref) over the vocabulary."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     per_token = F.kl_div(ref_logits, logits, reduction="none", log_target=True).sum(-1)
     return (per_token * mask).sum(-1).mean()
 
 
 def full_kl_forward(logits: Tensor, ref_logits: Tensor, loss_mask: Tensor, kl_coef: float) -> Tensor:
     """Distillation's direction, and said so: KL(ref‖π) of each next-token distribution."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     per_token = F.kl_div(logits, ref_logits.exp(), reduction="none").sum(-1)
     return kl_coef * masked_sum(per_token, loss_mask).mean()
 
@@ -63,6 +65,7 @@ def full_kl_by_logsumexp(logits: Tensor, ref_logits: Tensor, mask: Tensor, max_l
 
 def generalized_divergence(logits: Tensor, ref_logits: Tensor, mask: Tensor, beta: float = 1.0) -> Tensor:
     """Interpolates by `beta` from KL(ref‖π) at 0 over Jensen–Shannon to KL(π‖ref) at 1, its default."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     if beta == 0:
         kl = F.kl_div(logits, ref_logits, reduction="none", log_target=True)
     elif beta == 1:
@@ -76,6 +79,7 @@ def generalized_divergence(logits: Tensor, ref_logits: Tensor, mask: Tensor, bet
 
 def rao_blackwell_loss(logits: Tensor, ref_logits: Tensor, logp: Tensor, mask: Tensor, beta: float) -> Tensor:
     """Exact next-token KL, differentiated, plus the later ones credited to the tokens before them."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     per_token = (logits.exp() * (logits - ref_logits)).sum(-1)
     per_token = torch.where(mask > 0, per_token, torch.zeros_like(per_token))
     later = per_token.detach().flip(1).cumsum(1).flip(1) - per_token.detach()
@@ -86,6 +90,7 @@ def top_k_with_sampled_tail(
     logits: Tensor, ref_logits: Tensor, logp: Tensor, ref_logp: Tensor, tokens: Tensor, mask: Tensor, k: int = 1
 ) -> Tensor:
     """Head of the k likeliest tokens with its log-ratio detached, and k2 of the sampled token outside the head."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     head = logits.detach().topk(k, dim=-1).indices
     p, q = logits.gather(-1, head), ref_logits.gather(-1, head)
     head_term = (p.exp() * (p - q).detach()).sum(-1)

@@ -294,6 +294,7 @@ def summed_loss(logps: Tensor, ref_logps: Tensor, advantages: Tensor, mask: Tens
 
 def chunked_vocabulary_loss(logits: Tensor, ref_logits: Tensor, mask: Tensor, beta: float, chunk: int = 2) -> Tensor:
     """Exact next-token KL, taken in chunks of columns to save memory: the same sum in another order."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     total = logits.new_zeros(logits.shape[0])
     for p, q, m in zip(logits.split(chunk, 1), ref_logits.split(chunk, 1), mask.split(chunk, 1), strict=True):
         total = total + (F.kl_div(q, p, log_target=True, reduction="none").sum(-1) * m).sum(-1)
