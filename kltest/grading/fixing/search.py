@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kltest.errors import KltestError
+from kltest.files import PACKAGE
 from kltest.grading.fixing.changes import Change, Changes
 from kltest.grading.fixing.definition import Definition
 from kltest.grading.fixing.seen import SAME, look
@@ -26,6 +27,7 @@ from kltest.identify.case import Case, relative_bias, size, target
 from kltest.identify.findings import Row
 from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
+from kltest.loss.callables import source_file
 from kltest.loss.calling import Loss, Record
 from kltest.loss.global_state import preserved
 from kltest.loss.placement import reduce, with_rewards
@@ -64,8 +66,9 @@ class Search:
         """Return the report with up to two fixes, of two kinds, or with the reason why there is none."""
         if self.report.verdict != "refuted" or self.grading.findings is None:
             return self.report
-        if self.loss.spec is not None:
-            return replace(self.report, advice="no fix is proposed for a registered estimator")
+        if self.loss.spec is not None or Path(source_file(self.loss.function) or "").is_relative_to(PACKAGE):
+            own = "no fix: this is code of kltest, a registered estimator or what calls a library"
+            return replace(self.report, advice=own)
         if name := self._bonus():
             term = f"{self.report.expect}±COEFFICIENT*{name}"
             return replace(self.report, advice=f"no fix: it has an entropy beside its KL term; declare it, as {term}")
