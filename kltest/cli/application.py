@@ -24,7 +24,7 @@ COMMANDS = {
     "grade": ("grade", "Identify the gradient of a loss and compare it with the claim."),
     "scan": ("scan", "Find every KL term in a source tree and grade it; nothing of the tree is imported."),
     "audit": ("audit", "Measure the gradient that a loss follows on a language model, by sampling."),
-    "list": ("listing", "List estimators, named gradients, environments and checks."),
+    "list": ("listing", "List estimators, named gradients, environments, fields and checks."),
     "explain": ("explain", "Describe a check, an estimator or a named gradient."),
     "libraries": ("libraries", "Install real libraries and grade all their settings."),
     "finetune": ("finetune", "Fine-tune a language model under a KL term; unbiased by default."),

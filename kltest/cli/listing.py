@@ -1,44 +1,57 @@
-"""`kltest list`: the estimators, named gradients, environments and checks."""
+"""`kltest list`: the estimators, named gradients, environments, fields of a rollout and checks."""
 
 import json as encoder
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 
 from kltest.cli.destinations import print_bytes
+from kltest.errors import UsageError, did_you_mean
 from kltest.estimators import registry
 from kltest.estimators.spec import Spec
+from kltest.names import FIELDS
 from kltest.render.tables import table
 from kltest.truth import ATLAS, plain, render
 
 Entry = dict[str, Any]
+KINDS = {
+    "estimators": "Estimators",
+    "gradients": "Named gradients",
+    "environments": "Environments",
+    "fields": "Fields of a rollout, and the parameters that they fill",
+    "checks": "Checks",
+}
+"""What is listed, and its title."""
 
 
-def command(json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False) -> int:
-    print_bytes((as_json() if json else as_text()).encode("utf-8"))
+def command(
+    kind: Annotated[str, typer.Argument(metavar="[KIND]", help=f"One of {', '.join(KINDS)}.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> int:
+    if kind and kind not in KINDS:
+        near = did_you_mean(kind, KINDS)
+        raise UsageError(f"{kind!r} is nothing that is listed; give one of {', '.join(KINDS)}{near and f'. {near}'}")
+    print_bytes((as_json(kind) if json else as_text(kind)).encode("utf-8"))
     return 0
 
 
-def as_text() -> str:
-    """Return a table of each kind, for people; its last column is wrapped."""
-    kinds = {"Estimators": _estimators(), "Named gradients": _gradients(), "Environments": _environments()}
+def as_text(kind: str = "") -> str:
+    """Return a table of each kind, or of one, for people; its last column is wrapped."""
     lines: list[str] = []
-    for title, rows in {**kinds, "Checks": _checks()}.items():
-        heads = [*rows[0]]
-        lines += [title, table(heads, [[*map(str, row.values())] for row in rows], whole=heads[:-1], indent=2), ""]
+    for name, title in KINDS.items():
+        if kind in ("", name):
+            rows = LISTED[name]()
+            heads = [*rows[0]]
+            lines += [title, table(heads, [[*map(str, row.values())] for row in rows], whole=heads[:-1], indent=2), ""]
     lines.append("`kltest explain NAME` describes an estimator, a named gradient or a check in full.")
     return "\n".join([*lines, "`kltest grade NAME` grades an estimator."]) + "\n"
 
 
-def as_json() -> str:
+def as_json(kind: str = "") -> str:
     """Return the same as JSON, with the gradient of each estimator by sampler and environment."""
-    listed = {
-        "estimators": [_described(estimator.spec) for estimator in registry().values()],
-        "gradients": _gradients(),
-        "environments": _environments(),
-        "checks": _checks(),
-    }
+    made = {**LISTED, "estimators": lambda: [_described(estimator.spec) for estimator in registry().values()]}
+    listed = {name: made[name]() for name in KINDS if kind in ("", name)}
     return encoder.dumps(listed, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -102,3 +115,20 @@ def _checks() -> list[Entry]:
     from kltest.checks import CHECKS
 
     return [{"code": check.code, "name": check.name, "title": check.title} for check in CHECKS.values()]
+
+
+def _fields() -> list[Entry]:
+    found = []
+    for name, entry in FIELDS.items():
+        filled = f"; fills {', '.join((name, *entry.aliases))}" if entry.aliases else ""
+        found.append({"name": name, "shape": entry.shape, "meaning": f"{entry.meaning}{filled}"})
+    return found
+
+
+LISTED: dict[str, Callable[[], list[Entry]]] = {
+    "estimators": _estimators,
+    "gradients": _gradients,
+    "environments": _environments,
+    "fields": _fields,
+    "checks": _checks,
+}

@@ -201,21 +201,16 @@ def _cannot_fill(
     guesses = [f"did you mean {field}, --arg {parameter}=@{field}?" for parameter, field in near.items()]
     hints = "; ".join([*guesses, *filter(None, missing.values())])
     words = list(map(repr, missing))
-    table = "\n".join(
-        f"  {field:10} {entry.shape:12} {entry.meaning}"
-        + (f"; also {', '.join(entry.aliases)}" if entry.aliases else "")
-        for field, entry in FIELDS.items()
-    )
     which = f"parameters {', '.join(words[:-1])} and {words[-1]}" if words[1:] else f"parameter {words[0]}"
-    whose, own = ("each", "NAME") if words[1:] else ("it", next(iter(missing)))
-    proposal = advice(function, missing)
-    proposal = proposal and f"{proposal.rstrip()}\n"
-    return UsageError(
-        f"the {which} of {name}({_shown(parameters)}) cannot be filled{hints and f' ({hints})'}. "
-        f"{proposal}{'Or give' if proposal else 'Give'} {whose} a value with --arg {own}=VALUE, a field of the rollout "
-        f"with --arg {own}=@FIELD, or, where an object is wanted, its attributes with --arg {own}.ATTRIBUTE=VALUE (as "
-        f"--arg config.beta=0.1). Parameters of these names are filled by themselves:\n{table}"
-    )
+    own = "NAME" if words[1:] else next(iter(missing))
+    proposal = advice(function, missing).rstrip()
+    lines = [
+        f"the {which} of {name}({_shown(parameters)}) cannot be filled{hints and f' ({hints})'}. {proposal}".rstrip(),
+        f"{'Or give' if proposal else 'Give'} {'each' if words[1:] else 'it'} a value with --arg {own}=VALUE, a field "
+        f"with --arg {own}=@FIELD, or an object's attributes with --arg {own}.ATTRIBUTE=VALUE.",
+        "`kltest list fields` has the fields, and the names of parameters that are filled by themselves.",
+    ]
+    return UsageError("\n".join(lines))
 
 
 def _no_such_parameter(name: str, argument: str, names: list[str]) -> UsageError:
