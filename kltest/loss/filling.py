@@ -15,7 +15,7 @@ from kltest.loss.callables import contents
 from kltest.loss.derived import DERIVED, Derived
 from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
-from kltest.names import BATCH_SIZES, FIELDS, GROUP_SIZES, field_named, near_spelling, suggested_field
+from kltest.names import BATCH_SIZES, GROUP_SIZES, field_named, near_spelling, suggested_field
 
 Filling = FieldOf | ObjectOf | Derived | Any
 
