@@ -4,7 +4,10 @@ The options come from `kltest.grading.options`.
 """
 
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,6 +68,11 @@ def command(
             help="Show a change of the source with which it is confirmed, as a unified diff; --fix=apply writes it.",
         ),
     ] = None,
+    call: Annotated[bool, typer.Option("--call", help="Call the loss; never read its source instead.")] = False,
+    read_only: Annotated[
+        bool,
+        typer.Option("--read", help="Read the source of the loss, and do not call it [default: where it cannot be]."),
+    ] = False,
     verbose: Annotated[
         bool,
         typer.Option(
@@ -98,7 +106,13 @@ def command(
     if not jobs:
         print(_nothing(configuration), file=sys.stderr)
         return NOTHING
-    return _run(jobs, where, old, verbosity, apply=fix == fixes.APPLY)
+    if call and read_only:
+        raise UsageError("--call and --read exclude each other; give one of them")
+    with tempfile.TemporaryDirectory(prefix="kltest-read-") as folder:
+        reader = _Reader(Path(folder), never=call)
+        if read_only:
+            jobs = [one for job in jobs for one in reader.read(job)]
+        return _run(jobs, where, old, verbosity, reader, apply=fix == fixes.APPLY)
 
 
 take(command, [option for option in OPTIONS.values() if option.flag])
@@ -115,6 +129,27 @@ def _jobs(targets: Sequence[str], given: Mapping[str, Any], configuration: Confi
     ]
 
 
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the source of losses that cannot be called; the programs that are graded for them lie in a folder."""
+
+    folder: Path
+    never: bool
+
+    def read(self, job: Job, why: str = "") -> list[Job]:
+        from kltest.scanning.reading import read
+
+        return read(job, self.folder, why)
+
+    def instead(self, job: Job, report: Report) -> list[Job]:
+        """Return what is graded of a loss that could not be called; nothing if it cannot be read either."""
+        if self.never or not report.error or job.given.get("arguments"):
+            return []
+        with suppress(UsageError):
+            return self.read(job, "calling it is not possible without more arguments (--call says which)")
+        return []
+
+
 def _nothing(configuration: Configuration) -> str:
     where = f"{configuration.path} lists none in [tool.kltest]" if configuration.path else "there is no pyproject.toml"
     return (
@@ -124,13 +159,19 @@ def _nothing(configuration: Configuration) -> str:
 
 
 def _run(
-    jobs: Sequence[Job], where: Sequence[Destination], old: Old | None, verbosity: Mapping[str, bool], *, apply: bool
+    jobs: Sequence[Job],
+    where: Sequence[Destination],
+    old: Old | None,
+    verbosity: Mapping[str, bool],
+    reader: "_Reader",
+    *,
+    apply: bool,
 ) -> int:
-    found: dict[int, Report] = {}
+    found: dict[float, Report] = {}
     misused = interrupted = False
     try:
         with terminated_as_interrupted():
-            for number, report, kind in graded(jobs):
+            for number, report, kind in graded(jobs, reader.instead):
                 found[number] = report
                 misused |= kind == "usage"
     except KeyboardInterrupt:

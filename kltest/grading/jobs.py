@@ -3,7 +3,7 @@
 import re
 import sys
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ class Job:
     """One target to be graded: its name in reports, what is resolved, and its checked options by their Python names.
 
     Modules are looked for in `folder` too. If `fix`, a change of the source is looked for with which it is confirmed.
+    The report has the `note`.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Job:
     given: Mapping[str, Any] = field(default_factory=dict)
     folder: str | None = None
     fix: bool = False
+    note: str = ""
 
     @property
     def timeout(self) -> float:
@@ -56,13 +58,19 @@ class Job:
 class Graded(NamedTuple):
     """The report of the job of this number, and how grading ended: "usage" is a misuse that shows only in a call."""
 
-    number: int
+    number: float
     report: Report
     kind: Kind
 
 
-def graded(jobs: Sequence[Job]) -> Iterator[Graded]:
+# What is graded in the place of a job that could not be called: nothing, or other jobs.
+Otherwise = Callable[[Job, Report], Sequence[Job]]
+
+
+def graded(jobs: Sequence[Job], otherwise: Otherwise = lambda job, report: []) -> Iterator[Graded]:
     """Yield the report of each job as it is finished; as many are graded at once as there are cores.
+
+    Where a target cannot be called, `otherwise` may return jobs in the place of its own; their numbers follow its own.
 
     Raises:
         UsageError: A target does not exist, and nothing was graded; or it cannot be called, and all grading ends.
@@ -78,6 +86,11 @@ def graded(jobs: Sequence[Job]) -> Iterator[Graded]:
         for number, job in enumerate(jobs):
             children.add(number, in_child(job, f" ({number + 1} of {len(jobs)})" if len(jobs) > 1 else ""))
         for number, (report, kind) in children.finished():
+            others = otherwise(jobs[number], report) if number in range(len(jobs)) and not report.calls else []
+            for place, other in enumerate(others, 1):
+                children.add(number + place / (1 + len(others)), in_child(other))
+            if others:
+                continue
             if kind == "usage" and not report.calls:
                 raise UsageError(report.error)
             yield Graded(number, report, kind)
@@ -136,6 +149,7 @@ def steps(job: Job) -> Iterator[str | tuple[bool, Report]]:
 def _report(job: Job, step: Step, report: Report | None, output: Output) -> Report:
     """Return the report of a child that came to its end, or of one that was ended: what it had reached stands."""
     if step.kind == "value" and report is not None:
+        report = replace(report, notes=[job.note, *report.notes], source=None) if job.note else report
         return _with_output(report, output)
     message = f"{job.name} {step.message}" if step.kind == "ended" else step.message
     if step.kind == "crashed":

@@ -1,0 +1,100 @@
+"""Functions that cannot be called, read instead: their KL terms as the scan finds them, a job of grading each."""
+
+import ast
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from kltest.errors import UsageError
+from kltest.grading.jobs import Job
+from kltest.loss.target import named, searching
+from kltest.scanning.judge import NORMALISED, options
+from kltest.scanning.rows import NAME, Row
+from kltest.scanning.search import Search
+from kltest.scanning.store import Store
+
+# Modules of the same checkout that a file imports, which are read with it, at most.
+MOST = 40
+
+
+def read(job: Job, folder: Path, why: str = "") -> list[Job]:
+    """Return a job for each variant of the KL terms that a function computes, or puts into its loss.
+
+    Args:
+        job: of a function of a file or a module.
+        folder: where the programs that are graded are written.
+        why: why it is not called, for the report.
+
+    Raises:
+        UsageError: it has no file, or no term of it was found that can be graded.
+    """
+    path, name = _source(job.target)
+    if path is None:
+        raise UsageError(f"{job.name}: only a function of a file can be read")
+    rows = [row for row in Search(list(_files(path)), Store(None)) if _is_of(row, name, path)]
+    open_ = [row for row in rows if row.why]
+    found = [row for row in rows if not row.why]
+    if not found:
+        reason = open_[0].why if open_ else "no KL term was found in it"
+        raise UsageError(f"{job.name} cannot be read from its source either: {reason}")
+    return list(_jobs(job, found, folder, why))
+
+
+def _jobs(job: Job, rows: list[Row], folder: Path, why: str) -> Iterator[Job]:
+    for number, row in enumerate(rows):
+        program = folder / f"read_{abs(hash((job.name, number)))}.py"
+        program.write_text(row.source, encoding="utf-8")
+        ignored = [*job.given.get("ignore", ()), *NORMALISED["ignore"]]
+        given = {name: value for name, value in job.given.items() if name != "arguments"}
+        given = {**options(row.place), "sampler": "current" if row.fresh else "both", **given, "ignore": tuple(ignored)}
+        name = f"{job.name} [{row.variant}]" if row.variant else job.name
+        note = f"It was read from its source and not called{why and f', since {why}'}: {row.formula} ({row.spot})"
+        yield replace(job, name=name, target=f"{program}:{NAME}", given=given, fix=False, note=note)
+
+
+def _source(target: str) -> tuple[Path | None, str]:
+    """Return the file of a target, and the function that it names."""
+    loss = named(target)
+    if loss.path or not loss.module:
+        return loss.path, loss.names
+    with searching(Path.cwd()):
+        try:
+            spec = importlib.util.find_spec(loss.module)
+        except (ImportError, ValueError):
+            spec = None
+    return (Path(spec.origin), loss.names) if spec and spec.origin else (None, loss.names)
+
+
+def _is_of(row: Row, name: str, path: Path) -> bool:
+    """Return True for a term that a function computes, or that it puts into its loss."""
+    return row.place != "logged" and (
+        (row.function == name and Path(row.file).resolve() == path.resolve())
+        or any(use.startswith(f"{name}, {path.resolve()}") or use.startswith(f"{name}, {path}") for use in row.used)
+    )
+
+
+def _files(path: Path) -> Iterator[tuple[Path, bytes]]:
+    """Yield a file, and those of its checkout that it imports."""
+    content = path.read_bytes()
+    yield path, content
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError):
+        return
+    found: dict[Path, None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        level = node.level if isinstance(node, ast.ImportFrom) else 0
+        roots = [path.parents[level - 1]] if 0 < level <= len(path.parents) else list(path.parents)[:6]
+        for name, root in ((name, root) for name in names if name for root in roots):
+            module = root.joinpath(*name.split("."))
+            found |= dict.fromkeys(one for one in (module.with_suffix(".py"), module / "__init__.py") if one.is_file())
+    for one in list(found)[:MOST]:
+        if one.resolve() != path.resolve():
+            yield one, one.read_bytes()
