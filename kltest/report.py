@@ -277,6 +277,7 @@ class Report:
         notes: Remarks on how the loss was called.
         reach: How far the gradient was compared with the declared one; None if it was not.
         fixes: Changes of the source that are confirmed, the smallest first; empty if none was asked for or found.
+        read: How the source of the loss was read, if it was not called.
         advice: Why no fix was found, if one was asked for.
         filled: What each parameter of the loss got, in words: a field, a value, or its default.
         smallest: The smallest environment in which the gradient differs from the declared one, if one was found.
@@ -312,6 +313,7 @@ class Report:
     filled: dict[str, str] = field(default_factory=dict)
     fixes: list[Fix] = field(default_factory=list)
     advice: str = ""
+    read: str = ""
     unfinished: str = ""
     calls: int = 0
     seconds: float = field(default=0.0, compare=False)

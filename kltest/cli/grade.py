@@ -146,7 +146,7 @@ class _Reader:
         if self.never or not report.error or job.given.get("arguments"):
             return []
         with suppress(UsageError):
-            return self.read(job, "calling it is not possible without more arguments (--call says which)")
+            return self.read(job, "--call says why")
         return []
 
 

@@ -25,7 +25,7 @@ class Job:
     """One target to be graded: its name in reports, what is resolved, and its checked options by their Python names.
 
     Modules are looked for in `folder` too. If `fix`, a change of the source is looked for with which it is confirmed.
-    The report has the `note`.
+    `read` says how its source was read, if it is not called.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Job:
     given: Mapping[str, Any] = field(default_factory=dict)
     folder: str | None = None
     fix: bool = False
-    note: str = ""
+    read: str = ""
 
     @property
     def timeout(self) -> float:
@@ -149,7 +149,7 @@ def steps(job: Job) -> Iterator[str | tuple[bool, Report]]:
 def _report(job: Job, step: Step, report: Report | None, output: Output) -> Report:
     """Return the report of a child that came to its end, or of one that was ended: what it had reached stands."""
     if step.kind == "value" and report is not None:
-        report = replace(report, notes=[job.note, *report.notes], source=None) if job.note else report
+        report = replace(report, read=job.read, filled={}, source=None) if job.read else report
         return _with_output(report, output)
     message = f"{job.name} {step.message}" if step.kind == "ended" else step.message
     if step.kind == "crashed":

@@ -56,6 +56,7 @@ def screen(report: Report, *, brief: bool = False) -> dict[str, list[str]]:
         "errors": _at_most(MOST_ERRORS, _errors(report)),
         "warnings": [_warnings(report)],
         "open": _at_most(MOST_OPEN, _open(report)),
+        "read": [report.read] if report.read else [],
         "filled": [words.filled(report)] if report.filled else [],
         "looked at": [reach(report)] if report.reach else [],
     }

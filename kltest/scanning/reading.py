@@ -32,7 +32,8 @@ def read(job: Job, folder: Path, why: str = "") -> list[Job]:
     path, name = _source(job.target)
     if path is None:
         raise UsageError(f"{job.name}: only a function of a file can be read")
-    rows = [row for row in Search(list(_files(path)), Store(None)) if _is_of(row, name, path)]
+    every = [row for row in Search(list(_files(path)), Store(None)) if row.place != "logged"]
+    rows = [row for row in every if _is_of(row, name, path)] or [row for row in every if _is_called(row, name, path)]
     open_ = [row for row in rows if row.why]
     found = [row for row in rows if not row.why]
     if not found:
@@ -49,8 +50,8 @@ def _jobs(job: Job, rows: list[Row], folder: Path, why: str) -> Iterator[Job]:
         given = {name: value for name, value in job.given.items() if name != "arguments"}
         given = {**options(row.place), "sampler": "current" if row.fresh else "both", **given, "ignore": tuple(ignored)}
         name = f"{job.name} [{row.variant}]" if row.variant else job.name
-        note = f"It was read from its source and not called{why and f', since {why}'}: {row.formula} ({row.spot})"
-        yield replace(job, name=name, target=f"{program}:{NAME}", given=given, fix=False, note=note)
+        read = f"from its source, not called{why and f' ({why})'}: {row.formula} ({row.spot})"
+        yield replace(job, name=name, target=f"{program}:{NAME}", given=given, fix=False, read=read)
 
 
 def _source(target: str) -> tuple[Path | None, str]:
@@ -68,10 +69,25 @@ def _source(target: str) -> tuple[Path | None, str]:
 
 def _is_of(row: Row, name: str, path: Path) -> bool:
     """Return True for a term that a function computes, or that it puts into its loss."""
-    return row.place != "logged" and (
-        (row.function == name and Path(row.file).resolve() == path.resolve())
-        or any(use.startswith(f"{name}, {path.resolve()}") or use.startswith(f"{name}, {path}") for use in row.used)
-    )
+    own = row.function == name and Path(row.file).resolve() == path.resolve()
+    return own or any(use.startswith((f"{name}, {path.resolve()}", f"{name}, {path}")) for use in row.used)
+
+
+def _is_called(row: Row, name: str, path: Path) -> bool:
+    """Return True for a term of a function of the same file that a function calls, directly or through others."""
+    calls: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
+            names = {getattr(one, "attr", getattr(one, "id", "")) for one in called}
+            calls.setdefault(node.name, set()).update(names)
+    reached, left = set(), [name.rpartition(".")[2]]
+    while left:
+        one = left.pop()
+        if one in calls and one not in reached:
+            reached.add(one)
+            left += calls[one]
+    return row.function.rpartition(".")[2] in reached and Path(row.file).resolve() == path.resolve()
 
 
 def _files(path: Path) -> Iterator[tuple[Path, bytes]]:
