@@ -152,7 +152,7 @@ class Grading:
         options = self.options
         codes = selected_codes(options.select, options.ignore)
         self.loss = resolve(target, options.call, options.name)
-        with preserved():
+        with preserved(options.seed):  # a loss that draws random numbers draws the same ones in every grading
             options = self.options = _with_group_size(self.loss, options)
             self.loss = with_rows_of_the_batch(self.loss, options.seed)
             self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)

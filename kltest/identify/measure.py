@@ -358,7 +358,12 @@ class Measure:
     def _row(self, case: Case, found: list[Moments], *, note: str = "") -> Row:
         row = self._judged(evaluate(case, self.declared, found, note))
         if row.wrong:
-            second_route.compare(self.differentiate, case, found[0], self.declared)
+            try:
+                second_route.compare(self.differentiate, case, found[0], self.declared)
+            except second_route.DisagreementError as error:
+                batch = Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed)
+                cause = NonDeterministicError.of(self.loss, lambda: self.differentiate(batch))
+                raise (cause if cause.why == "draws" else error) from None
         return replace(row, reported=reported(case, found, lowest_precision(found), self.loss.__call__))
 
     def _judged(self, row: Row) -> Row:

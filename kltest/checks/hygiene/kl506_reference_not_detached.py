@@ -21,6 +21,7 @@ from torch import Tensor
 from kltest.checks.batches import usual_batch, with_gradient
 from kltest.checks.check import Found
 from kltest.checks.lifted import WithoutStops
+from kltest.errors import TargetError
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.instances import instances
 from kltest.moments.differentiate import LossExperiment, leaf_gradients, received
@@ -39,7 +40,10 @@ def examine(findings: Findings) -> Found | None:
     if findings.placement == "reward":
         return None
     for prefix, whose in SIDES.items():
-        found = _received(experiment, usual_batch(findings), prefix)
+        try:
+            found = _received(experiment, usual_batch(findings), prefix)
+        except TargetError:  # it refuses such a constant, or torch does: nothing flows there in silence
+            continue
         if not any(part.any() for part in found.values()):
             continue
         size = max(float(part.abs().max()) for part in found.values())

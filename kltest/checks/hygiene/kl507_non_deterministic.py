@@ -14,11 +14,14 @@ from kltest.checks.demonstrations import Demonstration, Losses, of_calls
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.loss.global_state import preserved
+from kltest.loss.state import State
 from kltest.moments.differentiate import CallResult
 from kltest.moments.tolerances import TOLERANCES
 
 # Calls of one batch; a coefficient that is adapted every tenth call or so shows as well.
 CALLS = 16
+# The same if random numbers are drawn that changed nothing in those.
+MANY = 1000
 STEP = count()
 Same = Callable[[Tensor, Tensor], bool]
 
@@ -45,14 +48,17 @@ def examine(findings: Findings) -> Found | None:
         return Found(f"{observed.nondeterministic}{same}.{sampled}", level="warning")
     with preserved():
         draws = calls.draws()
-        if not (words := _changes(findings)):
-            return None
+        made, words = CALLS, _changes(findings)
+        if not words and draws.changed():
+            made, words = MANY, _changes(findings, calls=MANY)
+        if not words:
+            return _rare(draws)
         with calls.holding(draws):
             observed.draws = bool(draws.changed()) and not _changes(findings)
         if not observed.draws:
             observed.unrepeatable, kept = True, calls.state.changed()
             return Found(words + (f" It keeps state in {' and '.join(kept[:3])}." if kept else ""))
-        random = bool(_changes(findings, of_value=False))
+        random = bool(_changes(findings, of_value=False, calls=made))
     calls.held = (*calls.held, draws)
     words += " It draws random numbers"
     if random:
@@ -61,7 +67,15 @@ def examine(findings: Findings) -> Found | None:
     return Found(f"{words}, which change no gradient.", level="warning")
 
 
-def _changes(findings: Findings, *, of_value: bool = True) -> str:
+def _rare(draws: State) -> Found | None:
+    """Say that random numbers are drawn that changed nothing: what they do rarely is not known."""
+    if not draws.changed():
+        return None
+    why = f"it draws random numbers, which changed nothing in {MANY} calls: what they do more rarely was not seen"
+    return Found(why, "inconclusive", level="error")
+
+
+def _changes(findings: Findings, *, of_value: bool = True, calls: int = CALLS) -> str:
     """Describe the first call of one batch that differs from the first one, empty if none does."""
     experiment, batch = findings.measure.experiment(), usual_batch(findings)
     first = experiment.call(batch.replace())
@@ -70,7 +84,7 @@ def _changes(findings: Findings, *, of_value: bool = True) -> str:
     def same(one: Tensor, other: Tensor) -> bool:
         return bool((one - other).abs().max() <= allowed * one.abs().max())
 
-    for call in range(2, CALLS + 1):
+    for call in range(2, calls + 1):
         if words := difference(first, experiment.call(batch.replace()), same, of_value=of_value):
             return f"The same batch of {len(batch)} rollouts is called again, and in call {call} {words}."
     return ""

@@ -37,8 +37,8 @@ def examine(findings: Findings) -> Found | None:
     lengths = fixture.instance.paths.lengths
     # Parts are whole groups, or as large as the batches that were asked for.
     asked = size if findings.measure.sizes.requested else 1
-    parts = ROWS if asked == 1 else GROUPS if asked <= GROUPS else 2
-    count, group, unit = (GROUPS * size, size, size) if grouped else (parts * asked, ROWS, asked)
+    cuts = ROWS if asked == 1 else GROUPS if asked <= GROUPS else 2
+    count, group, unit = (GROUPS * size, size, size) if grouped else (cuts * asked, ROWS, asked)
     try:
         found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, count), group), unit)
         if found.moved <= max(Tolerances.guard, limit(findings)):

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -22,13 +22,16 @@ LOOSE = (ast.Assign, ast.AnnAssign, ast.Return, ast.keyword, ast.Expr, ast.AugAs
 class Change:
     """One change: its edits, and in words what it does. `kind` is one word a kind of change; a fix and its alternative
     are of two kinds. `needs_logits`: whole next-token distributions enter the term. `at` is the expression in whose
-    place something else is written."""
+    place something else is written. `shared` says what comes to it by other branches; `scaled`: the KL term has a
+    coefficient in the source."""
 
     edits: tuple[Edit, ...]
     words: str
     kind: str
     needs_logits: bool = False
     at: ast.expr | None = None
+    shared: str = ""
+    scaled: bool = False
 
     def size(self, definition: Definition) -> tuple[int, int]:
         """Return how many lines change, and what is written less twice what is replaced: whole expressions go first."""
@@ -162,7 +165,8 @@ class Changes:
         found: dict[tuple[Edit, ...], Change] = {}
         for change in self._all():
             if self._keeps_coefficients(change):
-                found.setdefault(change.edits, change)
+                shared = self._other_branches(change.at) if change.at is not None else ""
+                found.setdefault(change.edits, replace(change, shared=shared, scaled=self._has_coefficient))
         return sorted(found.values(), key=lambda change: change.size(self.definition))
 
     def _all(self) -> Iterator[Change]:
@@ -181,7 +185,47 @@ class Changes:
                 yield from self._with_factor(seen, written)
             elif seen.of_sampler and seen.value.dim():
                 for words, ratio in written.ratios(seen.value.dim()):
-                    yield self._instead(seen, ratio, f"the ratio is {words}", "ratio")
+                    yield self._instead(seen, ratio, f"the ratio becomes {words}", "ratio")
+
+    @cached_property
+    def _has_coefficient(self) -> bool:
+        return any(self._coefficients(statement) for statement in self.body.scopes)
+
+    def _other_branches(self, node: ast.expr) -> str:
+        """Return which branches give what an expression reads another value, "" if none does."""
+        above: list[ast.AST] = [node]
+        while (parent := self._parents.get(above[-1])) is not None:
+            above.append(parent)
+        read, left = set(), [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+        while left:
+            name = left.pop()
+            if name not in read:
+                read.add(name)
+                for statement in self._assigned.get(name, ()):
+                    left += [inner.id for inner in ast.walk(statement.value) if isinstance(inner, ast.Name)]
+        places = {self._branch_of(one) for name in read for one in self._assigned.get(name, ())}
+        for branch in places:
+            if branch is not None and branch not in above:
+                return f"the other branches of `if {_short(self.definition.source(branch.test))}`"
+        return ""
+
+    def _branch_of(self, statement: ast.AST) -> ast.If | None:
+        node = self._parents.get(statement)
+        while node is not None and not isinstance(node, ast.If):
+            node = self._parents.get(node)
+        return node
+
+    @cached_property
+    def _assigned(self) -> dict[str, list[ast.Assign | ast.AugAssign]]:
+        """The statements that give each name a value."""
+        found: dict[str, list[ast.Assign | ast.AugAssign]] = {}
+        for node in ast.walk(self.definition.node):
+            if isinstance(node, ast.Assign | ast.AugAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        found.setdefault(target.id, []).append(node)
+        return found
 
     def _keeps_coefficients(self, change: Change) -> bool:
         """Return True if every coefficient in the expression that is replaced is in the text in its place as well."""
@@ -265,7 +309,7 @@ class Changes:
                 continue
             if not any(self._is_another_term(other, seen, inner) for other in self.body.expressions):
                 text = self.definition.source(inner.node)
-                yield self._instead(seen, text, f"{self._shown(seen)} is {_short(text)}", "left-out", inner.node)
+                yield self._instead(seen, text, f"{self._shown(seen)} becomes {_short(text)}", "left-out", inner.node)
 
     def _is_another_term(self, other: Seen, seen: Seen, kept: Seen) -> bool:
         """Return True if leaving out all of an expression but `kept` loses a summand that is no part of the KL term."""
@@ -309,7 +353,7 @@ class Changes:
                 yield Change((Edit(*self.definition.span(statement), text),), f"{_short(text)}", "in-place")
         for seen in self.body.expressions:
             if isinstance(seen.node, ast.Call) and (done := self._not_in_place(seen.node)):
-                yield self._instead(seen, done, f"{self._shown(seen)} is {_short(done)}", "in-place")
+                yield self._instead(seen, done, f"{self._shown(seen)} becomes {_short(done)}", "in-place")
 
     def _not_in_place(self, call: ast.Call) -> str:
         """Return a call of a method that writes into its object as that of the method that does not, "" for others."""
@@ -330,7 +374,7 @@ class Changes:
         """A factor is detached."""
         if seen.trainable and not self._is_called(seen.node, "detach"):
             yield self._instead(
-                seen, f"{self._tight(seen.node)}.detach()", f"{self._shown(seen)} is detached", "detach"
+                seen, f"{self._tight(seen.node)}.detach()", f"{self._shown(seen)} is detached now", "detach"
             )
 
     def _other_field(self, seen: Seen, written: Written) -> Iterator[Change]:
@@ -338,14 +382,16 @@ class Changes:
         mask, live = written.names.get("mask"), self.body.batch.peek("mask") != 0
         zero_or_one = bool(((seen.value == 0) | (seen.value == 1)).all())
         if mask and seen.value.shape == live.shape and zero_or_one and not torch.equal(seen.value != 0, live):
-            yield self._instead(seen, mask, f"{self._shown(seen)} is {mask}", "mask")
+            yield self._instead(seen, mask, f"{self._shown(seen)} becomes {mask}", "mask")
         text = self.definition.source(seen.node)
         logp = written.names.get("logp")
         if logp and _tightened(text) == written.names.get("old_logp"):
-            yield self._instead(seen, logp, f"{text} is {logp}", "field")
+            yield self._instead(seen, logp, f"{text} becomes {logp}", "field")
 
     def _another_term(self, seen: Seen, written: Written) -> Iterator[Change]:
         """The gradient of another term in place of its own: with its value, or with that of the expression."""
+        if self._is_summand(seen):
+            return
         for term in written.terms(self.declared):
             tokens = written.masked(_tightened(term.tokens)) if self._is_zero_at_padding(seen) else term.tokens
             text = {2: tokens, 1: term.row, 0: f"{_tightened(term.row)}.mean()"}.get(seen.value.dim())
@@ -353,10 +399,20 @@ class Changes:
                 continue
             what = term.words if seen.value.dim() == 2 else term.row_words
             if term.is_value or seen.value.dim() < 2:
-                yield self._instead(seen, text, f"{self._shown(seen)} is {what}", "term", None, term.needs_logits)
-            words = f"the gradient of {self._shown(seen)} is that of {what}; its value stays"
+                yield self._instead(seen, text, f"{self._shown(seen)} becomes {what}", "term", None, term.needs_logits)
+            words = f"the gradient of {self._shown(seen)} becomes that of {what}; its value stays"
             kind = "logits" if term.needs_logits else "straight-through"
             yield self._straight_through(seen, text, words, kind, term.needs_logits)
+
+    def _is_summand(self, seen: Seen) -> bool:
+        """Return True for a summand of an estimator: that is replaced as a whole."""
+        parent = self._parents[seen.node]
+        while isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add | ast.Sub):
+            whole = self._seen.get(parent)
+            if whole is not None and whole.is_kl and whole.like(seen):
+                return True
+            parent = self._parents[parent]
+        return False
 
     def _is_zero_at_padding(self, seen: Seen) -> bool:
         """Return True for numbers per token that are zero wherever there is none, as they are to stay."""
@@ -377,10 +433,10 @@ class Changes:
         for value in filter(None, values):
             value = written.masked(value) if self._is_zero_at_padding(seen) else value
             bare = value[1:-1] if value == u and value.startswith("(") else value
-            yield self._instead(seen, bare, f"{self._shown(seen)} is {_short(bare)}", "value")
+            yield self._instead(seen, bare, f"{self._shown(seen)} becomes {_short(bare)}", "value")
             if seen.trainable:
                 yield self._instead(
-                    seen, f"{value}.detach()", f"{self._shown(seen)} is {_short(value)}, detached", "value"
+                    seen, f"{value}.detach()", f"{self._shown(seen)} becomes {_short(value)}, detached", "value"
                 )
 
     def _another_sum(self, seen: Seen, written: Written) -> Iterator[Change]:
@@ -395,22 +451,22 @@ class Changes:
                 whole = row if dims[1] == 1 else f"{row}.mean()"
                 words = "summed over the tokens of a row" if dims[1] == 1 else "summed over tokens, averaged over rows"
                 yield self._instead(
-                    seen, whole, f"{_short(self.definition.source(inner.node))} is {words}", "reduction"
+                    seen, whole, f"{_short(self.definition.source(inner.node))} becomes {words}", "reduction"
                 )
 
     def _with_factor(self, seen: Seen, written: Written) -> Iterator[Change]:
         """A sign, a mask, or an importance ratio."""
         own = self._tight(seen.node)
-        yield self._instead(seen, f"-{own}", f"{self._shown(seen)} has the other sign", "sign")
+        yield self._instead(seen, f"-{own}", f"{self._shown(seen)} gets the other sign", "sign")
         if seen.value.dim() == 2 and (mask := written.names.get("mask")):
-            yield self._instead(seen, f"{own} * {mask}", f"{self._shown(seen)} is masked", "mask")
+            yield self._instead(seen, f"{own} * {mask}", f"{self._shown(seen)} is masked now", "mask")
             filled = f"{own}.masked_fill({mask} == 0, 0.0)"
-            yield self._instead(seen, filled, f"{self._shown(seen)} is zero at padded positions", "mask")
+            yield self._instead(seen, filled, f"{self._shown(seen)} becomes zero at padded positions", "mask")
         for words, ratio in written.ratios(seen.value.dim()) if seen.value.dim() else ():
             yield self._instead(
-                seen, f"{ratio}.detach() * {own}", f"{self._shown(seen)} is multiplied by {words}", "ratio"
+                seen, f"{ratio}.detach() * {own}", f"{self._shown(seen)} is multiplied now by {words}", "ratio"
             )
-            undetached = f"{self._shown(seen)} is multiplied by {words}, not detached"
+            undetached = f"{self._shown(seen)} is multiplied now by {words}, not detached"
             yield self._instead(seen, f"{ratio} * {own}", undetached, "ratio")
 
     # Texts.
@@ -486,7 +542,7 @@ class Changes:
         return text if isinstance(node, TIGHT) else f"({text})"
 
     def _shown(self, seen: Seen) -> str:
-        return _short(self.definition.source(seen.node))
+        return _short(ast.unparse(seen.node))
 
     def _inside(self, inner: ast.AST, outer: ast.AST) -> bool:
         node: ast.AST | None = inner

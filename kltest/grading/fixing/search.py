@@ -106,8 +106,9 @@ class Search:
             del needed["old_logp"]
         lacking = [f"{words} ({name})" for name, words in needed.items() if name not in self._uses]
         takes = f"; it takes no {' and no '.join(lacking)}, which a fix may need" if lacking else ""
+        code = self.report.errors[0].code if self.report.errors else "KL105"
         found = f"no fix inside of the function was found ({self.tried} changes were tried){takes}"
-        return f"{found}. `kltest explain {min(self._failed)}` says what is to change"
+        return f"{found}. `kltest explain {code}` says what is to change"
 
     @property
     def _rows(self) -> Sequence[Row]:
@@ -171,11 +172,12 @@ class Search:
                 if not moved and not (kept.stays(before, after) and self._promises()):
                     continue
                 move = [words for words, one in others.items() if not _all_same(one.gradient(), unlike[words])]
+                move += [change.shared] if change.shared and not move else []
                 if move and not moved:
                     last.append((change, " and ".join(move)))
                     continue
                 report = self._graded()
-                if report is not None and self._is_better(report):
+                if report is not None and self._is_better(report, scaled=change.scaled):
                     kinds.add(change.kind)
                     deadline = min(deadline, time.monotonic() + SECONDS / 4)
                     logs = any(code.startswith("KL6") for code in self._failed)
@@ -202,14 +204,16 @@ class Search:
                         loss.changed(arguments=loss.arguments.with_value(parameter.name, other), record=Record()),
                     )
 
-    def _is_better(self, report: Report) -> bool:
+    def _is_better(self, report: Report, *, scaled: bool) -> bool:
         """Return True if a report confirms without a new warning (noise aside, the price of a fix), a sum over rows in
         place of a mean, or another scale than the one that was there."""
         new = [check.code for check in report.warnings if check.code not in self._failed]
         added_up = report.reduction == "sum" != self.report.reduction
-        known = [abs(c) for row in self._rows for c in (row.identified or {}).values()]
+        known = [abs(c) for row in self._rows for name, c in (row.identified or {}).items() if name != "zero"]
         scales = [row.scale for row in report.gradients if row.scale]
-        if "KL106" in new and all(any(abs(one - c) < SAME * c for c in known) for one in scales):
+        # What has no gradient has no scale either: that of a coefficient in the source is kept.
+        kept = all(any(abs(one - c) < SAME * c for c in known) for one in scales) if known else scaled
+        if "KL106" in new and kept:
             new.remove("KL106")
         return report.verdict == "confirmed" and not added_up and all(code.startswith("KL8") for code in new)
 
@@ -383,7 +387,8 @@ def fix_of(definition: Definition, change: Change, value: str) -> Fix:
     old, new = (io.StringIO(one, newline="").readlines() for one in (definition.text, text))
     file = shown_path(definition.path)
     name = file.lstrip("/")
-    diff = "".join(difflib.unified_diff(old, new, f"a/{name}", f"b/{name}"))
+    lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
+    diff = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
     first = _common(old, new)
     tail = _common(old[first:][::-1], new[first:][::-1])
     return Fix(
