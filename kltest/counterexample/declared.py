@@ -13,6 +13,7 @@ WHOLE = {
     "to_sampler_kl": "(p * ({logp} - {old_logp})).sum()",
     "expected_reward": "(p * reward).sum()",
     "entropy": "(-p * {logp}).sum()",
+    "inverse_length": "(p / mask.sum(-1)).sum()",
     "zero": "0 * logits.sum()",
 }
 """Gradients of an expression over all rollouts; `{logp}` is the sum over a rollout's tokens, likewise the others."""
@@ -35,6 +36,7 @@ WEIGHTS = {
     "exact_future_reverse_kl": f"(({TABLES}).flip(1).cumsum(1).flip(1) - {TABLES})",
     "other_tokens_forward_kl": "((1 - (-u).exp()).sum(-1, keepdim=True) - (1 - (-u).exp()))",
     "to_sampler_kl": "((logp - old_logp) * mask).sum(-1, keepdim=True)",
+    "inverse_length": "(1 / mask.sum(-1, keepdim=True))",
 }
 """Gradients that weigh each token's score by a factor; what it is at padding does not matter."""
 

@@ -76,6 +76,11 @@ _OTHERS = {
     "to_sampler_kl": ("∇KL(π‖μ)", "the reverse KL to the sampler over whole rollouts"),
     "expected_reward": ("∇E_π[R]", "the policy gradient of the task reward"),
     "entropy": ("∇H(π)", "the entropy of the policy's choices over whole rollouts: −E_π[Σ_t log π]"),
+    "inverse_length": (
+        "∇E_π[1/L]",
+        "the mean inverse length of rollouts: k1 as a loss with a mean over each rollout's own tokens follows it; "
+        "the reference does not occur, and descending it makes rollouts longer",
+    ),
 }
 _EQUAL_ON_POLICY = {
     "centred_reverse_kl": {"reverse_kl": 1.0},
@@ -112,6 +117,7 @@ _NO_RATIO = {
     "exact_future_reverse_kl": ("Σ_{s>t} KL_s(π‖ref)", "the exact KLs of the next tokens after each"),
     "other_tokens_forward_kl": ("Σ_{s≠t} (1 − ref_s/π_s)", "the weights of k3 as a loss of all other tokens"),
     "to_sampler_kl": ("Σ_s log π_s/μ_s", "the whole rollout's log-ratio to the sampler"),
+    "inverse_length": ("1/L", "the rollout's inverse length: at one length a share of the push away from the sampler"),
 }
 _MEAN_RATIO = ("reverse_kl", "local_reverse_kl", "local_forward_kl", "other_tokens_forward_kl")
 _COUPLE_TOKENS = frozenset(

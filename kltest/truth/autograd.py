@@ -70,6 +70,7 @@ FUNCTIONS: dict[str, Callable[[Enumerated], Tensor]] = {
     "to_sampler_kl": lambda r: _kl(r, r.logp, r.old),
     "expected_reward": lambda r: r.mean(r.reward),
     "entropy": lambda r: r.mean(-r.logp.sum(dim=1)),
+    "inverse_length": lambda r: r.mean(1 / r.length.double()),
     "zero": lambda r: 0.0 * r.logp.sum(),
 }
 """Functions of the policy whose gradients are named."""
@@ -97,6 +98,7 @@ _TERMS: dict[str, Callable[[Enumerated], Tensor]] = {
         r.logp * (_whole(1 - (-r.log_ratio).exp()) - 1 + (-r.log_ratio).exp().detach())
     ),
     "to_sampler_kl": lambda r: r.logp * _whole(r.logp - r.old),
+    "inverse_length": lambda r: r.logp / r.length[:, None].double(),
 }
 
 

@@ -22,6 +22,7 @@ from kltest.truth.recursions import (
     forward,
     from_signal,
     future,
+    inverse_length,
     onward,
     start,
     total_visits,
@@ -182,5 +183,8 @@ _WHOLE: dict[str, Callable[[Instance], np.ndarray]] = {
     "to_sampler_kl": lambda instance: _reverse_kl(instance, instance.sampler),
     "expected_reward": lambda instance: _additive(instance, instance.environment.reward),
     "entropy": lambda instance: _additive(instance, -instance.policy),
+    "inverse_length": lambda instance: from_signal(
+        inverse_length(instance.environment, instance.policy)[0], instance.policy
+    ),
     "zero": lambda instance: np.zeros_like(instance.policy),
 }

@@ -12,7 +12,7 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient
 from kltest.truth import divergences
-from kltest.truth.recursions import earlier, ends_here, from_signal, future
+from kltest.truth.recursions import earlier, ends_here, from_signal, future, inverse_length
 
 
 def less_the_likeliest(values: np.ndarray, instance: Instance, chance: np.ndarray) -> np.ndarray:
@@ -59,6 +59,9 @@ def _no_ratio(instance: Instance, base: str) -> np.ndarray:
         return softmax_gradient(
             np.exp(sampler) * ends_here(environment, sampler) * (policy - instance.reference), policy
         )
+    if base == "inverse_length":
+        signal, visited, _ = inverse_length(environment, sampler)
+        return softmax_gradient(np.exp(sampler) * (signal + visited / environment.horizon), policy)
     own, cost = _costs(instance, base)
     later, visited = future(environment, sampler, cost)
     if base not in _WITHOUT_EARLIER:
