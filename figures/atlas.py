@@ -58,6 +58,7 @@ SYMBOLS = {
     "to_sampler_kl": "M",
     "expected_reward": "reward",
     "entropy": "entropy",
+    "inverse_length": "1/L",
     "exact_future_reverse_kl": "E",
     "centred_reverse_kl": "C",
     "other_tokens_forward_kl": "O",

@@ -97,7 +97,7 @@ class Definition:
             "to_sampler_kl": lambda: [sum(own)] * count,
             "expected_reward": lambda: [reward] * count,
             "entropy": lambda: [-sum(log_policy)] * count,
-            # On-policy a constant adds nothing; less that of the longest rollout, nothing is left to round at one length.
+            # On-policy a constant adds nothing: less that of the longest rollout, one length leaves exactly 0.
             "inverse_length": lambda: [mpmath.mpf(1) / count - (0 if at else mpmath.mpf(1) / longest)] * count,
             "zero": lambda: [mpmath.mpf(0)] * count,
         }[base]()
