@@ -11,11 +11,21 @@ import torch
 
 from kltest.errors import UsageError
 from kltest.loss.advice import advice
-from kltest.loss.arguments import Attributes, FieldOf, fields_listed, parsed
+from kltest.loss.arguments import Attributes, FieldOf, SizeOf, SupportOf, fields_listed, parsed
 from kltest.loss.building import ObjectOf, annotated, configuration
 from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
-from kltest.names import FIELDS, GROUP_SIZES, field_named, near_spelling, suggested_field
+from kltest.names import (
+    FIELDS,
+    GROUP_SIZES,
+    SUPPORT_FIELDS,
+    SUPPORT_SIZES,
+    field_named,
+    near_spelling,
+    suggested_field,
+    whose,
+)
+from kltest.rollout import SUPPORT_SIZE, fields_behind
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,7 @@ DERIVED: dict[str, tuple[str, Callable[[RolloutView], Any]]] = {
     "index": _PROMPTS,
     "uid": _PROMPTS,
 }
-Filling = FieldOf | ObjectOf | Derived | Any
+Filling = FieldOf | ObjectOf | Derived | SizeOf | Any
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,13 @@ class Arguments:
     @cached_property
     def takes(self) -> frozenset[str]:
         """The fields that are given, as attributes of objects as well."""
-        return frozenset(self.fields.values()).union(*(one.given.fields() for one in self._objects))
+        named = [*self.fields.values(), *(name for one in self._objects for name in one.given.fields())]
+        return frozenset().union(*map(fields_behind, named))
+
+    @cached_property
+    def support(self) -> SupportOf | None:
+        """The first of its fields that are of a support, which says how many tokens that has, and whose."""
+        return next((one for one in self.fillings.values() if isinstance(one, SupportOf)), None)
 
     @cached_property
     def built(self) -> list[ObjectOf]:
@@ -85,11 +101,17 @@ class Arguments:
                 continue
             if name not in self.fillings:
                 found[name] = f"its default, {kept!r}"
+            elif isinstance(filling, SupportOf):
+                found[name] = (
+                    f"{filling.name}, the {filling.k} likeliest of the {'reference' if filling.of else 'policy'}"
+                )
             elif isinstance(filling, FieldOf):
                 optional = "" if kept is parameter.empty else f" in place of its default, {kept!r}"
                 found[name] = f"{filling.name}{optional}"
             elif isinstance(filling, Derived):
                 found[name] = DERIVED[filling.name][0]
+            elif isinstance(filling, SizeOf):
+                found[name] = f"{filling.k}, or the vocabulary less two if that is fewer"
             else:
                 found[name] = "an object" if isinstance(filling, ObjectOf) else repr(filling)
         return found
@@ -125,9 +147,7 @@ class Arguments:
 
 
 def _value_of(filling: Filling, view: RolloutView) -> Any:
-    if isinstance(filling, FieldOf):
-        return getattr(view, filling.name)
-    return filling.at(view) if isinstance(filling, ObjectOf | Derived) else filling
+    return filling.at(view) if isinstance(filling, FieldOf | ObjectOf | Derived | SizeOf) else filling
 
 
 def fill(
@@ -140,6 +160,7 @@ def fill(
     fillings: dict[str, Filling] = parsed(call.arguments)
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     fillable = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    size = _size_of_support(fillable, fillings)
     if not open_ended and (unknown := fillings.keys() - fillable.keys()):
         raise _no_such_parameter(name, min(unknown), list(fillable))
     if not fillable and not fillings and parameters:
@@ -171,7 +192,52 @@ def fill(
         fillings |= {key: FieldOf(field) for key, field in guessed.items()}
     elif missing:
         raise _cannot_fill(name, missing, parameters, function)
-    return fillings
+    return _with_support(fillings, fillable, size)
+
+
+def _size_of_support(fillable: Mapping[str, inspect.Parameter], given: dict[str, Filling]) -> int:
+    """Return how many tokens a support has: what is given for it, or the default of a parameter that says so.
+
+    What is given for fields of a support under a name that no parameter has is theirs alone.
+    """
+    reads = any(field_named(key) in SUPPORT_FIELDS for key in fillable)
+    size: Any = None
+    for key in SUPPORT_SIZES:
+        if size is None and key in given:
+            size = given.get(key) if key in fillable or not reads else given.pop(key)
+        elif size is None and key in fillable:
+            size = fillable[key].default
+    if type(size) is not int:
+        return SUPPORT_SIZE
+    if reads and size < 1:
+        raise UsageError(f"a support has at least one token, not {size}")
+    return size
+
+
+def _with_support(
+    fillings: dict[str, Filling], fillable: Mapping[str, inspect.Parameter], size: int
+) -> dict[str, Filling]:
+    """Say of fields of a support how many tokens it has, and whose: of the side that `support` or the ids' name says.
+
+    A number of tokens that no small environment has, as 64, becomes what its vocabulary allows.
+    """
+    supports = {
+        key: one.name for key, one in fillings.items() if isinstance(one, FieldOf) and one.name in SUPPORT_FIELDS
+    }
+    stated = fillings.get("support", fillable["support"].default if "support" in fillable else None)
+    sides = (
+        [whose(stated)]
+        if isinstance(stated, str)
+        else [whose(key) for key, name in supports.items() if name == "topk_ids"]
+    )
+    of = next((side for side in sides if side is not None), "ref_")
+    found = fillings | {key: SupportOf(name, size, of) for key, name in supports.items()}
+    reads_all = any(isinstance(one, FieldOf) and one.name == "ref_logits" for one in fillings.values())
+    for key in SUPPORT_SIZES:
+        if key in fillable and (supports or (reads_all and size > SUPPORT_SIZE)):
+            value = fillings.get(key, fillable[key].default)
+            found |= {key: SizeOf(size)} if type(value) is int else {}
+    return found
 
 
 def _other_coefficients(fillable: Mapping[str, inspect.Parameter], given: Mapping[str, Filling]) -> set[str]:
