@@ -85,6 +85,13 @@ SUPPORT_FIELDS = ("topk_ids", "topk_logp", "ref_topk_logp")
 """Fields of the K tokens of a support: made of `logits` and `ref_logits`."""
 SUPPORT_SIZES = ("k", "topk", "top_k")
 """Names of parameters that say how many tokens a support has."""
+SUPPORT_SIZE = 4
+"""Tokens of a support if nothing says how many; in a small vocabulary fewer: see `support_size`."""
+
+
+def support_size(k: int, vocabulary: int) -> int:
+    """Return how many of k tokens a support has in a vocabulary: at least two tokens are left out, if it has three."""
+    return max(1, min(k, vocabulary - 2))
 
 
 GROUP_SIZES = frozenset(

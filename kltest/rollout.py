@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
-from kltest.names import FIELDS, SUPPORT_FIELDS, field_named
+from kltest.names import FIELDS, SUPPORT_FIELDS, SUPPORT_SIZE, field_named, support_size
 
 
 class NotGivenError(AttributeError, KeyError):
@@ -25,13 +25,6 @@ class NotGivenError(AttributeError, KeyError):
 Centre = Literal["environment", "batch"]
 LEAVES = ("logp", "logits")
 SAMPLER_FIELDS = frozenset({"old_logp", "old_logits"})
-SUPPORT_SIZE = 4
-"""Tokens of a support if nothing says how many; in a small vocabulary fewer: see `support_size`."""
-
-
-def support_size(k: int, vocabulary: int) -> int:
-    """Return how many of k tokens a support has in a vocabulary: at least two tokens are left out, if it has three."""
-    return max(1, min(k, vocabulary - 2))
 
 
 class Rollout:

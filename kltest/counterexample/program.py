@@ -27,8 +27,8 @@ from kltest.loss.filling import Filling
 from kltest.loss.global_state import eagerly, preserved
 from kltest.loss.jax.bridge import JaxLoss
 from kltest.loss.placement import ROW_FIELDS
+from kltest.names import support_size
 from kltest.report import CounterExample
-from kltest.rollout import support_size
 from kltest.truth import ATLAS
 
 TEMPLATE = Path(__file__).parent / "templates" / "program.py.j2"

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kltest.errors import UsageError
-from kltest.names import FIELDS, field_named
-from kltest.rollout import Rollout, fields_behind, support_size
+from kltest.names import FIELDS, field_named, support_size
+from kltest.rollout import Rollout, fields_behind
 
 
 @dataclass(frozen=True)

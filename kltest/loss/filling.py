@@ -19,13 +19,14 @@ from kltest.names import (
     FIELDS,
     GROUP_SIZES,
     SUPPORT_FIELDS,
+    SUPPORT_SIZE,
     SUPPORT_SIZES,
     field_named,
     near_spelling,
     suggested_field,
     whose,
 )
-from kltest.rollout import SUPPORT_SIZE, fields_behind
+from kltest.rollout import fields_behind
 
 
 @dataclass(frozen=True)

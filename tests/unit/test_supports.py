@@ -10,7 +10,8 @@ from kltest.environments import Instance, bandit, ragged
 from kltest.errors import UsageError
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.rollout import Rollout, support_size
+from kltest.names import support_size
+from kltest.rollout import Rollout
 
 INSTANCE = Instance.draw(ragged(6, 2), 3)
 
