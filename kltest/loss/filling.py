@@ -179,7 +179,8 @@ def fill(
     for key, parameter in fillable.items():
         if key in fillings or key in spared:
             continue
-        if field := field_named(key):
+        field = None if _another_model(key, fillable) else field_named(key)
+        if field:
             fillings[key] = FieldOf(field)
         elif parameter.default is parameter.empty and key in DERIVED:
             fillings[key] = Derived(key)
@@ -194,6 +195,12 @@ def fill(
     elif missing:
         raise _cannot_fill(name, missing, parameters, function)
     return _with_support(fillings, fillable, size)
+
+
+def _another_model(key: str, fillable: Mapping[str, inspect.Parameter]) -> bool:
+    """Return True for a teacher's parameter beside one of the reference itself: they are two models, and we have one."""
+    same = [other for other in fillable if field_named(other) == field_named(key)]
+    return "teacher" in key and not all("teacher" in other for other in same)
 
 
 def _size_of_support(fillable: Mapping[str, inspect.Parameter], given: dict[str, Filling]) -> int:
