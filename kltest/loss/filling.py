@@ -83,8 +83,16 @@ class Arguments:
 
     @cached_property
     def support(self) -> SupportOf | None:
-        """The first of its fields that are of a support, which says how many tokens that has, and whose."""
-        return next((one for one in self.fillings.values() if isinstance(one, SupportOf)), None)
+        """The tokens that it distinguishes: those of its fields, or as many as a parameter of one that sees all says."""
+        if found := next((one for one in self.fillings.values() if isinstance(one, SupportOf)), None):
+            return found
+        stated = {one.name: self.fillings.get(one.name, one.default) for one in self.parameters}
+        sizes = (size.k if isinstance(size, SizeOf) else size for size in map(stated.get, SUPPORT_SIZES))
+        size = next((size for size in sizes if type(size) is int and size > 0), None)
+        if size is None or "ref_logits" not in self.takes:
+            return None
+        side = stated.get("support")
+        return SupportOf("topk_ids", size, (whose(side) if isinstance(side, str) else None) or "")
 
     @cached_property
     def built(self) -> list[ObjectOf]:

@@ -36,7 +36,7 @@ from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
-from kltest.truth import combine, render
+from kltest.truth import combine, render, support_named
 
 # Numbers of actions: the first shows small heads and thresholds on probabilities, the second every head in use.
 SIZES = (12, 2048)
@@ -77,8 +77,11 @@ class Head(NamedTuple):
 
 def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> str | None:
     """Describe the head that explains an unnamed row; None if the gradient in a bandit has a name all the same."""
-    if not row.wrong or row.identified is not None:
+    if not row.wrong:
         return None
+    if row.identified is not None:
+        named = [name for name in row.identified if support_named(name.partition("@")[0])]
+        return f"{render(row.identified)}, which is not the divergence over all tokens" if named and not drawn else None
     # First, since the search for a head takes hundreds of calls.
     single = findings.measure.alone("bandit", "current") if _sees_all_tokens(findings) else None
     if single is not None and single.identified not in (None, {"zero": 1.0}):
