@@ -85,6 +85,8 @@ SUPPORT_FIELDS = ("topk_ids", "topk_logp", "ref_topk_logp")
 """Fields of the K tokens of a support: made of `logits` and `ref_logits`."""
 SUPPORT_SIZES = ("k", "topk", "top_k")
 """Names of parameters that say how many tokens a support has."""
+SUPPORT_SIDE = "support"
+"""The parameter that says whose likeliest tokens they are: teacher or student."""
 SUPPORT_SIZE = 4
 """Tokens of a support if nothing says how many; in a small vocabulary fewer: see `support_size`."""
 

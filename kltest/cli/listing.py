@@ -10,7 +10,8 @@ from kltest.cli.destinations import print_bytes
 from kltest.estimators import registry
 from kltest.estimators.spec import Spec
 from kltest.render.tables import table
-from kltest.truth import ATLAS, plain, render
+from kltest.truth import ATLAS, FURTHER, plain, render
+from kltest.truth.atlas import named
 
 Entry = dict[str, Any]
 
@@ -81,7 +82,8 @@ def _estimators() -> list[Entry]:
 
 
 def _gradients() -> list[Entry]:
-    return [{"name": row.name, "formula": row.formula, "meaning": row.meaning} for row in ATLAS.values()]
+    rows = [*ATLAS.values(), *map(named, FURTHER)]
+    return [{"name": row.name, "formula": row.formula, "meaning": row.meaning} for row in rows]
 
 
 def _environments() -> list[Entry]:

@@ -22,7 +22,7 @@ def _of(name: str) -> dict[str, dict[str, Combination]]:
     Spec(
         name="forward-kl-topk",
         formula="Σ_t Σ_(v∈S) ref_v (log ref_v − log π_v),  S the k likeliest tokens of ref",
-        source="verl, trainer/distillation/losses.py, forward_kl_topk",
+        source="verl, trainer/distillation/fsdp/losses.py, compute_forward_kl_topk, before its caller's clamp",
         placement="loss",
         claims="the KL(ref‖π) of the next token, from k log-probs of the teacher",
         known_false=f"the sum is no divergence: at π = ref it draws probability into the support; {_FIXED}",
@@ -42,7 +42,7 @@ def forward_kl_topk(topk_logp, ref_topk_logp, k=2, support="teacher"):
     Spec(
         name="forward-kl-topk-renormalised",
         formula="Σ_t KL(ref_S‖π_S),  both renormalised over S, the k likeliest tokens of ref",
-        source="NeMo RL, algorithms/loss_functions.py, DistillationLossFn with zero_outside_topk unset",
+        source="MaxText forks for distillation, kl_divergence_between_logits with truncation_strategy 'renormalize'",
         placement="loss",
         claims="the KL(ref‖π) of the next token, from k log-probs of the teacher",
         known_false=f"a divergence within the support: what π puts outside is neither charged nor moved; {_FIXED}",
@@ -60,7 +60,7 @@ def forward_kl_topk_renormalised(topk_logp, ref_topk_logp, k=2, support="teacher
     Spec(
         name="forward-kl-topk-tail",
         formula="Σ_t KL(ref‖π) of the tokens of S and of all others as one,  S the k likeliest tokens of ref",
-        source="TRL, experimental/gold, top-k with a tail bucket",
+        source="verl-project/verl, RFC 7856 and pull request 7855, forward_kl_topk_tail",
         placement="loss",
         claims="a lower bound of the KL(ref‖π) of the next token, from k log-probs of the teacher",
         known_false=f"a divergence that does not tell the tokens outside the support apart; {_FIXED}",
@@ -81,10 +81,10 @@ def forward_kl_topk_tail(topk_logp, ref_topk_logp, k=2, support="teacher"):
     Spec(
         name="reverse-kl-topk",
         formula="Σ_t Σ_(v∈S) π_v (log π_v − log ref_v),  S the k likeliest tokens of π",
-        source="verl-project/verl, pull request 5041; TRL, GKDTrainer with β = 1, cut to a top k",
+        source="verl-project/verl, pull requests 5041 and 7425, reverse_kl_student_topk",
         placement="loss",
         claims="the KL(π‖ref) of the next token, from the teacher's log-probs of the student's k likeliest tokens",
-        known_false=f"no divergence, and negative at times: it is made small by moving mass out of the support; {_FIXED}",
+        known_false=f"no divergence: it is made small, and negative, by moving mass out of the support; {_FIXED}",
         identified=_of("local_reverse_kl_own2"),
         per_token=True,
     )
@@ -98,7 +98,7 @@ def reverse_kl_topk(topk_logp, ref_topk_logp, k=2, support="student"):
     Spec(
         name="reverse-kl-topk-clamped",
         formula="Σ_t max(0, Σ_(v∈S) π_v (log π_v − log ref_v)),  S the k likeliest tokens of π",
-        source="verl-project/verl, pull requests 7425 and 7806 (clamp_min(0) of a truncated sum)",
+        source="verl-project/verl, pull request 7806, reverse_kl_topk below the wrapper's clamp_min(0)",
         placement="loss",
         claims="the KL(π‖ref) of the next token, which is never negative",
         known_false=f"a truncated sum below zero is common, and there the clamp removes its gradient; {_FIXED}",
@@ -118,7 +118,7 @@ def reverse_kl_topk_clamped(topk_logp, ref_topk_logp, k=2, support="student"):
     Spec(
         name="reverse-kl-topk-tail",
         formula="Σ_t KL(π‖ref) of the tokens of S and of all others as one,  S the k likeliest tokens of π",
-        source="verl-project/verl, RFC 7856 (a bucket for the mass outside the top k)",
+        source="the reverse of verl-project/verl, RFC 7856: a bucket for the mass outside the top k",
         placement="loss",
         claims="a lower bound of the KL(π‖ref) of the next token, from the student's k likeliest tokens",
         known_false=f"a divergence that does not tell the tokens outside the support apart; {_FIXED}",
@@ -150,9 +150,9 @@ def reverse_kl_topk_tail(topk_logp, ref_topk_logp, k=2, support="student"):
     )
 )
 def exact_kl_advantage(logits, ref_logits):
-    """Σ_v π_v (log π_v − log ref_v) per token, as a cost of that token. Gradient as placed: Σ_t g_t KL_t, zero on average.
+    """Σ_v π_v (log π_v − log ref_v) per token, as a cost of that token. (B, T, V) → (B, T).
 
-    (B, T, V) → (B, T).
+    Gradient as placed: Σ_t g_t KL_t, zero on average.
     """
     log_pi, log_ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return (log_pi.exp() * (log_pi - log_ref)).sum(dim=-1)

@@ -42,7 +42,7 @@ class Case:
     @classmethod
     def of(cls, loss: Loss, environment: str, sampler: str, seed: int = 0, group: int | None = None) -> "Case":
         """Return the case for a loss: with the names of what it reads, in vocabularies that exceed its support."""
-        further = ("local_jensen_shannon",) if {"logits", "ref_logits"} <= loss.takes else ()
+        further: tuple[str, ...] = ("local_jensen_shannon",) if {"logits", "ref_logits"} <= loss.takes else ()
         if loss.support is None:
             return cls(environment, sampler, seed, group, further=further)
         further += of_support(loss.support.k, loss.support.of)

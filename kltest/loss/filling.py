@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kltest.errors import UsageError
+from kltest.loss import supports
 from kltest.loss.advice import advice
 from kltest.loss.arguments import Attributes, FieldOf, SizeOf, SupportOf, fields_listed, parsed
 from kltest.loss.building import ObjectOf, annotated, configuration
@@ -18,13 +19,9 @@ from kltest.loss.view import RolloutView
 from kltest.names import (
     FIELDS,
     GROUP_SIZES,
-    SUPPORT_FIELDS,
-    SUPPORT_SIZE,
-    SUPPORT_SIZES,
     field_named,
     near_spelling,
     suggested_field,
-    whose,
 )
 from kltest.rollout import fields_behind
 
@@ -83,16 +80,8 @@ class Arguments:
 
     @cached_property
     def support(self) -> SupportOf | None:
-        """The tokens that it distinguishes: those of its fields, or as many as a parameter of one that sees all says."""
-        if found := next((one for one in self.fillings.values() if isinstance(one, SupportOf)), None):
-            return found
-        stated = {one.name: self.fillings.get(one.name, one.default) for one in self.parameters}
-        sizes = (size.k if isinstance(size, SizeOf) else size for size in map(stated.get, SUPPORT_SIZES))
-        size = next((size for size in sizes if type(size) is int and size > 0), None)
-        if size is None or "ref_logits" not in self.takes:
-            return None
-        side = stated.get("support")
-        return SupportOf("topk_ids", size, (whose(side) if isinstance(side, str) else None) or "")
+        """The tokens that it distinguishes: how many, and whose likeliest; None if it states none."""
+        return supports.distinguished(self.fillings, {one.name: one for one in self.parameters})
 
     @cached_property
     def built(self) -> list[ObjectOf]:
@@ -169,7 +158,7 @@ def fill(
     fillings: dict[str, Filling] = parsed(call.arguments)
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     fillable = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    size = _size_of_support(fillable, fillings)
+    support = supports.stated(fillable, fillings)
     if not open_ended and (unknown := fillings.keys() - fillable.keys()):
         raise _no_such_parameter(name, min(unknown), list(fillable))
     if not fillable and not fillings and parameters:
@@ -202,58 +191,13 @@ def fill(
         fillings |= {key: FieldOf(field) for key, field in guessed.items()}
     elif missing:
         raise _cannot_fill(name, missing, parameters, function)
-    return _with_support(fillings, fillable, size)
+    return supports.filled(fillings, fillable, support)
 
 
 def _another_model(key: str, fillable: Mapping[str, inspect.Parameter]) -> bool:
-    """Return True for a teacher's parameter beside one of the reference itself: they are two models, and we have one."""
+    """Return True for a teacher's parameter beside one of the reference: two models, of which a rollout has one."""
     same = [other for other in fillable if field_named(other) == field_named(key)]
     return "teacher" in key and not all("teacher" in other for other in same)
-
-
-def _size_of_support(fillable: Mapping[str, inspect.Parameter], given: dict[str, Filling]) -> int:
-    """Return how many tokens a support has: what is given for it, or the default of a parameter that says so.
-
-    What is given for fields of a support under a name that no parameter has is theirs alone.
-    """
-    reads = any(field_named(key) in SUPPORT_FIELDS for key in fillable)
-    size: Any = None
-    for key in SUPPORT_SIZES:
-        if size is None and key in given:
-            size = given.get(key) if key in fillable or not reads else given.pop(key)
-        elif size is None and key in fillable:
-            size = fillable[key].default
-    if type(size) is not int:
-        return SUPPORT_SIZE
-    if reads and size < 1:
-        raise UsageError(f"a support has at least one token, not {size}")
-    return size
-
-
-def _with_support(
-    fillings: dict[str, Filling], fillable: Mapping[str, inspect.Parameter], size: int
-) -> dict[str, Filling]:
-    """Say of fields of a support how many tokens it has, and whose: of the side that `support` or the ids' name says.
-
-    A number of tokens that no small environment has, as 64, becomes what its vocabulary allows.
-    """
-    supports = {
-        key: one.name for key, one in fillings.items() if isinstance(one, FieldOf) and one.name in SUPPORT_FIELDS
-    }
-    stated = fillings.get("support", fillable["support"].default if "support" in fillable else None)
-    sides = (
-        [whose(stated)]
-        if isinstance(stated, str)
-        else [whose(key) for key, name in supports.items() if name == "topk_ids"]
-    )
-    of = next((side for side in sides if side is not None), "ref_")
-    found = fillings | {key: SupportOf(name, size, of) for key, name in supports.items()}
-    reads_all = any(isinstance(one, FieldOf) and one.name == "ref_logits" for one in fillings.values())
-    for key in SUPPORT_SIZES:
-        if key in fillable and (supports or (reads_all and size > SUPPORT_SIZE)):
-            value = fillings.get(key, fillable[key].default)
-            found |= {key: SizeOf(size)} if type(value) is int else {}
-    return found
 
 
 def _other_coefficients(fillable: Mapping[str, inspect.Parameter], given: Mapping[str, Filling]) -> set[str]:

@@ -141,3 +141,19 @@ def test_more_tokens_than_a_small_vocabulary_has_become_as_many_as_it_allows():
 )
 def test_names_of_a_teacher_and_a_student_are_fields(name, field):
     assert kltest.names.field_named(name) == field
+
+
+def test_whose_tokens_they_are_can_be_given_to_a_function_that_has_no_such_parameter():
+    batch, given = received(of_either, support="student", k=2)
+    assert torch.equal(given["topk_ids"], batch.support("topk_ids", 2, of=""))
+    with pytest.raises(UsageError, match="teacher or student"):
+        bind(of_either, Call(arguments={"support": "sampler"}))
+
+
+def of_two_models(logp, ref_logp, teacher_logp=None):
+    assert teacher_logp is None
+    return logp - ref_logp
+
+
+def test_a_teacher_beside_a_reference_is_another_model():
+    bind(of_two_models)(rollout())
