@@ -63,7 +63,7 @@ def filled(fillings: Mapping[str, Any], parameters: Parameters, support: Stated)
 
 
 def distinguished(fillings: Mapping[str, Any], parameters: Parameters) -> SupportOf | None:
-    """Return the tokens that a loss distinguishes: those of its fields, or those of a size that it has if it sees all."""
+    """Return the tokens that a loss distinguishes: those of its fields, or as many as it states if it sees all."""
     if found := next((one for one in fillings.values() if isinstance(one, SupportOf)), None):
         return found
     given = {key: one.k if isinstance(one, SizeOf) else one for key, one in fillings.items()}
