@@ -3,7 +3,7 @@
 `k` and `support` say how the fields are filled: how many tokens, and whose.
 """
 
-import torch
+import math
 
 from kltest.estimators.spec import UNNAMED, Combination, Spec, everywhere, register
 
@@ -73,8 +73,7 @@ def forward_kl_topk_tail(topk_logp, ref_topk_logp, k=2, support="teacher"):
 
     Gradient: the coarse-grained KL's, zero where π = ref on S.
     """
-    log_pi, log_ref = _with_tail(topk_logp), _with_tail(ref_topk_logp)
-    return (log_ref.exp() * (log_ref - log_pi)).sum(dim=-1)
+    return _coarse(ref_topk_logp, topk_logp)
 
 
 @register(
@@ -131,8 +130,7 @@ def reverse_kl_topk_tail(topk_logp, ref_topk_logp, k=2, support="student"):
 
     Gradient: the coarse-grained KL's, zero where π = ref on S.
     """
-    log_pi, log_ref = _with_tail(topk_logp), _with_tail(ref_topk_logp)
-    return (log_pi.exp() * (log_pi - log_ref)).sum(dim=-1)
+    return _coarse(topk_logp, ref_topk_logp)
 
 
 @register(
@@ -174,10 +172,11 @@ def exact_kl_advantage(logits, ref_logits):
 def jensen_shannon(logits, ref_logits):
     """½KL(π‖m) + ½KL(ref‖m) per token, m the mean of both. Gradient: ½ log π/m on each token. (B, T, V) → (B, T)."""
     log_pi, log_ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
-    log_mean = torch.logaddexp(log_pi, log_ref) - torch.tensor(2.0).log()
+    log_mean = log_pi.logaddexp(log_ref) - math.log(2)
     return 0.5 * (log_pi.exp() * (log_pi - log_mean) + log_ref.exp() * (log_ref - log_mean)).sum(dim=-1)
 
 
-def _with_tail(log_probs):
-    """Append the log-prob of all tokens outside. (B, T, k) → (B, T, k + 1)."""
-    return torch.cat([log_probs, torch.log1p(-log_probs.exp().sum(dim=-1, keepdim=True))], dim=-1)
+def _coarse(one, other):
+    """KL of the tokens of a support and of all others as one, from their log-probs. (B, T, k) → (B, T)."""
+    outside, other_outside = (1 - side.exp().sum(dim=-1) for side in (one, other))
+    return (one.exp() * (one - other)).sum(dim=-1) + outside * (outside.log() - other_outside.log())

@@ -80,15 +80,21 @@ def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> str | None:
     if not row.wrong:
         return None
     if row.identified is not None:
-        named = [name for name in row.identified if support_named(name.partition("@")[0])]
-        return f"{render(row.identified)}, which is not the divergence over all tokens" if named and not drawn else None
+        named = [one for name in row.identified if (one := support_named(name.partition("@")[0]))]
+        if not named or drawn:
+            return None
+        head = Head("reference" if named[0].whose == "top" else "policy", (named[0].k,), drawn=False)
+        return f"{render(row.identified)}; the loss distinguishes only {head.words}"
     # First, since the search for a head takes hundreds of calls.
     single = findings.measure.alone("bandit", "current") if _sees_all_tokens(findings) else None
     if single is not None and single.identified not in (None, {"zero": 1.0}):
         return None
     found = _head(findings)
-    actions = instances(row.environment, findings.seed)[0].environment.vocabulary
-    if found is None or found.drawn != drawn or (found.size or 0) >= actions:
+    if found is None or found.drawn != drawn:
+        return None
+    if findings.loss.support is not None:  # which is smaller than every vocabulary
+        found = found._replace(sizes=(findings.loss.support.k,))
+    elif (found.size or 0) >= instances(row.environment, findings.seed)[0].environment.vocabulary:
         return None
     limits = "log-probs of drawn tokens are taken within" if drawn else "the loss distinguishes only"
     return f"no named gradient; {limits} {found.words}"
