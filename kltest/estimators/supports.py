@@ -105,7 +105,7 @@ def reverse_kl_topk(topk_logp, ref_topk_logp, k=2, support="student"):
         per_token=True,
     )
 )
-def reverse_kl_topk_clamped(topk_logp, ref_topk_logp, k=2, support="student"):
+def reverse_kl_topk_clamped(topk_logp, ref_topk_logp, k=1, support="student"):
     """max(0, Σ_S π·(log π − log ref)) per token. Gradient: the truncated sum's where that is positive, else zero.
 
     (B, T, k) → (B, T).
