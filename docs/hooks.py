@@ -86,9 +86,11 @@ def fields() -> list[dict[str, str]]:
 
 def atlas() -> list[dict[str, str]]:
     """Every named gradient."""
-    from kltest.truth import ATLAS
+    from kltest.truth import ATLAS, FURTHER
+    from kltest.truth.atlas import named
 
-    return [{"name": f"`{row.name}`", "formula": row.formula, "meaning": row.meaning} for row in ATLAS.values()]
+    rows = [*ATLAS.values(), *map(named, FURTHER)]
+    return [{"name": f"`{row.name}`", "formula": row.formula, "meaning": row.meaning} for row in rows]
 
 
 def estimators() -> list[dict[str, str]]:

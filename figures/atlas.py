@@ -39,6 +39,13 @@ SILENT = 1e-12  # rounding: every rollout has the same gradient
 # on the processor and on Python, whose `sum` of floats is compensated from 3.12 on.
 RANKED = 9
 
+# Of the two likeliest tokens of a side: the truncated sum, the renormalised KL, and that with a tail.
+SUPPORTS = tuple(
+    (way, whose, kind, mark)
+    for way in ("forward", "reverse")
+    for whose in ("top", "own")
+    for kind, mark in (("", ""), ("_renormalised", "ˢ"), ("_tail", "ᵗ"))
+)
 # Capitals are of whole rollouts; the same letter small, of each token with its prefix held fixed.
 SYMBOLS = {
     "reverse_kl": "R",
@@ -58,9 +65,12 @@ SYMBOLS = {
     "to_sampler_kl": "M",
     "expected_reward": "reward",
     "entropy": "entropy",
+    "inverse_length": "1/L",
     "exact_future_reverse_kl": "E",
     "centred_reverse_kl": "C",
     "other_tokens_forward_kl": "O",
+    "local_jensen_shannon": "j",
+    **{f"local_{way}_kl_{whose}2{kind}": f"{way[0]}₂{mark}" for way, whose, kind, mark in SUPPORTS},
     "zero": "0",
 }
 MARKS = {"": "", "sampler": "′", "rollouts": "°", "mean_ratio": "*"}
@@ -72,6 +82,7 @@ KEY = (
         ("Q, ΣQ", "squared log-ratio: of the rollout, of its tokens"),
         ("X, V", "χ² divergence, total variation"),
         ("M, W", "∇KL(π‖μ), ∇KL(μ‖π)"),
+        ("j, f₂, r₂", "Jensen-Shannon; f, r over two tokens"),
         ("0, ?", "no gradient; no short sum of these"),
     ),
     (
@@ -81,6 +92,7 @@ KEY = (
         ("O", "what F charges a token for all others"),
         ("′, °", "prefixes from μ; prefixes and tokens from μ"),
         ("*", "times the mean ratio of the rollout"),
+        ("ˢ, ᵗ", "renormalised; all other tokens as one"),
     ),
 )
 

@@ -34,7 +34,8 @@ FIELDS: dict[str, Field] = {
         "(B, T)",
         "the same under the reference",
         "ref_logprob ref_logprobs ref_log_prob ref_log_probs log_probs_base log_probs_ref ref_logps "
-        "ref_per_token_logps",
+        "ref_per_token_logps teacher_logp teacher_logps teacher_logprob teacher_logprobs teacher_log_prob "
+        "teacher_log_probs",
     ),
     "old_logp": Field(
         "(B, T)",
@@ -48,9 +49,25 @@ FIELDS: dict[str, Field] = {
         "padding_mask labels_mask",
     ),
     "tokens": Field("(B, T) int", "sampled tokens", "completion_ids responses"),
-    "logits": Field("(B, T, V)", "next-token log-probs of the policy; requires grad"),
-    "ref_logits": Field("(B, T, V)", "next-token log-probs of the reference"),
+    "logits": Field("(B, T, V)", "next-token log-probs of the policy; requires grad", "student_logits"),
+    "ref_logits": Field("(B, T, V)", "next-token log-probs of the reference", "teacher_logits"),
     "old_logits": Field("(B, T, V)", "next-token log-probs of the sampler"),
+    "topk_ids": Field(
+        "(B, T, K) int",
+        "the K likeliest next tokens of the reference, or of the policy for a name with student or policy in it",
+        "topk_indices teacher_topk_ids teacher_topk_indices ref_topk_ids student_topk_ids student_topk_indices "
+        "policy_topk_ids",
+    ),
+    "topk_logp": Field(
+        "(B, T, K)",
+        "their log-probs under the policy; requires grad",
+        "topk_logprobs student_topk_logp student_topk_logprobs student_topk_log_probs policy_topk_logp",
+    ),
+    "ref_topk_logp": Field(
+        "(B, T, K)",
+        "the same under the reference",
+        "ref_topk_logprobs teacher_topk_logp teacher_topk_logprobs teacher_topk_log_probs",
+    ),
     "reward": Field(
         "(B,)",
         "task reward of the rollout; (B, T), repeated, where a loss wants that",
@@ -62,6 +79,21 @@ FIELDS: dict[str, Field] = {
     "rollout": Field("Rollout", "all of the above, as attributes or by key"),
 }
 _NAMED = {name: field for field, entry in FIELDS.items() for name in (field, *entry.aliases)}
+
+
+SUPPORT_FIELDS = ("topk_ids", "topk_logp", "ref_topk_logp")
+"""Fields of the K tokens of a support: made of `logits` and `ref_logits`."""
+SUPPORT_SIZES = ("k", "topk", "top_k")
+"""Names of parameters that say how many tokens a support has."""
+SUPPORT_SIDE = "support"
+"""The parameter that says whose likeliest tokens they are: teacher or student."""
+SUPPORT_SIZE = 4
+"""Tokens of a support if nothing says how many; in a small vocabulary fewer: see `support_size`."""
+
+
+def support_size(k: int, vocabulary: int) -> int:
+    """Return how many of k tokens a support has in a vocabulary: at least two tokens are left out, if it has three."""
+    return max(1, min(k, vocabulary - 2))
 
 
 GROUP_SIZES = frozenset(
@@ -110,6 +142,13 @@ _LONGEST_FIRST = sorted({*_PREFIX, *_ANY_POLICY, *_NEUTRAL}, key=len, reverse=Tr
 # Known words; names run them together: oldlogprobs, logpi.
 _KNOWN = re.compile("|".join(["log(?:its?|probs?|ps?(?!i))?", *_LONGEST_FIRST]))
 SIMILAR = 0.75
+
+
+def whose(name: str) -> str | None:
+    """Return the prefix of the fields whose log-probs a name means ("" for `student_topk_ids`); None if unsaid."""
+    words = _words(name)
+    found = {_PREFIX[word] for word in words if word in _PREFIX}
+    return found.pop() if len(found) == 1 else "" if not found and _ANY_POLICY & set(words) else None
 
 
 def suggested_field(name: str) -> str | None:

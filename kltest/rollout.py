@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
-from kltest.names import FIELDS, field_named
+from kltest.names import FIELDS, SUPPORT_FIELDS, SUPPORT_SIZE, field_named, support_size
 
 
 class NotGivenError(AttributeError, KeyError):
@@ -49,7 +49,7 @@ class Rollout:
             raise AttributeError(name)
         if (field := field_named(name)) is None:
             raise _no_field(name)
-        self.accessed.add(field)
+        self.accessed |= fields_behind(field)
         return self.peek(field)
 
     def __getitem__(self, key: object) -> Any:
@@ -66,14 +66,19 @@ class Rollout:
             return default
 
     def keys(self) -> list[str]:
-        """Return the tensor fields; β is not among them, so that copying a batch does not count as reading β."""
-        return [name for name in self.names() if name not in ("beta", "rollout")]
+        """Return the tensor fields; β is not among them, so that copying a batch does not count as reading β.
+
+        Neither are those of a support, which would count as reading every next-token log-prob.
+        """
+        return [name for name in self.names() if name not in ("beta", "rollout", *SUPPORT_FIELDS)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
     def peek(self, name: str) -> Any:
         """Return a field without recording an access by the loss."""
+        if name in SUPPORT_FIELDS and name not in self._builders:
+            return self.support(name)
         if name not in self._built:
             if name not in self._builders:
                 raise NotGivenError(f"this rollout was made without the field {name!r}")
@@ -84,8 +89,24 @@ class Rollout:
             self._built[name] = value
         return self._built[name]
 
+    def support(self, name: str, k: int = SUPPORT_SIZE, of: str = "ref_") -> Tensor:
+        """Return a field of SUPPORT_FIELDS, computed from the next-token log-probs; it is never kept.
+
+        Args:
+            name: The field.
+            k: Tokens of the support, as `support_size` takes them.
+            of: Whose likeliest tokens they are: "ref_" for the reference, "" for the policy. They are held fixed.
+        """
+        deciding = self.peek(f"{of}logits").detach()
+        ids = deciding.topk(support_size(k, deciding.shape[-1]), dim=-1).indices
+        if name == "topk_ids":
+            return ids
+        return self.peek("logits" if name == "topk_logp" else "ref_logits").gather(-1, ids)
+
     def __contains__(self, key: object) -> bool:
         name = field_named(key)
+        if name in SUPPORT_FIELDS:
+            return "logits" in self and "ref_logits" in self
         return name in self._builders or name in self._built
 
     def __len__(self) -> int:
@@ -162,6 +183,13 @@ class Rollout:
         """
         paths = instance.paths if paths is None else paths
         return cls(_builders(instance, paths, sampler, padding, centre), beta=beta)
+
+
+def fields_behind(name: str) -> frozenset[str]:
+    """Return a field with those that it is made of."""
+    if name not in SUPPORT_FIELDS:
+        return frozenset({name})
+    return frozenset({name, *(("logits", "ref_logits") if name != "ref_topk_logp" else ("ref_logits",))})
 
 
 def elsewhere(log_probs: Tensor) -> Tensor:

@@ -61,6 +61,13 @@ LOG_RATIO, LOG_RATIO_STALE = local("reverse_kl"), {**local("reverse_kl", "@sampl
 INVERSE_RATIO = local("forward_kl")
 SIGN = everywhere(local("total_variation"), 2.0)
 ONE, ONE_STALE = each({"zero": 1.0}), each({"from_sampler_kl": -1.0})
+NO_GRADIENT: dict[str, Combination] = {**ONE, "ragged": {"inverse_length": 1.0}}
+NO_GRADIENT_STALE: dict[str, Combination] = {
+    "bandit": {"from_sampler_kl": -1.0},
+    "sequence": {"from_sampler_kl": -1 / 3},
+    "ragged": {"inverse_length@rollouts": 1.0},
+}
+"""k1 divided by the tokens of a row: E[g/L], which is 0 where lengths are equal."""
 UNEVEN = {"ragged": None}
 """Pairs of rows that are coupled by their number of tokens: where lengths are equal they are not."""
 MIXED = {**LOG_RATIO, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}, "ragged": None}
@@ -83,6 +90,7 @@ GEOMETRIC = (
 REWARD = "Minus β·Σu in the reward of a policy gradient: E[Σu·g] is the truth, as E[∇Σu] = 0."
 CHARGED = "ρ of the whole sequence times its Σu, on every token's g: the truth, from any sampler."
 BY_ROW = "Divided by the row's tokens: 1/T, no name where lengths differ."
+LENGTH = "Divided by its tokens, 1/T; E[g/L] = ∇E[1/L] is left where lengths differ, and the reference is not in it."
 BY_BATCH = "Divided by the batch's tokens: 1/T, no name where lengths differ, which couples rows."
 BY_CONSTANT = "Summed over tokens, divided by a constant."
 SUMMED = "Summed over tokens, averaged over rollouts."
@@ -296,8 +304,9 @@ def openrlhf() -> dict[str, Derived]:
         found[f"compute_approx_kl/{name}"] = Derived(why, current, stale, **alone)
         found[f"compute_approx_kl/{name},unbiased_gradient"] = Derived(unbiased, LOG_RATIO, LOG_RATIO_STALE, **alone)
         loss: dict[str, Any] = {"dtype": "float32", "reduction": "coupled", "groups": UNEVEN}
-        zero = {**by_tokens(current), "sequence": {"zero": 1.0}} if name == "k1" else by_tokens(current)
-        found[f"kl_loss/{name}"] = Derived(f"{why} {BY_BATCH}", zero, stale and by_tokens(stale), **loss)
+        of_k1 = (f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE)
+        divided = of_k1 if name == "k1" else (f"{why} {BY_BATCH}", by_tokens(current))
+        found[f"kl_loss/{name}"] = Derived(*divided, **loss)
         found[f"kl_loss/{name},unbiased_gradient=True"] = Derived(
             f"{unbiased} {BY_BATCH}", by_tokens(LOG_RATIO), by_tokens(LOG_RATIO_STALE), **loss
         )
@@ -439,7 +448,7 @@ def tunix() -> dict[str, Derived]:
     stale = "Without a ratio, stale rollouts weight it."
     mode = "grpo_loss_fn/kl_loss_mode=mse_kl"
     for name in ("GRPOConfig", "loss_algo=gspo-token"):
-        found[f"grpo_loss_fn/{name}"] = Derived(f"{K1} {BY_ROW}", {**ONE, "ragged": None}, by_tokens(ONE_STALE), **low)
+        found[f"grpo_loss_fn/{name}"] = Derived(f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE, **low)
     width = {**by_tokens(LOG_RATIO), "ragged": {"local_reverse_kl": 1 / 3}}
     return found | {
         mode: Derived(f"{K2} {stale} {BY_ROW}", by_tokens(LOG_RATIO), **low),

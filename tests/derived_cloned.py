@@ -9,11 +9,15 @@ from derived import (
     K1,
     K2,
     K3,
+    LENGTH,
     LOG_RATIO,
     LOG_RATIO_STALE,
     NAMELESS,
+    NO_GRADIENT,
+    NO_GRADIENT_STALE,
     ONE,
     ONE_STALE,
+    PAIRS,
     RATIO,
     REWARD,
     SIGN,
@@ -35,8 +39,6 @@ THIRD, INVERSE = by_tokens(LOG_RATIO), by_tokens(INVERSE_RATIO)
 THIRD_STALE = by_tokens(LOG_RATIO_STALE)
 INVERSE_AT_SAMPLER: Environments = {**local("forward_kl", "@sampler"), "bandit": {"forward_kl": 1.0}}
 LOW: dict[str, Any] = {"dtype": "float32"}
-NO_GRADIENT = {**ONE, "ragged": None}
-"""k1 divided by tokens: 0 where lengths are equal."""
 
 
 def rows(why: str, current: Environments, stale: Environments | None = None, **more: Any) -> Derived:
@@ -65,7 +67,7 @@ def slime() -> dict[str, Derived]:
     """policy_loss_function adds its KL, in float32, summed over a row's tokens by their number; k1 unless it is set."""
     nothing = each({"zero": 1.0})
     return {
-        "kl_loss/defaults": rows(K1, NO_GRADIENT, by_tokens(ONE_STALE), **LOW),
+        "kl_loss/defaults": Derived(f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE, **LOW),
         "kl_loss/k2": rows(K2, THIRD, **LOW),
         "kl_loss/low_var_kl": rows(K3, INVERSE, **LOW),
         "kl_loss/k1,use_unbiased_kl=True": rows(RATIO_K1, THIRD, THIRD_STALE, **LOW),
@@ -147,7 +149,7 @@ def skyrl() -> dict[str, Derived]:
     """compute_approx_kl, averaged over the tokens of each row."""
     return {
         "kl_loss/defaults": rows(K3, INVERSE),
-        "kl_loss/kl_estimator_type=k1": rows(K1, NO_GRADIENT, by_tokens(ONE_STALE)),
+        "kl_loss/kl_estimator_type=k1": Derived(f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE),
         "kl_loss/kl_estimator_type=k2": rows(K2, THIRD),
         **functions("compute_approx_kl", "k1 abs k2 k3"),
     }
@@ -176,7 +178,7 @@ def easyr1() -> dict[str, Derived]:
             *({}, {}, NAMELESS, NAMELESS),
             reduction="coupled",
         ),
-        "kl_loss/defaults": batches(K1, NO_GRADIENT, by_tokens(ONE_STALE), **LOW),
+        "kl_loss/defaults": Derived(f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE, **PAIRS, **LOW),
         "kl_loss/kl_penalty=low_var_kl,loss_avg_mode=token": batches(K3, INVERSE, **LOW),
         "kl_loss/kl_penalty=low_var_kl,loss_avg_mode=seq": rows(K3, INVERSE, **LOW),
         **functions("compute_kl", "kl abs mse low_var_kl", **LOW),
@@ -200,7 +202,7 @@ def areal() -> dict[str, Derived]:
     """A teacher's u is differentiated as it is, or weighted by ρ if the reward's loss has no weight."""
     return {
         "kl_in_reward/defaults": batches(f"{REWARD} {CLIPPED}", by_tokens(WHOLE), NAMELESS, **LOW),
-        "teacher/defaults": batches(K1, NO_GRADIENT, by_tokens(ONE_STALE)),
+        "teacher/defaults": Derived(f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE, **PAIRS),
         "teacher/rl_loss_weight=0": batches(
             "Minus ρ times a detached −u: the weight ρ·u, at the prefixes of the sampler.", THIRD, THIRD_STALE
         ),

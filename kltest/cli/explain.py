@@ -5,6 +5,7 @@ Ways out are written as they work: on the command line, in pyproject.toml and in
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -19,6 +20,7 @@ from kltest.estimators import registry
 from kltest.estimators.spec import Spec
 from kltest.render.tables import wrap
 from kltest.truth import ATLAS, NamedGradient
+from kltest.truth.atlas import named
 
 if TYPE_CHECKING:
     from kltest.checks import Check
@@ -172,8 +174,8 @@ def explain(name: str) -> str:
         return _written([f"{check.code} {check.name}", check.title], parts(check)) + f"\n{end}\n"
     if owner := _estimator_names().get(folded.replace("_", "-")):
         return _estimator(registry()[owner].spec)
-    if row := ATLAS.get(folded.replace("-", "_")):
-        return _gradient(row)
+    with suppress(UsageError):
+        return _gradient(named(folded.replace("-", "_")))
     known = [*CHECKS, *(check.name for check in CHECKS.values()), *_estimator_names(), *ATLAS]
     raise UsageError(
         f"there is no check, estimator or named gradient called {name!r}; {did_you_mean(wanted, known)}"

@@ -12,7 +12,8 @@ from kltest.estimators import registry
 from kltest.estimators.spec import Spec
 from kltest.names import FIELDS
 from kltest.render.tables import table
-from kltest.truth import ATLAS, plain, render
+from kltest.truth import ATLAS, FURTHER, plain, render
+from kltest.truth.atlas import named
 
 Entry = dict[str, Any]
 KINDS = {
@@ -94,7 +95,8 @@ def _estimators() -> list[Entry]:
 
 
 def _gradients() -> list[Entry]:
-    return [{"name": row.name, "formula": row.formula, "meaning": row.meaning} for row in ATLAS.values()]
+    rows = [*ATLAS.values(), *map(named, FURTHER)]
+    return [{"name": row.name, "formula": row.formula, "meaning": row.meaning} for row in rows]
 
 
 def _environments() -> list[Entry]:

@@ -13,6 +13,7 @@ WHOLE = {
     "to_sampler_kl": "(p * ({logp} - {old_logp})).sum()",
     "expected_reward": "(p * reward).sum()",
     "entropy": "(-p * {logp}).sum()",
+    "inverse_length": "(p / mask.sum(-1)).sum()",
     "zero": "0 * logits.sum()",
 }
 """Gradients of an expression over all rollouts; `{logp}` is the sum over a rollout's tokens, likewise the others."""
@@ -37,6 +38,7 @@ WEIGHTS = {
     "to_sampler_kl": "((logp - old_logp) * mask).sum(-1, keepdim=True)",
     "entropy": "(-logp * mask).sum(-1, keepdim=True)",
     "local_entropy": "-logp",
+    "inverse_length": "(1 / mask.sum(-1, keepdim=True))",
 }
 """Gradients that weigh each token's score by a factor; what it is at padding does not matter."""
 

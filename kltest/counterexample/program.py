@@ -20,13 +20,14 @@ from kltest.counterexample.environment import SmallEnvironment
 from kltest.counterexample.sources import FROM_FILE, FUTURE, Definition, NoSourceError, is_literal, source_of
 from kltest.files import template
 from kltest.identify.combinations import Combination
-from kltest.loss.arguments import Attributes, FieldOf
+from kltest.loss.arguments import Attributes, FieldOf, SizeOf, SupportOf
 from kltest.loss.building import ObjectOf
 from kltest.loss.calling import Loss
 from kltest.loss.filling import Filling
 from kltest.loss.global_state import eagerly, preserved
 from kltest.loss.jax.bridge import JaxLoss
 from kltest.loss.placement import ROW_FIELDS
+from kltest.names import support_size
 from kltest.report import CounterExample
 from kltest.truth import ATLAS
 
@@ -173,8 +174,12 @@ class Program:
             filling = Attributes({**getattr(filling.built, "__dict__", {}), **filling.given})
         if isinstance(filling, Attributes):
             return f"SimpleNamespace({', '.join(f'{name}={self._value(value)}' for name, value in filling.items())})"
+        if isinstance(filling, SupportOf):
+            return self._of_support(filling)
         if isinstance(filling, FieldOf):
             return self._field(filling.name)
+        if isinstance(filling, SizeOf):
+            return str(self._tokens(filling.k))
         if not is_literal(filling):
             raise NoSourceError(f"an argument, a {type(filling).__name__}, cannot be written down")
         return repr(filling)
@@ -197,6 +202,15 @@ class Program:
             "beta": "beta",
         }
         return fields[name]
+
+    def _of_support(self, filling: SupportOf) -> str:
+        ids = f"{self._field(f'{filling.of}logits')}.topk({self._tokens(filling.k)}, -1).indices"
+        if filling.name == "topk_ids":
+            return ids
+        return f"{self._field('logits' if filling.name == 'topk_logp' else 'ref_logits')}.gather(-1, {ids})"
+
+    def _tokens(self, k: int) -> int:
+        return support_size(k, self.instance.environment.vocabulary)
 
     def _per_rollout(self, name: str) -> str:
         value = f"reward{self.at}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,9 @@ from kltest.environments import Instance
 from kltest.identify.combinations import Combination, replaced, when_current
 from kltest.identify.identification import ALONE, Identification, identify, independent
 from kltest.identify.instances import HELD_OUT, NETWORKS, instances, network, parameter_gradient, seeds
-from kltest.truth import ATLAS, combine, gradient
+from kltest.loss.calling import Loss
+from kltest.names import SUPPORT_SIZE
+from kltest.truth import ATLAS, combine, gradient, of_support
 
 if TYPE_CHECKING:
     from kltest.language_models.networks import Network
@@ -24,17 +26,32 @@ CANCELS = 1e-12
 
 @dataclass(frozen=True)
 class Case:
-    """An environment under one sampler, drawn from a seed; `group` is the group size of an environment for groups."""
+    """An environment under one sampler, drawn from a seed; `group` is the group size of an environment for groups.
+
+    `least` is the least number of tokens to choose from, and `further` are names of next-token distributions, which are
+    candidates only for a loss that reads these.
+    """
 
     environment: str
     sampler: str
     seed: int = 0
     group: int | None = None
+    least: int = 0
+    further: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, loss: Loss, environment: str, sampler: str, seed: int = 0, group: int | None = None) -> "Case":
+        """Return the case for a loss: with the names of what it reads, in vocabularies that exceed its support."""
+        further: tuple[str, ...] = ("local_jensen_shannon",) if {"logits", "ref_logits"} <= loss.takes else ()
+        if loss.support is None:
+            return cls(environment, sampler, seed, group, further=further)
+        further += of_support(loss.support.k, loss.support.of)
+        return cls(environment, sampler, seed, group, min(loss.support.k, SUPPORT_SIZE) + 2, further)
 
     @property
     def instances(self) -> tuple[Instance, ...]:
         """The instances to fit on, then the held-out one."""
-        return instances(self.environment, self.seed, self.group)
+        return instances(self.environment, self.seed, self.group, self.least)
 
     # Cases are equal by value and few: what is computed of one is kept by the class.
     @property
@@ -42,6 +59,9 @@ class Case:
     def candidates(self) -> dict[str, list[np.ndarray]]:
         """Named gradients (C, V) on every instance; those of the sampler only if it is another policy."""
         names = [name for name, row in ATLAS.items() if name != "zero" and (self.sampler == "stale" or not row.stale)]
+        names += self.further
+        if self.sampler == "stale":
+            names += [f"{name}@sampler" for name in self.further]
         return {name: [gradient(name, instance) for instance in self.instances] for name in names}
 
     @property
@@ -58,7 +78,7 @@ class Case:
             if len(names) < sum(i.environment.n_contexts * (i.environment.vocabulary - 1) for i in drawn):
                 return tuple(names)
             seed += FURTHER
-            further = instances(self.environment, seed, self.group)
+            further = instances(self.environment, seed, self.group, self.least)
             drawn += further
             for name, parts in columns.items():
                 parts += [gradient(name, instance).ravel() for instance in further]
@@ -93,7 +113,9 @@ class Case:
         if network is None:
             return list(gradients)
         drawn = zip(self.instances, self.policy_seeds, gradients, strict=True)
-        return [parameter_gradient(instance, network, *seed).pull_back(one) for instance, seed, one in drawn]
+        named = (*self.further, *(f"{name}@sampler" for name in self.further))
+        maps = partial(parameter_gradient, further=named)
+        return [maps(instance, network, *seed).pull_back(one) for instance, seed, one in drawn]
 
     @property
     def freedom(self) -> int:

@@ -40,8 +40,12 @@ MOST_GROUPS = 1_000
 ASSIGNMENTS = 200
 
 
-def _with_reward(build: Callable[..., Environment], vocabulary: int, *size: int) -> Callable[[int], Environment]:
-    def draw(seed: int) -> Environment:
+Draw = Callable[..., Environment]
+
+
+def _with_reward(build: Callable[..., Environment], usual: int, *size: int) -> Draw:
+    def draw(seed: int, least: int = 0) -> Environment:
+        vocabulary = max(usual, least)
         contexts = build(vocabulary, *size).n_contexts
         reward = np.random.default_rng(seed).standard_normal((contexts, vocabulary))
         return build(vocabulary, *size, reward=reward)
@@ -49,14 +53,17 @@ def _with_reward(build: Callable[..., Environment], vocabulary: int, *size: int)
     return draw
 
 
-ENVIRONMENTS: dict[str, Callable[[int], Environment]] = {
+ENVIRONMENTS: dict[str, Draw] = {
     "bandit": _with_reward(bandit, 4),
     "sequence": _with_reward(sequence, 3, 3),
     "ragged": _with_reward(ragged, 3, 3),
-    "mdp": lambda seed: mdp(5, 3, 3, seed=seed),
+    "mdp": lambda seed, least=0: mdp(5, max(3, least), 3, seed=seed),
     "transformer": _with_reward(sequence, 4, 3),
-    "turns": lambda seed: _turns()[0],
+    "turns": lambda seed, least=0: _turns()[0],
 }
+"""Environments by name, of a seed and, for a loss that takes a support, of the least number of tokens to choose from.
+
+Those of groups, and turns, keep theirs: the support is smaller there (`kltest.names.support_size`)."""
 TURNS = "turns"
 """Two turns of two tokens, and two masked columns of tool output between them."""
 # Logit of a certain token above the others: 59 of them leave 6e-12, and a log-prob of −30 is legal everywhere.
@@ -118,7 +125,7 @@ _OF_PAIRS: dict[str, tuple[Callable[[int], Environment], ...]] = {
 
 
 @lru_cache(maxsize=128)
-def instances(environment: str, seed: int, group: int | None = None) -> tuple[Instance, ...]:
+def instances(environment: str, seed: int, group: int | None = None, least: int = 0) -> tuple[Instance, ...]:
     """Return the instances of an environment that a loss is graded on, the held-out one last.
 
     Log-ratios are small (|Σ log π/ref| < 2 and |Σ log π/μ| < 1 along every rollout), so that clamps do not act and
@@ -128,8 +135,10 @@ def instances(environment: str, seed: int, group: int | None = None) -> tuple[In
         environment: A name of ENVIRONMENTS.
         seed: Seed of environments and policies.
         group: Rollouts in a group, for a loss that couples the rollouts of a prompt; None for single rollouts.
+        least: Tokens to choose from, at least, where single rollouts are enumerated.
     """
-    build = ENVIRONMENTS[environment] if group is None or environment == TURNS else _of_groups(environment, group)
+    grouped = group is not None and environment != TURNS
+    build = _of_groups(environment, group) if grouped else partial(ENVIRONMENTS[environment], least=least)  # type: ignore[arg-type]
     drawn = []
     for own_seed, policy_seed in seeds(environment, seed):
         built = replace(build(own_seed), name=environment)
@@ -188,9 +197,14 @@ def network(vocabulary: int) -> "Network":
 
 
 @lru_cache(maxsize=12)
-def parameter_gradient(instance: Instance, network: "Network", *seed: int) -> "ParameterGradient":
-    """Return the map from gradients at the logits to those at all weights, for an instance drawn from this seed."""
+def parameter_gradient(
+    instance: Instance, network: "Network", *seed: int, further: tuple[str, ...] = ()
+) -> "ParameterGradient":
+    """Return the map from gradients at the logits to those at all weights, for an instance drawn from this seed.
+
+    Inner products are kept with all named gradients of the atlas and `further` ones.
+    """
     from kltest.language_models.networks import ParameterGradient
 
-    named = {name: gradient(name, instance) for name in ATLAS if name != "zero"}
+    named = {name: gradient(name, instance) for name in (*ATLAS, *further) if name != "zero"}
     return ParameterGradient.at(network, instance.environment, network.drawn(seed), named)

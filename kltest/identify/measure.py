@@ -99,7 +99,7 @@ class Measure:
         """Return the row of batches of one; if the loss couples the rows of a batch, that of larger batches as well."""
         known = self.observed.rows
         if (environment, sampler) not in known:
-            known[environment, sampler] = self.rows_of(Case(environment, sampler, self.seed))
+            known[environment, sampler] = self.rows_of(Case.of(self.loss, environment, sampler, self.seed))
         return known[environment, sampler]
 
     def alone(self, environment: str, sampler: str, batch: int = 1) -> Row | None:
@@ -123,7 +123,7 @@ class Measure:
         What is not the `wanted` gradient (None: the declared one) is computed by calls of single rollouts as well.
         """
         if row.batch > 1:
-            place = Case(row.environment, row.sampler, self.seed)
+            place = Case.of(self.loss, row.environment, row.sampler, self.seed)
             return self._over_batches(instance, place, row.batch, most=MOST_BATCHES, logs=False)
         loss = self.loss if floats is None else self._in_precision(floats)
         found = self._alone(loss, instance, row.sampler)
@@ -192,7 +192,7 @@ class Measure:
 
     def _average(self, adds_up: bool) -> "Measure":
         size = self.sizes.each[0] if self.sizes.grouped else None
-        case = Case("ragged", "stale", self.seed, group=size)
+        case = Case.of(self.loss, "ragged", "stale", self.seed, group=size)
         batch = Rollout.of(case.instances[0], sampler="stale", padding=self.seed, centre="batch")
         if size:
             batch = batch.take(np.flatnonzero(batch.peek("group").numpy() == int(batch.peek("group")[0]))[:size])

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kltest.errors import UsageError
-from kltest.names import FIELDS, field_named
+from kltest.names import FIELDS, field_named, support_size
+from kltest.rollout import Rollout, fields_behind
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,34 @@ class FieldOf:
     """A field of the rollout, as "@name" gives it."""
 
     name: str
+
+    def at(self, view: Rollout) -> Any:
+        """Return it for one batch."""
+        return getattr(view, self.name)
+
+
+@dataclass(frozen=True)
+class SupportOf(FieldOf):
+    """A field of the `k` likeliest tokens `of` the reference ("ref_") or the policy ("")."""
+
+    k: int
+    of: str
+
+    def at(self, view: Rollout) -> Any:
+        """Return it for one batch."""
+        view.accessed |= fields_behind(self.name)
+        return view.support(self.name, self.k, self.of)
+
+
+@dataclass(frozen=True)
+class SizeOf:
+    """The number of tokens that a support of `k` has in the vocabulary of a batch."""
+
+    k: int
+
+    def at(self, view: Rollout) -> int:
+        """Return it for one batch."""
+        return support_size(self.k, view.peek("ref_logits").shape[-1])
 
 
 class Attributes(dict[str, Any]):

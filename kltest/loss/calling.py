@@ -10,7 +10,7 @@ import torch
 
 from kltest.errors import KltestError, TargetError, UsageError
 from kltest.estimators.spec import Credit, Place, Spec
-from kltest.loss.arguments import FieldOf
+from kltest.loss.arguments import FieldOf, SupportOf
 from kltest.loss.building import ObjectOf
 from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.filling import Arguments, fill, fixed_beta
@@ -166,6 +166,11 @@ class Loss:
     def takes(self) -> frozenset[str]:
         """The fields that it is given; "rollout" means that it may read any (see `Rollout.accessed`)."""
         return self.arguments.takes
+
+    @property
+    def support(self) -> SupportOf | None:
+        """The support whose fields it takes: its number of tokens, and whose they are."""
+        return self.arguments.support
 
     @property
     def optional(self) -> tuple[str, ...]:

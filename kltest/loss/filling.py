@@ -8,16 +8,18 @@ from functools import cached_property
 from typing import Any
 
 from kltest.errors import UsageError
+from kltest.loss import supports
 from kltest.loss.advice import advice
-from kltest.loss.arguments import Attributes, FieldOf, fields_listed, parsed
+from kltest.loss.arguments import Attributes, FieldOf, SizeOf, SupportOf, fields_listed, parsed
 from kltest.loss.building import ObjectOf, annotated, configuration
 from kltest.loss.callables import contents
 from kltest.loss.derived import DERIVED, Derived
 from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
 from kltest.names import BATCH_SIZES, GROUP_SIZES, field_named, near_spelling, suggested_field
+from kltest.rollout import fields_behind
 
-Filling = FieldOf | ObjectOf | Derived | Any
+Filling = FieldOf | ObjectOf | Derived | SizeOf | Any
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,13 @@ class Arguments:
     @cached_property
     def takes(self) -> frozenset[str]:
         """The fields that are given, as attributes of objects as well."""
-        return frozenset(self.fields.values()).union(*(one.given.fields() for one in self._objects))
+        named = [*self.fields.values(), *(name for one in self._objects for name in one.given.fields())]
+        return frozenset().union(*map(fields_behind, named))
+
+    @cached_property
+    def support(self) -> SupportOf | None:
+        """The tokens that it distinguishes: how many, and whose likeliest; None if it states none."""
+        return supports.distinguished(self.fillings, {one.name: one for one in self.parameters})
 
     @cached_property
     def built(self) -> list[ObjectOf]:
@@ -58,9 +66,15 @@ class Arguments:
                 continue
             if name not in self.fillings:
                 found[name] = f"its default, {kept!r}"
+            elif isinstance(filling, SupportOf):
+                found[name] = (
+                    f"{filling.name}, the {filling.k} likeliest of the {'reference' if filling.of else 'policy'}"
+                )
             elif isinstance(filling, FieldOf | Derived):
                 words = filling.name if isinstance(filling, FieldOf) else DERIVED[filling.name][0]
                 found[name] = words + ("" if kept is parameter.empty else f" in place of its default, {kept!r}")
+            elif isinstance(filling, SizeOf):
+                found[name] = f"{filling.k}, or the vocabulary less two if that is fewer"
             else:
                 found[name] = "an object" if isinstance(filling, ObjectOf) else repr(filling)
         return found
@@ -117,9 +131,7 @@ class Arguments:
 
 
 def _value_of(filling: Filling, view: RolloutView) -> Any:
-    if isinstance(filling, FieldOf):
-        return getattr(view, filling.name)
-    return filling.at(view) if isinstance(filling, ObjectOf | Derived) else filling
+    return filling.at(view) if isinstance(filling, FieldOf | ObjectOf | Derived | SizeOf) else filling
 
 
 def fill(
@@ -132,6 +144,7 @@ def fill(
     fillings: dict[str, Filling] = parsed(call.arguments)
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     fillable = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    support = supports.stated(fillable, fillings)
     if not open_ended and (unknown := fillings.keys() - fillable.keys()):
         raise _no_such_parameter(name, min(unknown), list(fillable))
     if not fillable and not fillings and parameters:
@@ -149,7 +162,8 @@ def fill(
     for key, parameter in fillable.items():
         if key in fillings or key in spared:
             continue
-        if field := field_named(key):
+        field = None if _another_model(key, fillable) else field_named(key)
+        if field:
             fillings[key] = FieldOf(field)
         elif parameter.default is parameter.empty and key in DERIVED:
             fillings[key] = Derived(key)
@@ -163,7 +177,13 @@ def fill(
         fillings |= {key: FieldOf(field) for key, field in guessed.items()}
     elif missing:
         raise _cannot_fill(name, missing, parameters, function)
-    return fillings
+    return supports.filled(fillings, fillable, support)
+
+
+def _another_model(key: str, fillable: Mapping[str, inspect.Parameter]) -> bool:
+    """Return True for a teacher's parameter beside one of the reference: two models, of which a rollout has one."""
+    same = [other for other in fillable if field_named(other) == field_named(key)]
+    return "teacher" in key and not all("teacher" in other for other in same)
 
 
 def _other_coefficients(fillable: Mapping[str, inspect.Parameter], given: Mapping[str, Filling]) -> set[str]:

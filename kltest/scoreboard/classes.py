@@ -42,6 +42,11 @@ CLASSES = {
         "On-policy, the gradient of KL(ref‖π) or its next-token part, times a positive factor.",
     ),
     "none": Class("no gradient", "On-policy, no gradient in expectation, only noise."),
+    "length": Class(
+        "∇E_π[1/L], a bonus for length",
+        "On-policy, no gradient where rollouts have one length, and that of their mean inverse length where lengths "
+        "differ: the reference does not occur, and descending it makes rollouts longer.",
+    ),
     "mixed": Class(
         "∇KL(π‖ref) and something else",
         "On-policy, in at least one environment the gradient of KL(π‖ref) or its next-token part plus something else.",
@@ -62,7 +67,8 @@ RATIOS = {"sampler": "ratios of single tokens", "mean_ratio": "the mean of the t
 def class_of(row: Mapping[str, Any]) -> str:
     """Return the class of a row, a key of CLASSES."""
     near = ONE.get(row["dtype"], ROUGH) if row["gradients"] else ROUGH
-    named = [each for each in _current(row) if not _of_unequal_lengths(each, row)]
+    fixed_only = at_equal_lengths(row)
+    named = [each for each in _current(row) if not (fixed_only and each["environment"] == "ragged")]
     one = {_kind(each["identified"], near) for each in named if each["environment"] == "bandit"}
     several = {_kind(each["identified"], near) for each in named if each["environment"] != "bandit"}
     if not several:
@@ -80,6 +86,8 @@ def class_of(row: Mapping[str, Any]) -> str:
     for kind in ("other", "none"):
         if everything == {kind}:
             return kind
+    if everything == {"none", "length"}:
+        return "length"
     return "mixed" if "mixed" in everything else "another"
 
 
@@ -128,4 +136,6 @@ def _kind(identified: Mapping[str, float] | None, near: float) -> str:
         return "part"
     if len(names) == 1 and names <= OTHERS and positive:
         return "other"
+    if names == {"inverse_length"} and positive:
+        return "length"
     return "mixed" if len(names) > 1 and any(identified.get(name, 0) > 0 for name in (WHOLE, PART)) else "another"

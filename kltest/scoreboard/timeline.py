@@ -14,7 +14,8 @@ from kltest.scoreboard.templating import template
 # Blues follow ∇KL(π‖ref), at least its next-token part; they are apart from the others in lightness too.
 COLOURS = {
     **{"whole": "#08306b", "on-policy": "#2171b5", "scaled": "#4292c6", "part": "#9ecae1", "other": "#e6550d"},
-    **{"none": "#636363", "mixed": "#756bb1", "another": "#8c510a", "unnamed": "#bdbdbd", "open": "#f0f0f0"},
+    **{"none": "#636363", "length": "#dd3497", "mixed": "#756bb1", "another": "#8c510a"},
+    **{"unnamed": "#bdbdbd", "open": "#f0f0f0"},
 }
 # Pixels of the figure, of the names on its left, of its right margin, and of the text of a version.
 WIDTH, LEFT, RIGHT, APART = 860, 180, 40, 42

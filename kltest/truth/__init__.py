@@ -6,7 +6,7 @@ Names are listed, parsed and rendered without numpy or torch; functions that com
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kltest.truth.atlas import ATLAS, NamedGradient, parse, plain, render
+from kltest.truth.atlas import ATLAS, FURTHER, NamedGradient, of_support, parse, plain, render, support_named
 
 if TYPE_CHECKING:
     from kltest.truth.autograd import gradient_again
@@ -23,16 +23,19 @@ _HOMES = {
 
 __all__ = [
     "ATLAS",
+    "FURTHER",
     "VALUES",
     "NamedGradient",
     "Optimum",
     "combine",
     "gradient",
     "gradient_again",
+    "of_support",
     "optimum",
     "parse",
     "plain",
     "render",
+    "support_named",
     "value",
 ]
 

@@ -77,6 +77,11 @@ _OTHERS = {
     "expected_reward": ("∇E_π[R]", "the policy gradient of the task reward"),
     "entropy": ("∇H(π)", "the entropy of the policy's choices over whole rollouts: −E_π[Σ_t log π]"),
     "local_entropy": ("E_π[Σ_t ∇H_t(π)]", f"the entropy {_FIXED}: the bonus that trainers add"),
+    "inverse_length": (
+        "∇E_π[1/L]",
+        "the mean inverse length of rollouts: k1 as a loss with a mean over each rollout's own tokens follows it; "
+        "the reference does not occur, and descending it makes rollouts longer",
+    ),
 }
 _ON_POLICY = {"from_sampler_kl": {"zero": 1.0}, "to_sampler_kl": {"zero": 1.0}}
 _EQUAL_ON_POLICY = _ON_POLICY | {
@@ -115,6 +120,7 @@ _NO_RATIO = {
     "to_sampler_kl": ("Σ_s log π_s/μ_s", "the whole rollout's log-ratio to the sampler"),
     "entropy": ("Σ_s −log π_s", "the surprise of the whole rollout"),
     "local_entropy": ("(−log π_t)", "each token's own surprise"),
+    "inverse_length": ("1/L", "the rollout's inverse length: at one length a share of the push away from the sampler"),
 }
 _MEAN_RATIO = ("reverse_kl", "local_reverse_kl", "local_forward_kl", "other_tokens_forward_kl")
 _COUPLE_TOKENS = frozenset(
@@ -150,15 +156,86 @@ def _off_policy(at: str, ratio: str, words: str, rows: Mapping[str, tuple[str, s
         )
 
 
-ATLAS: dict[str, NamedGradient] = {row.name: row for row in _rows()}
+@dataclass(frozen=True)
+class SupportName:
+    """What a name says of a support.
+
+    Attributes:
+        direction: "forward" or "reverse".
+        whose: "top" for the likeliest tokens of the reference, "own" for those of the policy.
+        k: How many; in a vocabulary of fewer than k + 2, two fewer than it has (`kltest.names.support_size`).
+        kind: "" for the truncated sum, "renormalised", or "tail" for all other tokens as one.
+    """
+
+    direction: str
+    whose: str
+    k: int
+    kind: str
+
+
+_SUPPORT = re.compile(r"local_(forward|reverse)_kl_(top|own)([1-9]\d{0,4})(?:_(renormalised|tail))?")
+_SUMS = {
+    "": ("Σ_{{v∈S}} {a}·log({a}/{b})", "the truncated sum over {whose}: no divergence, it may be negative"),
+    "renormalised": ("KL({a}_S‖{b}_S)", "the KL of both distributions renormalised over {whose}"),
+    "tail": ("KL({a}_S∪tail‖{b}_S∪tail)", "the KL with {whose} kept apart and all other tokens taken as one"),
+}
+
+
+def support_named(base: str) -> SupportName | None:
+    """Return what a name without a sampler says of a support; None if it says nothing."""
+    found = _SUPPORT.fullmatch(base)
+    return found and SupportName(found[1], found[2], int(found[3]), found[4] or "")
+
+
+def of_support(k: int, of: str) -> tuple[str, ...]:
+    """Return the names of a support of k tokens; those of the side `of` first, "ref_" for the reference, else ""."""
+    sides = ("top", "own") if of else ("own", "top")
+    kinds = [f"_{kind}" if kind else "" for kind in _SUMS]
+    return tuple(
+        f"local_{way}_kl_{whose}{k}{kind}" for whose in sides for way in ("forward", "reverse") for kind in kinds
+    )
+
+
+class _Atlas(dict[str, NamedGradient]):
+    """The rows by name. Those of next-token distributions, of a support of any size, are made when they are read.
+
+    Only a loss that reads such distributions can follow one: they are fitted for those losses and no others.
+    """
+
+    def __missing__(self, name: str) -> NamedGradient:
+        base, _, at = name.partition("@")
+        stated = support_named(base)
+        if at not in ("", "sampler") or (stated is None and base != "local_jensen_shannon"):
+            raise KeyError(name)
+        if stated is None:
+            formula, meaning = "JS_t(π, ref)", f"the Jensen-Shannon divergence {_FIXED}"
+        else:
+            a, b = ("π", "ref") if stated.direction == "reverse" else ("ref", "π")
+            whose = f"the {stated.k} likeliest tokens of the {'reference' if stated.whose == 'top' else 'policy'}"
+            sides = {"a": a, "b": b, "whose": whose}
+            tokens = f"top {stated.k} of {'ref' if stated.whose == 'top' else 'π'}"
+            formula, meaning = (text.format(**sides) for text in _SUMS[stated.kind])
+            formula, meaning = f"{formula}, S the {tokens}", f"{meaning}, prefixes held fixed"
+        if at:
+            words = f"{base} with the prefixes weighted by the sampler"
+            return NamedGradient(name, f"E_μ[Σ_t ∇{formula}]", words, field=False, on_policy={base: 1.0})
+        return NamedGradient(name, f"E_π[Σ_t ∇{formula}]", meaning, field=False)
+
+
+ATLAS: dict[str, NamedGradient] = _Atlas({row.name: row for row in _rows()})
+FURTHER = ("local_jensen_shannon", *of_support(2, "ref_"))
+"""Names of next-token distributions, of supports of two tokens; any other number may stand in place of the 2."""
+_PLACE = {name: place for place, name in enumerate(ATLAS)}
 
 
 def named(name: str) -> NamedGradient:
     """Return the row of a name. Raises UsageError, with the nearest names, if there is none."""
-    if name not in ATLAS:
-        hint = did_you_mean(name, ATLAS) or f"the named gradients are {', '.join(ATLAS)}"
-        raise UsageError(f"there is no named gradient {name!r}; {hint.strip()}")
-    return ATLAS[name]
+    try:
+        return ATLAS[name]
+    except KeyError:
+        known = (*ATLAS, *FURTHER)
+        hint = did_you_mean(name, known) or f"the named gradients are {', '.join(known)}"
+        raise UsageError(f"there is no named gradient {name!r}; {hint.strip()}") from None
 
 
 _TERM = re.compile(
@@ -204,7 +281,8 @@ def canonical(combination: Mapping[str, float]) -> dict[str, float]:
         named(name)
         if not math.isfinite(coefficient):
             raise UsageError(f"the coefficient {coefficient} of {name} is not finite")
-    kept = {name: float(combination[name]) for name in ATLAS if name != "zero" and combination.get(name, 0.0) != 0}
+    order = sorted(combination, key=lambda name: (_PLACE.get(name, len(_PLACE)), name))
+    kept = {name: float(combination[name]) for name in order if name != "zero" and combination[name] != 0}
     return kept or {"zero": 1.0}
 
 

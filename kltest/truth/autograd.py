@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kltest.environments import Instance
-from kltest.truth.atlas import named
+from kltest.names import support_size
+from kltest.truth.atlas import named, support_named
 
 
 def gradient_again(name: str, instance: Instance) -> np.ndarray:
@@ -70,6 +71,7 @@ FUNCTIONS: dict[str, Callable[[Enumerated], Tensor]] = {
     "to_sampler_kl": lambda r: _kl(r, r.logp, r.old),
     "expected_reward": lambda r: r.mean(r.reward),
     "entropy": lambda r: r.mean(-r.logp.sum(dim=1)),
+    "inverse_length": lambda r: r.mean(1 / r.length.double()),
     "zero": lambda r: 0.0 * r.logp.sum(),
 }
 """Functions of the policy whose gradients are named."""
@@ -99,11 +101,16 @@ _TERMS: dict[str, Callable[[Enumerated], Tensor]] = {
     "to_sampler_kl": lambda r: r.logp * _whole(r.logp - r.old),
     "entropy": lambda r: r.logp * _whole(-r.logp),
     "local_entropy": lambda r: -0.5 * r.logp**2,
+    "inverse_length": lambda r: r.logp / r.length[:, None].double(),
 }
 
 
 def _of_given_rollouts(rollouts: Enumerated, name: str, at: str) -> Tensor:
     """The expected term of rollouts that are drawn and not moved, with the ratio that `at` names in front of it."""
+    if support_named(name) or name == "local_jensen_shannon":
+        # At each prefix the whole distribution stands in place of a token: no ratio is left.
+        chance = rollouts.probability(rollouts.old if at else rollouts.logp).detach()
+        return (chance * rollouts.visited(next_token(name, rollouts.policy, rollouts.reference)).sum(dim=1)).sum()
     if of := _OF_LOG_RATIO.get(name.removeprefix("local_")):
         term = of(rollouts.log_ratio if name.startswith("local_") else rollouts.log_ratio.sum(dim=1))
     else:
@@ -115,6 +122,24 @@ def _of_given_rollouts(rollouts: Enumerated, name: str, at: str) -> Tensor:
         term = ratio.exp() * term
     chance = rollouts.probability(rollouts.old if at else rollouts.logp).detach()
     return (chance * (term if term.dim() == 1 else term.sum(dim=1))).sum()
+
+
+def next_token(name: str, policy: Tensor, reference: Tensor) -> Tensor:
+    """A divergence (C,) of next-token distributions, or a sum over a support, from tables of log-probs."""
+    stated = support_named(name)
+    if stated is None:
+        p, q = policy.exp(), reference.exp()
+        mean = (p + q) / 2
+        return ((p * (p / mean).log()).sum(dim=1) + (q * (q / mean).log()).sum(dim=1)) / 2
+    deciding = (reference if stated.whose == "top" else policy).detach()
+    ids = deciding.topk(support_size(stated.k, deciding.shape[1]), dim=1).indices
+    one, other = (policy, reference) if stated.direction == "reverse" else (reference, policy)
+    one, other = one.exp().gather(1, ids), other.exp().gather(1, ids)
+    if stated.kind == "renormalised":
+        one, other = (each / each.sum(dim=1, keepdim=True) for each in (one, other))
+    if stated.kind == "tail":
+        one, other = (torch.cat([each, 1 - each.sum(dim=1, keepdim=True)], dim=1) for each in (one, other))
+    return (one * (one / other).log()).sum(dim=1)
 
 
 def _whole(cost: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError
 from kltest.truth import divergences
 from kltest.truth.atlas import canonical, named
+from kltest.truth.next_tokens import is_of_next_tokens
 from kltest.truth.off_policy import OF_OWN, OFF_POLICY, along, less_the_likeliest, next_token, of_rollouts
 from kltest.truth.recursions import (
     backwards,
@@ -22,6 +23,7 @@ from kltest.truth.recursions import (
     forward,
     from_signal,
     future,
+    inverse_length,
     onward,
     start,
     total_visits,
@@ -48,7 +50,7 @@ def gradient(name: str, instance: Instance) -> np.ndarray:
     """
     base, _, at = named(name).name.partition("@")
     with np.errstate(over="ignore", invalid="ignore"):
-        if at in ("", "sampler") and base in OF_OWN:
+        if at in ("", "sampler") and (base in OF_OWN or is_of_next_tokens(base)):
             prefixes = instance.sampler if at else instance.policy
             result = total_visits(instance.environment, prefixes)[:, None] * next_token(base, instance)
         elif at:
@@ -182,5 +184,8 @@ _WHOLE: dict[str, Callable[[Instance], np.ndarray]] = {
     "to_sampler_kl": lambda instance: _reverse_kl(instance, instance.sampler),
     "expected_reward": lambda instance: _additive(instance, instance.environment.reward),
     "entropy": lambda instance: _additive(instance, -instance.policy),
+    "inverse_length": lambda instance: from_signal(
+        inverse_length(instance.environment, instance.policy)[0], instance.policy
+    ),
     "zero": lambda instance: np.zeros_like(instance.policy),
 }

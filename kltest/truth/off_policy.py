@@ -12,7 +12,8 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient
 from kltest.truth import divergences
-from kltest.truth.recursions import earlier, ends_here, from_signal, future
+from kltest.truth.next_tokens import gradient_of_next_token, is_of_next_tokens
+from kltest.truth.recursions import earlier, ends_here, from_signal, future, inverse_length
 
 
 def less_the_likeliest(values: np.ndarray, instance: Instance, chance: np.ndarray) -> np.ndarray:
@@ -59,6 +60,9 @@ def _no_ratio(instance: Instance, base: str) -> np.ndarray:
         return softmax_gradient(
             np.exp(sampler) * ends_here(environment, sampler) * (policy - instance.reference), policy
         )
+    if base == "inverse_length":
+        signal, visited, _ = inverse_length(environment, sampler)
+        return softmax_gradient(np.exp(sampler) * (signal + visited / environment.horizon), policy)
     own, cost = _costs(instance, base)
     later, visited = future(environment, sampler, cost)
     if base not in _WITHOUT_EARLIER:
@@ -85,6 +89,8 @@ OFF_POLICY: dict[str, Callable[[Instance, str], np.ndarray]] = {
 def next_token(base: str, instance: Instance) -> np.ndarray:
     """Gradient (C, V) of each next-token quantity with respect to the logits of its own row."""
     policy, reference = instance.policy, instance.reference
+    if is_of_next_tokens(base):
+        return gradient_of_next_token(base, policy, reference)
     if base == "local_forward_kl":
         return divergences.difference(policy, reference)
     return from_signal(OF_OWN[base](policy, reference), policy)

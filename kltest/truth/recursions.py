@@ -132,6 +132,27 @@ def earlier(environment: Environment, log_probs: np.ndarray, cost: np.ndarray) -
     return total
 
 
+def inverse_length(environment: Environment, log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return the signal of 1/L − 1/horizon, under log-probs (C, V): exactly zero where no rollout ends early.
+
+    Args:
+        environment: Environment with C contexts, V tokens and the longest length `horizon`.
+        log_probs: Log-probs (C, V).
+
+    Returns:
+        Signal (C, V), visits (C, 1), and E[1/L].
+    """
+    chances, ends, horizon = np.exp(log_probs), ending(environment), environment.horizon
+    values, signal, visited = np.zeros(len(chances)), np.zeros_like(chances), np.zeros((len(chances), 1))
+    states = backwards(lambda state: forward(environment, chances, state), start(environment), horizon)
+    for length, state in zip(range(horizon, 0, -1), states, strict=True):
+        later = onward(environment, values) + (ends * (1 / length - 1 / horizon) if length < horizon else 0.0)
+        values = np.einsum("cv,cv->c", chances, later)
+        signal += state * later
+        visited += state
+    return signal, visited, 1 / horizon + float(environment.start_distribution() @ values)
+
+
 def ends_here(environment: Environment, log_probs: np.ndarray) -> np.ndarray:
     """Return (C, V) probabilities that a token ends the rollout, times the visits of its context."""
     chance_of_last = np.zeros_like(log_probs)

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from derived import BY_BATCH, BY_CONSTANT, BY_ROW, ENVIRONMENTS, NAMELESS, Derived, disagreements
+from derived import BY_BATCH, BY_CONSTANT, BY_ROW, ENVIRONMENTS, LENGTH, NAMELESS, Derived, disagreements
 from derived import DERIVED as FIRST
 from derived_cloned import CLONED
 
@@ -52,7 +52,8 @@ def test_what_is_recorded_is_what_was_derived():
 
 
 # What a gradient is multiplied by, from the words of its derivation; what is found first counts.
-LAWS = {BY_ROW: "1/T", BY_BATCH: "1/T", "width of the batch": "1/padded width", "all positions": "1/padded width"}
+LAWS = {LENGTH: "1/T", BY_ROW: "1/T", BY_BATCH: "1/T"}
+LAWS |= {"width of the batch": "1/padded width", "all positions": "1/padded width"}
 LAWS |= {BY_CONSTANT: "1/max_completion_length", "half is their mean": "(1 − 1/group size)"}
 
 

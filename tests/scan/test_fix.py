@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from kltest.cli import app
 
-LOSS = '''open("touched", "w")
+LOSS = """open("touched", "w")
 KL_COEF = 0.01
 
 
@@ -16,7 +16,7 @@ def policy_loss(logprobs, ref_logprobs, advantages, mask):
     kl = delta.exp() - delta - 1
     loss = (-logprobs * advantages + KL_COEF * kl) * mask
     return loss.sum(-1).mean(), {"kl": (kl * mask).sum().item()}
-'''
+"""
 
 
 @pytest.fixture

@@ -452,3 +452,26 @@ def test_a_package_that_is_missing_when_a_loss_is_called_is_named_with_where_to_
 )
 def test_a_call_that_a_busy_machine_holds_up_does_not_hang(interrupted, longest, limit, hangs):
     assert grader._hangs(SimpleNamespace(interrupted=interrupted, longest=longest), limit) is hangs
+
+
+def k1_over_length(logp, ref_logp, mask):
+    return ((logp - ref_logp) * mask).sum(-1) / mask.sum(-1)
+
+
+def test_k1_over_each_length_follows_the_inverse_length_and_no_divergence():
+    """At one length it is zero, or a push away from the sampler; declared, it is confirmed."""
+    report = grade(k1_over_length, sampler="both")
+    found = {(row.environment, row.sampler): row.identified for row in report.gradients}
+    assert found["bandit", "current"] == found["sequence", "current"] == {"zero": 1.0}
+    assert found["sequence", "stale"] == pytest.approx({"from_sampler_kl": -1 / 3})
+    assert found["ragged", "current"] == pytest.approx({"inverse_length": 1.0})
+    assert found["ragged", "stale"] == pytest.approx({"inverse_length@rollouts": 1.0})
+    assert {check.code for check in report.failed} == {"KL101", "KL105", "KL203", "KL301"}
+    assert grade(k1_over_length, expect="inverse_length").verdict == "confirmed"
+
+
+@pytest.mark.parametrize("loss", [k2_over_length, k3_over_length])
+def test_other_sums_over_each_length_have_no_name(loss):
+    report = grade(loss, expect="inverse_length", environment="ragged")
+    assert [row.identified for row in report.gradients] == [None]
+    assert report.verdict == "refuted"

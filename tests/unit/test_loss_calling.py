@@ -19,7 +19,7 @@ from kltest.errors import TargetError, UsageError
 from kltest.grading import forms
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.names import FIELDS
+from kltest.names import FIELDS, SUPPORT_FIELDS, whose
 from kltest.rollout import LEAVES, Rollout
 
 ENVIRONMENTS = {"bandit": bandit(), "sequence": sequence(), "ragged": ragged()}
@@ -52,9 +52,11 @@ def test_every_alias_fills_its_field(name, short):
         if name == "beta":
             assert seen["it"] == 0.0, "the last call is the one without the KL term"
         else:
-            torch.testing.assert_close(seen["it"], short.peek(name), rtol=0, atol=0)
+            of = "" if name == "topk_ids" and whose(alias) == "" else "ref_"
+            wanted = short.support(name, of=of) if name in SUPPORT_FIELDS else short.peek(name)
+            torch.testing.assert_close(seen["it"], wanted, rtol=0, atol=0)
             assert seen["it"] is not short.built(name), "it can be written into"
-            assert seen["it"].requires_grad == (name in LEAVES)
+            assert seen["it"].requires_grad == (name in (*LEAVES, "topk_logp"))
 
 
 def of_all_kinds(ref, logp, /, extra=3.0, *args, ref_logp, **others):

@@ -56,8 +56,10 @@ def equals(gradient, name, environment):
 def truths(row):
     """The classes whose sentences are true, each judged by vectors alone."""
     every = list(found(row, "current"))
-    named = [(environment, gradient) for environment, gradient in every if gradient is not None]
     lengths_matter = any(environment == "ragged" and gradient is None for environment, gradient in every)
+    # If some batches of rollouts of several lengths leave no name, the class is that of one length alone.
+    counted = [found for found in every if not (lengths_matter and found[0] == "ragged")]
+    named = [(environment, gradient) for environment, gradient in counted if gradient is not None]
     if all(environment == "bandit" for environment, _ in every):
         return {"open"}
     unnamed = [environment for environment, gradient in every if gradient is None]
@@ -78,6 +80,11 @@ def truths(row):
         "part": part and not whole,
         "other": all(along(g, "forward_kl", e) or along(g, "local_forward_kl", e) for e, g in named),
         "none": all(np.linalg.norm(gradient) < 1e-9 for _, gradient in named),
+        "length": all(
+            along(gradient, "inverse_length", e) if e == "ragged" else np.linalg.norm(gradient) < 1e-9
+            for e, gradient in named
+        )
+        and any(e == "ragged" for e, _ in named),
     }
     true = {name for name, holds in judged.items() if holds and several}
     return true or {"mixed" if any(mixed(row)) else "another"}
@@ -105,6 +112,8 @@ NAMED = (
     *({"zero": 1.0}, {"total_variation": 2.0}, {"chi_square": 1.0, "forward_kl": 1.0}),
     *({"reverse_kl": 1.0, "forward_kl": -1.0}, {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}),
     {"squared_log_ratio_sum": 1.0, "local_reverse_kl": -1.0},
+    {"inverse_length": 1.0},
+    {"inverse_length": -1.0},
 )
 PLACES = list(product(ENVIRONMENTS, ("current", "stale"), (1, 2)))
 
@@ -125,6 +134,8 @@ def rows(draw):
             for name, c in terms.items():
                 spelt[on_a_bandit.get(name, name)] = spelt.get(on_a_bandit.get(name, name), 0) + c
             terms = spelt
+        if terms and environment != "ragged" and "inverse_length" in terms:
+            terms = {"zero": 1.0}  # where all lengths are equal
         gradients.append({"environment": environment, "sampler": sampler, "batch": batch, "identified": terms})
     return {"dtype": draw(st.sampled_from(("float64", "float32"))), "gradients": gradients, "reads_sampler": True}
 
@@ -146,6 +157,7 @@ def a_row(current, stale=None, dtype="float64"):
 
 
 ALL = {environment: {"reverse_kl": 1.0} for environment in ENVIRONMENTS}
+NOTHING = {environment: {"zero": 1.0} for environment in ENVIRONMENTS}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +169,9 @@ ALL = {environment: {"reverse_kl": 1.0} for environment in ENVIRONMENTS}
         (a_row({**ALL, "sequence": {"reverse_kl": 1.001}}, ALL), "scaled", "∇KL(π‖ref) too"),
         (a_row({**ALL, "sequence": {"reverse_kl": 1.00001}}, ALL, "float32"), "whole", "∇KL(π‖ref) too"),
         (a_row({**ALL, "sequence": {"local_reverse_kl": 1 / 3}, "ragged": None}), "part", "not graded"),
+        (a_row({**NOTHING, "ragged": {"inverse_length": 1.0}}), "length", "not graded"),
+        (a_row({**NOTHING, "ragged": {"inverse_length": -1.0}}), "another", "not graded"),
+        (a_row({**NOTHING, "ragged": None}), "none", "not graded"),
         (a_row(ALL, {**ALL, "sequence": {"local_reverse_kl@sampler": 1.0}}), "on-policy", "ratios of single tokens"),
         (a_row(ALL, {**ALL, "sequence": {"reverse_kl@rollouts": 1.0}}), "on-policy", "no ratio"),
     ],

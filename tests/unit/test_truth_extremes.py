@@ -71,7 +71,7 @@ class Definition:
         )
         u = [a - b for a, b in zip(log_policy, log_reference, strict=True)]
         own = [a - b for a, b in zip(log_policy, log_sampler, strict=True)]
-        total, count = sum(u), len(u)
+        total, count, longest = sum(u), len(u), self.environment.horizon
         k3 = [1 - mpmath.exp(-x) for x in u]
         kl = [self.kls[c] for c, _ in steps]
         reward = sum(mpmath.mpf(float(self.environment.reward[c, v])) for c, v in steps)
@@ -98,6 +98,8 @@ class Definition:
             "expected_reward": lambda: [reward] * count,
             "entropy": lambda: [-sum(log_policy)] * count,
             "local_entropy": lambda: [-x for x in log_policy],
+            # On-policy a constant adds nothing: less that of the longest rollout, one length leaves exactly 0.
+            "inverse_length": lambda: [mpmath.mpf(1) / count - (0 if at else mpmath.mpf(1) / longest)] * count,
             "zero": lambda: [mpmath.mpf(0)] * count,
         }[base]()
         factors = {"sampler": own, "mean_ratio": [sum(own) / count] * count}.get(at, [0] * count)
@@ -237,7 +239,8 @@ def test_kl_of_nearly_equal_and_nearly_certain_policies():
 MUST_VANISH = [
     name
     for name in ATLAS
-    if name.split("@")[0] not in ("expected_reward", "entropy", "local_entropy", "from_sampler_kl", "to_sampler_kl")
+    if name.split("@")[0]
+    not in ("expected_reward", "entropy", "local_entropy", "inverse_length", "from_sampler_kl", "to_sampler_kl")
 ]
 
 

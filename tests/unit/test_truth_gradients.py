@@ -62,6 +62,10 @@ def _absorbing(environment):
 ENVIRONMENTS["mdp-ending"] = _absorbing(ENVIRONMENTS["mdp"])
 
 
+def _ends_early(environment):
+    return bool((recursions.ending(environment) * (environment.horizon > 1)).any())
+
+
 def draw(environment, seed):
     return Instance.draw(ENVIRONMENTS[environment], seed)
 
@@ -117,6 +121,20 @@ PLANTED = {
         "earlier",
         lambda environment, log_probs, cost: np.zeros((len(cost), 1)),
         "other_tokens_forward_kl@rollouts",
+        "ragged",
+    ),
+    "every rollout has the longest length": (
+        recursions,
+        "ending",
+        lambda e: np.zeros_like(e.reward),
+        "inverse_length",
+        "mdp-ending",
+    ),
+    "the rollouts' own length forgotten": (
+        off_policy,
+        "inverse_length",
+        lambda e, p: (0 * recursions.inverse_length(e, p)[0], *recursions.inverse_length(e, p)[1:]),
+        "inverse_length@rollouts",
         "ragged",
     ),
     "a mean over all prompts": (
@@ -177,6 +195,14 @@ def test_the_atlas_tells_its_names_apart():
     assert alike.max() < 1 - 1e-6
 
 
+@pytest.mark.parametrize("environment", [name for name in ENVIRONMENTS if not _ends_early(ENVIRONMENTS[name])])
+def test_at_one_length_an_inverse_length_is_no_column_made_of_rounding(environment):
+    instance = draw(environment, 0)
+    assert not gradient("inverse_length", instance).any()
+    share = -gradient("from_sampler_kl", instance) / instance.environment.horizon
+    assert relative(gradient("inverse_length@rollouts", instance), share) < EXACT
+
+
 # Central differences of a smooth function with step h: error h² from the third derivative, 1e-16/h from rounding.
 STEP, DIFFERENCED = 1e-5, 1e-7
 
@@ -219,7 +245,8 @@ def test_gradients_are_the_finite_differences_of_their_values(name):
 def _asymmetry(name, environment):
     instance = Instance.draw(SMALL[environment], 5)
     jacobian = _differences(lambda moved: gradient(name, moved).ravel(), instance)
-    return np.linalg.norm(jacobian - jacobian.T) / np.linalg.norm(jacobian)
+    size = np.linalg.norm(jacobian)  # exactly 0 where a gradient vanishes everywhere
+    return np.linalg.norm(jacobian - jacobian.T) / size if size else 0.0
 
 
 @pytest.mark.parametrize("name", FIELDS)

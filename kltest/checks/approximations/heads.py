@@ -36,7 +36,7 @@ from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
-from kltest.truth import combine, render
+from kltest.truth import combine, render, support_named
 
 # Numbers of actions: the first shows small heads and thresholds on probabilities, the second every head in use.
 SIZES = (12, 2048)
@@ -77,15 +77,24 @@ class Head(NamedTuple):
 
 def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> str | None:
     """Describe the head that explains an unnamed row; None if the gradient in a bandit has a name all the same."""
-    if not row.wrong or row.identified is not None:
+    if not row.wrong:
         return None
+    if row.identified is not None:
+        named = [one for name in row.identified if (one := support_named(name.partition("@")[0]))]
+        if not named or drawn:
+            return None
+        head = Head("reference" if named[0].whose == "top" else "policy", (named[0].k,), drawn=False)
+        return f"{render(row.identified)}; the loss distinguishes only {head.words}"
     # First, since the search for a head takes hundreds of calls.
     single = findings.measure.alone("bandit", "current") if _sees_all_tokens(findings) else None
     if single is not None and single.identified not in (None, {"zero": 1.0}):
         return None
     found = _head(findings)
-    actions = instances(row.environment, findings.seed)[0].environment.vocabulary
-    if found is None or found.drawn != drawn or (found.size or 0) >= actions:
+    if found is None or found.drawn != drawn:
+        return None
+    if findings.loss.support is not None:  # which is smaller than every vocabulary
+        found = found._replace(sizes=(findings.loss.support.k,))
+    elif (found.size or 0) >= instances(row.environment, findings.seed)[0].environment.vocabulary:
         return None
     limits = "log-probs of drawn tokens are taken within" if drawn else "the loss distinguishes only"
     return f"no named gradient; {limits} {found.words}"

@@ -19,10 +19,13 @@ from kltest.checks.batches import LENGTH, batch_of, companions
 from kltest.checks.check import Found, signed
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.checks.stress import wrong
+from kltest.environments import Instance, bandit
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.moments.differentiate import LossExperiment
 from kltest.moments.tolerances import TOLERANCES
+from kltest.names import SUPPORT_SIZE
+from kltest.rollout import Rollout
 
 # |u| from a thousandth to a thousand, each a quarter larger than the one before: zones that are open to one side are
 # always met, and so are zones whose width is a quarter of their distance from 0.
@@ -40,6 +43,8 @@ MET = {"token": 15.0, "sequence": 30.0}
 # The largest |u| of a token, and of a whole rollout, that training is sure to reach; ends of zones are found to
 # rounding.
 USUAL_IN_TRAINING = {"token": 5.0 + 1e-6, "sequence": 10.0 + 1e-6}
+# Next-token distributions that are drawn, of a loss that reads such.
+DISTRIBUTIONS = 64
 Quantity = Literal["gradient", "value"]
 
 moot = not_comparable
@@ -49,6 +54,8 @@ moot = not_comparable
 def examine(findings: Findings) -> Found | None:
     """Report the dead zones; if there are none, the plateaus of a gradient that is not the declared one far away."""
     what: Quantity = "gradient" if findings.placement == "loss" else "value"
+    if what == "gradient" and (found := _dead_distributions(findings)):
+        return found
     # Log-ratios that rounding of the log-probs loses are KL508's.
     finest = TOLERANCES[findings.observed.dtype].log_ratio
     scan = _Levels(findings.measure.experiment(), what, companions(findings), finest)
@@ -66,6 +73,29 @@ def examine(findings: Findings) -> Found | None:
     if not plateaus or not (away or bounded):
         return None
     return scan.found(plateaus, "the gradient stays what it is at the bound", away)
+
+
+def _dead_distributions(findings: Findings) -> Found | None:
+    """Report that the gradient is exactly zero at some next-token distributions: a clamp of a sum over tokens.
+
+    Each is drawn for a single token, none equal to the reference's, so that no rollout is needed to meet them.
+    """
+    loss = findings.loss
+    if "logits" not in loss.takes or findings.observed.blocked:
+        return None
+    actions = SUPPORT_SIZE + 2
+    experiment, dead = findings.measure.experiment(), 0
+    for child in np.random.SeedSequence([findings.seed, actions]).spawn(DISTRIBUTIONS):
+        rollout = Rollout.of(Instance.draw(bandit(actions), child), padding=findings.seed)
+        dead += not bool(experiment.call(rollout).row_sizes.any())
+    if not 0 < dead < DISTRIBUTIONS:
+        return None
+    return Found(
+        f"At {dead} of {DISTRIBUTIONS} drawn next-token distributions ({dead / DISTRIBUTIONS:.0%}), none of them the "
+        "reference's, the gradient is exactly zero. A sum over the likeliest tokens is often negative, and a clamp at "
+        "0 leaves no gradient there: take all other tokens as one (forward-kl-topk-tail, reverse-kl-topk-tail).",
+        level="error",
+    )
 
 
 class Zone(NamedTuple):

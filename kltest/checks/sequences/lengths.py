@@ -12,6 +12,8 @@ from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout, elsewhere
 
 VARYING = "ragged"
+# What k1 as a loss leaves if it is divided by the length: no divergence from the reference.
+LENGTH_ALONE = frozenset({"inverse_length", "inverse_length@rollouts"})
 
 
 class Influence(NamedTuple):
@@ -56,7 +58,10 @@ def divided_by_lengths_of_others(findings: Findings) -> bool:
 
 
 def divided_by_length(row: Row, findings: Findings) -> bool:
-    """Return True if the coefficients at length T are 1/T of those at length one, and varying lengths leave no name."""
+    """Return True if the coefficients at length T are 1/T of those at length one, and varying lengths leave no such.
+
+    They leave a gradient without a name, or one of the length alone.
+    """
     if row.length == 1:
         return False
     fixed, varying = (
@@ -64,7 +69,12 @@ def divided_by_length(row: Row, findings: Findings) -> bool:
     )
     if row.length is not None:
         fixed = row
-    if varying is None or varying.identified is not None or fixed is None or fixed.identified is None:
+    if (
+        varying is None
+        or fixed is None
+        or fixed.identified is None
+        or not set(varying.identified or ()) <= LENGTH_ALONE
+    ):
         return False
     single = findings.measure.alone("bandit", row.sampler, row.batch)
     unit = sum(map(abs, single.identified.values())) if single and single.identified else 1.0

@@ -1,0 +1,60 @@
+"""Gradients of divergences of next-token distributions that are no means of a function of π/ref.
+
+A *support* S is the k likeliest tokens of one side, held fixed: one that moves with the policy has no gradient of its
+selection, but where two tokens are equally likely. Over a support there are the *truncated* sum, which is no divergence
+and may be negative; the divergence of the *renormalised* distributions; and that with all other tokens as one, the
+*tail*.
+"""
+
+import numpy as np
+
+from kltest.names import support_size
+from kltest.truth.atlas import SupportName, support_named
+from kltest.truth.recursions import from_signal
+
+JENSEN_SHANNON = "local_jensen_shannon"
+
+
+def is_of_next_tokens(base: str) -> bool:
+    """Return True for a name, without a sampler, that this module computes."""
+    return base == JENSEN_SHANNON or support_named(base) is not None
+
+
+def gradient_of_next_token(base: str, policy: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Return the gradient (C, V) with respect to the logits of each row, from tables of log-probs."""
+    name = support_named(base)
+    if name is None:
+        return from_signal(0.5 * (policy - _mixture(policy, reference)), policy)
+    p, q, inside = np.exp(policy), np.exp(reference), _support(name, policy, reference)
+    mass, ref_mass = _mass(p, inside), _mass(q, inside)
+    if name.direction == "reverse":
+        u = policy - reference
+        if name.kind == "renormalised":
+            within = inside * p / mass
+            return within * (u - (within * u).sum(axis=1, keepdims=True))
+        if name.kind == "tail":
+            return from_signal(np.where(inside, u, np.log1p(-mass) - np.log1p(-ref_mass)), policy)
+        return from_signal(inside * (u + 1), policy)
+    if name.kind == "renormalised":
+        return inside * (p / mass - q / ref_mass)
+    truncated = ref_mass * p - inside * q
+    if name.kind == "tail":
+        truncated += (1 - ref_mass) / (1 - mass) * (inside * p - mass * p)
+    return truncated
+
+
+def _mixture(policy: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    return np.logaddexp(policy, reference) - np.log(2)
+
+
+def _support(name: SupportName, policy: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Return (C, V) True on the support."""
+    deciding = reference if name.whose == "top" else policy
+    order = np.argsort(-deciding, axis=1, kind="stable")[:, : support_size(name.k, deciding.shape[1])]
+    inside = np.zeros(deciding.shape, dtype=bool)
+    np.put_along_axis(inside, order, True, axis=1)
+    return inside
+
+
+def _mass(chances: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    return (chances * inside).sum(axis=1, keepdims=True)
