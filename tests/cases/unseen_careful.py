@@ -58,6 +58,7 @@ def decorated_distribution_kl(logits: Tensor, ref_logits: Tensor, mask: Tensor, 
 
 def cross_entropy_less_entropy(logits: Tensor, ref_logits: Tensor, loss_mask: Tensor) -> Tensor:
     """Exact next-token KL as cross-entropy less entropy."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     p = logits.exp()
     per_token = -(p * ref_logits).sum(-1) + (p * logits).sum(-1)
     return (per_token * loss_mask).sum() / loss_mask.shape[0]
@@ -65,6 +66,7 @@ def cross_entropy_less_entropy(logits: Tensor, ref_logits: Tensor, loss_mask: Te
 
 def soft_target_distillation(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
     """Cross-entropy with the reference's probabilities as targets: the forward direction, as declared."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     vocabulary = logits.shape[-1]
     loss = F.cross_entropy(logits.reshape(-1, vocabulary), ref_logits.exp().reshape(-1, vocabulary), reduction="none")
     return row_sum(loss.view_as(mask), mask).mean()
@@ -90,6 +92,7 @@ def local_and_future(logps: Tensor, ref_logps: Tensor, action_mask: Tensor, kl_b
 
 def entropy_and_cross_term(logits: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
     """Exact negative entropy; the reference's part by score function."""
+    logits = logits.log_softmax(-1)
     negative_entropy = (logits.exp() * logits).sum(-1)
     return row_sum(negative_entropy - ref_logp.detach() * logp, mask).mean()
 

@@ -186,6 +186,7 @@ def prefix_exempt_later(log_prob: Tensor, ref_log_prob: Tensor, response_mask: T
 
 def autocast_full_kl(logits: Tensor, ref_logits: Tensor, mask: Tensor) -> Tensor:
     """DEFECT, in float32: the sum over the vocabulary is a matrix product, which autocast takes to bfloat16."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         per_token = torch.einsum("btv,btv->bt", logits.exp(), logits - ref_logits)
     return (per_token.to(mask.dtype) * mask).sum(-1).mean()

@@ -238,6 +238,7 @@ def masked_token_k1(log_probs: Tensor, ref_log_probs: Tensor, action_mask: Tenso
 
 def masked_token_full(logits: Tensor, ref_logits: Tensor, response_mask: Tensor) -> Tensor:
     """DEFECT, for NaN only: the exact KL per token, times the mask."""
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     return (logits.exp() * (logits - ref_logits)).sum(-1).mul(response_mask)
 
 
