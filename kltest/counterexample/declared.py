@@ -39,15 +39,13 @@ WEIGHTS = {
     "local_entropy": "-logp",
 }
 """Gradients that weigh each token's score by a factor; what it is at padding does not matter."""
-BY_LENGTH = "/T"
 
 
 def as_torch(combination: Mapping[str, float], *, masked: bool) -> str:
     """Return Σ c·gradient as an expression over all rollouts, which autograd differentiates into it.
 
     It reads `logp`, `ref_logp`, `old_logp`, `u`, the log-ratio (N, T), with 0 at padding, `p` (N,), the probability of
-    each rollout under the policy, `reward` (N,), `logits`, and `mask`, always if lengths vary (`masked`). A name that ends
-    in "/T" is a gradient of WEIGHTS in which the weights of each rollout are divided by its number of tokens.
+    each rollout under the policy, `reward` (N,), `logits`, and `mask`, always if lengths vary (`masked`).
     """
     sums = {name: summed(name, "mask" if masked else "") for name in ("logp", "ref_logp", "old_logp")}
     terms = ((coefficient, _term(name).format(**sums)) for name, coefficient in combination.items())
@@ -60,8 +58,7 @@ def summed(of: str, mask: str) -> str:
 
 
 def _term(name: str) -> str:
-    name, divided, _ = name.partition(BY_LENGTH)
-    if name in WHOLE and not divided:
+    if name in WHOLE:
         return WHOLE[name]
     base, _, at = name.partition("@")
     ratio = {
@@ -69,5 +66,4 @@ def _term(name: str) -> str:
         "mean_ratio": "(({logp} - {old_logp}) / mask.sum(-1))[:, None].exp() * ",
     }.get(at, "")
     chance = "{old_logp}.exp()" if at else "p.detach()"
-    share = " / mask.sum(-1, keepdim=True)" if divided else ""
-    return f"({chance} * (logp * ({ratio}{WEIGHTS[base]}{share}).detach()).sum(-1)).sum()"
+    return f"({chance} * (logp * ({ratio}{WEIGHTS[base]}).detach()).sum(-1)).sum()"

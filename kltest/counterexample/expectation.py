@@ -5,6 +5,7 @@ the contexts (N, T); `p`, `q`, the probabilities under policy and sampler, and `
 context, `logits`, `ref` and `old`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import Parameter
 from itertools import takewhile
@@ -16,11 +17,23 @@ from kltest.counterexample.sources import NoSourceError, is_literal
 from kltest.loss.arguments import Attributes, FieldOf
 from kltest.loss.building import ObjectOf
 from kltest.loss.calling import Loss
+from kltest.loss.derived import Derived
 from kltest.loss.filling import Filling
 from kltest.loss.placement import ROW_FIELDS
+from kltest.names import BATCH_SIZES
 
 # Indices of the rollouts of a batch.
 ROWS = "ijklmn"
+# Numbers that are made of the fields of a batch, by their keys in kltest.loss.derived.
+DERIVED = {
+    "lengths": "(mask{at} != 0).sum(-1)",
+    "log_ratio": "logp{at} - ref_logp{at}",
+    "num_items_in_batch": "(mask{at} != 0).sum()",
+    "device": "torch.device('cpu')",
+    "global_step": "0",
+    **dict.fromkeys(("index", "uid"), "['prompt-0'] * {rows}"),
+    **dict.fromkeys(BATCH_SIZES, "{rows}"),
+}
 
 
 @dataclass(frozen=True)
@@ -77,17 +90,18 @@ class Expectation:
         """The mask of a batch, "" if all tokens are live."""
         return f"mask{self.at}" if self.masked else ""
 
-    def text(self, first: str = "", start: str = "", checked: str = "") -> tuple[str, str]:
+    def text(
+        self, first: str = "", start: str = "", around: Callable[[str], str] = lambda call: call
+    ) -> tuple[str, str]:
         """Return the lambda that calls the loss, without its keyword, and the sum over all batches that calls it.
 
         Args:
             first: Picks the loss from what is returned.
             start: Added to the sum.
-            checked: A function that what is picked is passed through.
+            around: Returns the expression that checks the form of what is picked.
         """
         rows, beta = self.rows, self.loss.fixed_beta or 1.0
-        call, cost = f"{self._call()}{first}", f"call({rows})"
-        call = "-" * self.loss.shaped + (f"{checked}({call})" if checked else call)
+        call, cost = "-" * self.loss.shaped + around(f"{self._call()}{first}"), f"call({rows})"
         parameters = rows
         if self.loss.takes_beta:
             parameters, cost = f"{rows}, beta", f"call({rows}, {beta!r})"
@@ -143,6 +157,11 @@ class Expectation:
             return f"SimpleNamespace({', '.join(f'{name}={self._value(value)}' for name, value in filling.items())})"
         if isinstance(filling, FieldOf):
             return self._field(filling.name)
+        if isinstance(filling, Derived):
+            made = DERIVED[filling.name]
+            if "mask" in made and not self.masked:
+                raise NoSourceError(f"it takes {filling.name}, which needs a mask")
+            return made.format(at=self.at, rows=self.batch)
         if not is_literal(filling):
             raise NoSourceError(f"an argument, a {type(filling).__name__}, cannot be written down")
         return repr(filling)

@@ -119,6 +119,18 @@ def _rows(table: Sequence[Sequence[float]]) -> str:
 def _agrees(code: str, example: CounterExample, limit: float) -> bool:
     """True if the program, run here, prints both gradients of the example."""
     printed: list[Any] = []
+    try:
+        executed(code, {"print": lambda *words: printed.append(words[-1])})
+    except Exception:
+        return False
+    wanted = np.array([[getattr(place, part) for place in example.contexts] for part in ("truth", "found")])
+    if np.shape(printed[-2:]) != wanted.shape:
+        return False
+    return bool(np.abs(np.array(printed[-2:]) - wanted).max() <= limit * np.abs(wanted).max())
+
+
+def executed(code: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Execute a program here with these names, and return them with its own; the global state stays as it was."""
     path = list(sys.path)
     # The program imports a graded file by its own name: it gets the module that is loaded already.
     loaded = {name.removeprefix(FROM_FILE): one for name, one in sys.modules.items() if name.startswith(FROM_FILE)}
@@ -127,15 +139,9 @@ def _agrees(code: str, example: CounterExample, limit: float) -> bool:
     try:
         with preserved(), contextlib.redirect_stdout(io.StringIO()), eagerly():
             # dont_inherit: this file's own `from __future__` must not apply to the program.
-            program = compile(code, "<program>", "exec", dont_inherit=True)
-            exec(program, {"print": lambda *words: printed.append(words[-1])})
-    except Exception:
-        return False
+            exec(compile(code, "<program>", "exec", dont_inherit=True), names)
+        return names
     finally:
         sys.path[:] = path
         for name in added:
             sys.modules.pop(name, None)
-    wanted = np.array([[getattr(place, part) for place in example.contexts] for part in ("truth", "found")])
-    if np.shape(printed[-2:]) != wanted.shape:
-        return False
-    return bool(np.abs(np.array(printed[-2:]) - wanted).max() <= limit * np.abs(wanted).max())
