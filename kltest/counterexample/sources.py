@@ -4,6 +4,7 @@ import ast
 import builtins
 import copy
 import inspect
+import json
 import keyword
 import os
 import re
@@ -90,7 +91,7 @@ def imported(function: Callable[..., Any], target: str, folder: Path, taken: fro
     else:
         root, module = package_of(named.path)
         path = os.path.relpath(root, folder.resolve())
-        line = f"{{alias}} = load({Path(path).as_posix()!r}, {{module!r}})"
+        line = f'{{alias}} = load({json.dumps(Path(path).as_posix())}, "{{module}}")'
         alias = f"{path}/{module}" if path != "." else module
     alias = re.sub(r"\W+", "_", alias).strip("_")
     if alias in taken or keyword.iskeyword(alias) or not alias.isidentifier():

@@ -75,7 +75,7 @@ def write_pins(jobs: Sequence[Job], output: Path) -> Written:
     text = file_of(ordered)
     if (size := len(text.encode())) > MOST_BYTES:
         raise UsageError(
-            f"one file of {len(jobs)} pins would have {size:,} bytes, more than {MOST_BYTES:,}: write several files, of "
+            f"one file of {len(jobs)} pins would have {size:,} bytes, more than {MOST_BYTES:,}: write several files of "
             "fewer targets or --arg each"
         )
     unchecked = output.with_name(f"{output.stem}_{os.getpid()}_unchecked.py")
