@@ -120,7 +120,7 @@ def in_words(what: Any) -> str:
     if not isinstance(what, dict):
         return "a gradient without a name"
     terms = (name if factor == 1 else f"{factor:.6g} × {name}" for name, factor in what.items())
-    return " + ".join(terms)
+    return " + ".join(terms).replace("+ -", "- ")
 
 
 def pin(findings: Findings, name: str, target: str, folder: Path) -> Pin:
@@ -158,8 +158,13 @@ def pin(findings: Findings, name: str, target: str, folder: Path) -> Pin:
         expectation = Expectation(
             loss,
             source.name,
-            *(batch, called.outcome.returned, adds),
-            **dict.fromkeys(("named", "masked", "moved", "rewarded"), True),
+            batch,
+            called.outcome.returned,
+            adds,
+            named=True,
+            masked=True,
+            moved=True,
+            rewarded=True,
         )
         for pick in PICKS:
             lines = expectation.text(pick, "", lambda call: f"of_form({form}, {call})")
@@ -181,10 +186,10 @@ def _environments(names: Collection[str], batch: int) -> Iterator[tuple[str, Sma
     for name in names:
         if name not in SIZES:
             raise NotPinnedError(f"the environment {name} has no small form; take {', '.join(SIZES)}")
-        for length, actions in SIZES[name]:
+        for number, (length, actions) in enumerate(SIZES[name]):
             one = unrelated(length, actions, ends=name == "ragged", moved=True, rewarded=True)
             if len(one.instance().paths) ** batch <= MOST_BATCHES:
-                yield name, one
+                yield f"{name} {length}x{actions}" if number else name, one
                 break
         else:
             raise NotPinnedError(
@@ -194,7 +199,7 @@ def _environments(names: Collection[str], batch: int) -> Iterator[tuple[str, Sma
 
 def _run(pin: Pin, places: Sequence[str], folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Run a file without pins here: the gradient in each environment, and what it follows there."""
-    lines = f"found = measured({pin.name!r}, {places!r})\nfollows = followed(found)\n"
+    lines = f"found = measured({pin.name!r}, {places!r})\nfollows = followed(found, {pin.tolerance})\n"
     names = executed(file_of([pin]) + lines, {"__file__": str(folder / "pinned.py"), "__name__": "pinned"})
     return {place: gradient.detach().numpy() for place, gradient in names["found"].items()}, names["follows"]
 
@@ -225,7 +230,6 @@ def file_of(pins: Sequence[Pin]) -> str:
         suffixes={**SUFFIXES, **(STALE_SUFFIXES if stale else {})},
         whole=_functions_of(WHOLE, known),
         weights=_functions_of(WEIGHTS, known),
-        tolerance=max(one.tolerance for one in pins),
         has_stubs=any("SimpleNamespace(" in one.call for one in pins),
         quoted=quoted,
         version=VERSION,
