@@ -41,13 +41,12 @@ STALE = ", stale"
 NAMES = {
     "reverse_kl": "the reverse KL, its whole gradient",
     "local_reverse_kl": "the next-token part of the reverse KL",
-    "local_forward_kl": "the forward KL of each next token, prefixes held fixed",
+    "local_forward_kl": "the forward KL of each next token",
     "forward_kl": "the forward KL of whole rollouts",
     **dict.fromkeys(("zero", "squared_log_ratio", "squared_log_ratio_sum", "local_squared_log_ratio"), ""),
     **dict.fromkeys(("local_chi_square", "local_total_variation", "last_token_reverse_kl"), ""),
-    "future_reverse_kl": "the part of the reverse KL beyond the next token",
     "entropy": "the entropy of whole rollouts",
-    "local_entropy": "the entropy of each next token, prefixes held fixed",
+    "local_entropy": "the entropy of each next token",
     "expected_reward": "",
 }
 SUFFIXES = {"/T": ", times 1/T"}
@@ -63,7 +62,7 @@ TENSORS = frozenset({*TABLES, "u", "p", "q"} - {"torch"})
 TAKEN = frozenset(
     {*dir(builtins), *TENSORS, "torch", "call", "beta", "importlib", "json", "sys", "combinations", "product", "load"}
     | {"rollouts", "of_form", "derivative", "names", "named", "expected", "size", "combination", "followed", "measured"}
-    | {"in_words", "where", "check", *ROWS}
+    | {"in_words", "where", "check", "pinned", *ROWS}
 )
 PICKS = ("", "[0]", ".loss", "['loss']")
 
@@ -226,7 +225,7 @@ def file_of(pins: Sequence[Pin]) -> str:
         },
         stale=stale,
         rewarded=rewarded,
-        meanings={name: NAMES[name] or ATLAS[name].meaning for name in known},
+        meanings={name: NAMES[name] or ATLAS[name].meaning.replace(", prefixes held fixed", "") for name in known},
         suffixes={**SUFFIXES, **(STALE_SUFFIXES if stale else {})},
         whole=_functions_of(WHOLE, known),
         weights=_functions_of(WEIGHTS, known),
