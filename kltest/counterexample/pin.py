@@ -60,8 +60,32 @@ FORMS = {"scalar": 0, "rows": 1, "tokens": 2}
 TENSORS = frozenset({*TABLES, "u", "p", "q"} - {"torch"})
 # Names that a file uses itself.
 TAKEN = frozenset(
-    {*dir(builtins), *TENSORS, "torch", "call", "beta", "importlib", "json", "sys", "combinations", "product", "load"}
-    | {"rollouts", "of_form", "derivative", "names", "named", "expected", "size", "combination", "followed", "measured"}
+    {
+        *dir(builtins),
+        *TENSORS,
+        "torch",
+        "call",
+        "beta",
+        "importlib",
+        "json",
+        "sys",
+        "combinations",
+        "product",
+        "nullcontext",
+    }
+    | {
+        "load",
+        "rollouts",
+        "of_form",
+        "derivative",
+        "names",
+        "named",
+        "expected",
+        "size",
+        "combination",
+        "followed",
+        "measured",
+    }
     | {"in_words", "where", "check", "pinned", *ROWS}
 )
 PICKS = ("", "[0]", ".loss", "['loss']")
@@ -97,6 +121,12 @@ class Pin:
     environments: Mapping[str, SmallEnvironment]
     tolerance: float
     follows: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def short(self) -> str:
+        """Its name without folders."""
+        target, _, arguments = self.name.partition(" ")
+        return f"{target.rpartition('/')[2]} {arguments}".strip()
 
     @property
     def names(self) -> str:
@@ -176,7 +206,10 @@ def pin(findings: Findings, name: str, target: str, folder: Path) -> Pin:
             if all(_near(found[each], gradient, tolerance) for each, gradient in gradients.items()):
                 return replace(written, follows=follows)
     except NoSourceError as reason:
-        raise NotPinnedError(str(reason)) from None
+        why = next(
+            (note.partition("importing the file failed: ")[2] for note in loss.notes if "was lifted" in note), ""
+        )
+        raise NotPinnedError(f"{reason}{why and f' ({why.splitlines()[0]})'}") from None
     raise NotPinnedError(f"a plain call of it cannot be written down: {problem}")
 
 
@@ -242,7 +275,7 @@ def _functions(pins: Sequence[Pin]) -> Iterator[str]:
     """Yield a name for the function of each pin that nothing else in the file has."""
     taken = {*TAKEN, *(one.line.split()[-1 if one.line.startswith("import ") else 0] for one in pins)}
     for one in pins:
-        name = re.sub(r"\W+", "_", one.name.replace(".py:", " ")).strip("_").lower()
+        name = re.sub(r"\W+", "_", one.name.partition(":")[2]).strip("_").lower()
         while name in taken or not name.isidentifier():
             name = f"pinned_{name}"
         taken.add(name)

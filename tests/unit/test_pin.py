@@ -160,7 +160,7 @@ def test_the_file_stands_alone(pinned):
     tree = ast.parse(pinned, feature_version=(3, 10))
     imports = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
     imports |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imports == {"importlib", "json", "sys", "itertools", "pathlib", "torch"}
+    assert imports == {"importlib", "json", "sys", "contextlib", "itertools", "pathlib", "torch"}
     assert "import kltest" not in pinned
     assert len(pinned.encode()) < MOST_BYTES
     assert "losses.py:k3 follows local_forward_kl" in pinned
@@ -316,6 +316,11 @@ def next_tokens(logits, ref_logits, mask):
 
 def half_precision(logp, ref_logp):
     return ((logp - ref_logp).to(torch.bfloat16) ** 2 / 2).float()
+
+
+@torch.compile(dynamic=True)
+def compiled(logp, ref_logp):
+    return (logp - ref_logp) ** 2 / 2 + 0.0
 
 
 def with_configuration(logp, ref_logp, mask, config):
