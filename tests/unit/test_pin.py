@@ -332,6 +332,7 @@ FOLLOWED = {
     "over_the_batch": ((), "a gradient without a name (ragged)", ("/ mask.sum()", "/ (mask * mask).sum() * 2")),
     "next_tokens": ((), "local_reverse_kl", ("(log_p.exp()", "(log_p.detach().exp()")),
     "half_precision": ((), "local_reverse_kl", ("** 2 / 2).float()", "** 2).float()")),
+    "compiled": ((), "local_reverse_kl", ("** 2 / 2 + 0.0", "** 2 + 0.0")),
     "with_configuration": (
         ("--arg", "config.beta=0.5"),
         "0.5 × local_reverse_kl",
@@ -364,3 +365,19 @@ def test_batches_of_one_and_of_groups_stand_in_one_file(folder):
     assert "losses.py:next_tokens" in run(
         folder, text, OTHERS.replace("sum(-1).mean()\n", "sum(-1).mean() * 1.001\n", 1)
     )
+
+
+def test_the_guide_shows_what_happens(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loss = "def kl_penalty(logp, ref_logp, mask, kind='k1'):\n    u = logp - ref_logp\n"
+    loss += "    kl = u if kind == 'k1' else (-u).exp() + u - 1\n    return (kl * mask).sum(-1).mean()\n"
+    (tmp_path / "my_trainer").mkdir()
+    losses, file = tmp_path / "my_trainer/losses.py", tmp_path / "test_kl.py"
+    losses.write_text(loss, encoding="utf-8")
+    pin("my_trainer/losses.py:kl_penalty", "--arg", "kind=k3", "--output", "test_kl.py")
+    guide = (Path(__file__).parents[2] / "docs/guides/pin.md").read_text(encoding="utf-8")
+    table, message = (re.search(rf"```{kind}\n(.*?)```", guide, re.DOTALL)[1] for kind in ("python", "text"))
+    assert table in file.read_text(encoding="utf-8")
+    losses.write_text(loss.replace("(kl * mask).sum(-1)", "((kl * mask).sum(-1) / mask.sum(-1))"), encoding="utf-8")
+    with Child(without_kltest, str(file), str(tmp_path)) as child:
+        assert " ".join(message.split()) in child.step(60).message
