@@ -1,7 +1,7 @@
 """Everything that kltest offers by name, listed through its public face: `python tests/features.py` prints it.
 
-`features.json` is the list as it stood before the package was rebuilt; `test_features.py` holds that nothing of it is
-lost. A feature that is given up on purpose is moved there to "removed", with the reason.
+`features.json` is the list as it stood before the package was rebuilt, and commands that came later; `test_features.py`
+holds that nothing of it is lost. A feature that is given up on purpose is moved there to "removed", with the reason.
 """
 
 import inspect

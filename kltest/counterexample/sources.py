@@ -4,6 +4,9 @@ import ast
 import builtins
 import copy
 import inspect
+import json
+import keyword
+import os
 import re
 import sys
 import textwrap
@@ -14,8 +17,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from kltest.loss.importing import package_of
 from kltest.loss.lifting import compiled
 from kltest.loss.reach import MISSING, cells, content, names_read
+from kltest.loss.target import named as target_named
 
 # Modules that exist only while kltest runs, or that the program must not need.
 OURS = frozenset({"kltest", "__main__", "__mp_main__"})
@@ -64,6 +69,34 @@ def _imported(module: str, names: str, taken: frozenset[str]) -> Definition:
     alias = f"graded_{head}" if head in taken else head
     line = f"from {module} import {head}" + (f" as {alias}" if alias != head else "")
     return Definition((line,), f"{alias}.{rest}" if rest else alias)
+
+
+def imported(function: Callable[..., Any], target: str, folder: Path, taken: frozenset[str]) -> Definition:
+    """Return an import of the loss by the name that its users have for it, for a file in a folder.
+
+    A loss in a file is imported with `load(ROOT, MODULE)`: the path of the folder above its package, as seen from the
+    folder, and the dotted name there.
+
+    Raises:
+        NoSourceError: It belongs to kltest, or importing its module failed.
+    """
+    named = target_named(target)
+    if named.estimator is not None or named.module.split(".")[0] in OURS:
+        raise NoSourceError("it is part of kltest, which the file must not need")
+    if _module_name(inspect.unwrap(function)).startswith(LIFTED):
+        raise NoSourceError("importing its file fails here, and the file imports it as its users do")
+    if named.path is None:
+        module = alias = named.module
+        line = "import {module} as {alias}"
+    else:
+        root, module = package_of(named.path)
+        path = os.path.relpath(root, folder.resolve())
+        line = f'{{alias}} = load({json.dumps(Path(path).as_posix())}, "{{module}}")'
+        alias = f"{path}/{module}" if path != "." else module
+    alias = re.sub(r"\W+", "_", alias).strip("_")
+    if alias in taken or keyword.iskeyword(alias) or not alias.isidentifier():
+        alias = f"graded_{alias}"
+    return Definition((line.format(module=module, alias=alias),), f"{alias}.{named.names}")
 
 
 def _module_name(thing: Any) -> str:

@@ -149,18 +149,13 @@ class Grading:
             yield
 
     def _run(self, target: Callable[..., Any] | str) -> Iterator[bool]:
-        options = self.options
-        codes = selected_codes(options.select, options.ignore)
-        self.loss = resolve(target, options.call, options.name)
-        with preserved(options.seed):  # a loss that draws random numbers draws the same ones in every grading
-            options = self.options = _with_group_size(self.loss, options)
-            self.loss = with_rows_of_the_batch(self.loss, options.seed)
-            self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)
-            self.findings = findings = plan(self.loss, options)
-            for environment in findings.environments:
-                for sampler in findings.samplers:
-                    findings.rows += findings.measure.rows(environment, sampler)
-                    yield False
+        codes = selected_codes(self.options.select, self.options.ignore)
+        self.loss = resolve(target, self.options.call, self.options.name)
+        with preserved(self.options.seed):  # a loss that draws random numbers draws the same ones in every grading
+            for _ in self._measure():
+                yield False
+            findings, options = self.findings, self.options
+            assert findings is not None
             agree_up_to_scale(findings)
             self.scaled = True
             for row in without_optional_fields(findings, options):
@@ -171,6 +166,27 @@ class Grading:
                 yield False
             self.smallest = smallest_failure(findings)
             self.example = None if self.smallest else example(findings)
+
+    def _measure(self) -> Iterator[None]:
+        """Measure row by row what is graded."""
+        assert self.loss is not None
+        options = self.options = _with_group_size(self.loss, self.options)
+        self.loss = with_rows_of_the_batch(self.loss, options.seed)
+        self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)
+        self.findings = findings = plan(self.loss, options)
+        for environment in findings.environments:
+            for sampler in findings.samplers:
+                findings.rows += findings.measure.rows(environment, sampler)
+                yield
+
+    def measured(self, target: Callable[..., Any] | str) -> Findings:
+        """Return the findings of a loss whose rows are measured, without any check; what it raises is not caught."""
+        self.loss = resolve(target, self.options.call, self.options.name)
+        with preserved():
+            for _ in self._measure():
+                pass
+        assert self.findings is not None
+        return self.findings
 
     def _stop(self, alarm: TimeIsUp, limit: float) -> None:
         """Say what was reached when the time was over; a call that took most of it never returns, it seems."""

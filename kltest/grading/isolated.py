@@ -12,11 +12,13 @@ or ends the processes that it started.
 import contextlib
 import ctypes
 import faulthandler
+import io
 import math
 import multiprocessing
 import os
 import pickle
 import re
+import runpy
 import signal
 import sys
 import tempfile
@@ -31,7 +33,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-from kltest.errors import KltestError, UsageError
+from kltest.errors import KltestError, TargetError, UsageError
 
 Kind = Literal["value", "usage", "failed", "ended", "crashed"]
 TAIL = 16_384
@@ -413,3 +415,27 @@ def _innermost(stack: bytes, home: str) -> str:
         if file == home or (file.startswith(beside) and not foreign):
             return f", in {function} at {file}:{line}"
     return ""
+
+
+def without_kltest(file: str, folder: str) -> Iterator[str]:
+    """Yield the output of a program, run in a folder as a main module that cannot import kltest; for a child.
+
+    Raises:
+        TargetError: The program raised.
+    """
+    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "kltest"}
+    printed = io.StringIO()
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    for name in ours:
+        del sys.modules[name]
+    # A module that is None cannot be imported.
+    sys.modules["kltest"] = None  # type: ignore[assignment]
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_path(file, run_name="__main__")
+    except BaseException as error:
+        raise TargetError(f"failed: {describe(error)}") from error
+    finally:
+        sys.modules.update(ours)
+    yield printed.getvalue()

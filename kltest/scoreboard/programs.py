@@ -1,13 +1,8 @@
 """Standalone programs of settings, run and compared with what grading found before they are given out."""
 
-import contextlib
-import io
 import json
-import os
-import runpy
-import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,7 @@ from kltest.adapters import NAMES, Adapter, Setting
 from kltest.adapters.standalone import LENGTH, environment
 from kltest.counterexample.environment import kind
 from kltest.errors import KltestError
-from kltest.grading.isolated import Child, describe
+from kltest.grading.isolated import Child, without_kltest
 from kltest.report import Report
 from kltest.truth import combine
 
@@ -68,7 +63,7 @@ def _printed(code: str) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program.py"
         file.write_text(code, encoding="utf-8")
-        with Child(_run, str(file)) as child:
+        with Child(without_kltest, str(file), folder) as child:
             step = child.step(SECONDS)
     if step.kind != "value":
         raise ProgramError(f"the standalone program {step.message}")
@@ -77,25 +72,6 @@ def _printed(code: str) -> np.ndarray:
         return np.array(json.loads(last), dtype=float)
     except (ValueError, TypeError):
         raise ProgramError(f"the standalone program does not end with its gradient: {last[:100]}") from None
-
-
-def _run(file: str) -> Iterator[str]:
-    """Yield the output of a program, run as a main module that cannot import kltest."""
-    ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "kltest"}
-    printed = io.StringIO()
-    os.chdir(Path(file).parent)
-    for name in ours:
-        del sys.modules[name]
-    # A module that is None cannot be imported.
-    sys.modules["kltest"] = None  # type: ignore[assignment]
-    try:
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(file, run_name="__main__")
-    except BaseException as error:
-        raise ProgramError(f"failed: {describe(error)}") from error
-    finally:
-        sys.modules.update(ours)
-    yield printed.getvalue()
 
 
 def compared(found: np.ndarray, report: Report, *, stale: bool) -> str:
