@@ -44,7 +44,7 @@ def graded(*arguments: str, code: int | None = None) -> Any:
 def canned(*verdicts: str) -> Any:
     """Return a stand-in for grading: these verdicts for the targets, "confirmed" if there are more."""
 
-    def reports(jobs, **options):
+    def reports(jobs, *others, **options):
         for number, job in enumerate(jobs):
             verdict = verdicts[number] if number < len(verdicts) else "confirmed"
             report = Report(job.name, "reverse_kl", "loss", 0, {}, verdict, "per-row", "float64", error="x")

@@ -145,8 +145,10 @@ class Penalty:
         if not self.built_in:
             result = self.loss.returned(rollout, beta)
             return result.loss.to(torch.float64), result.metric
+        fillings = self.loss.arguments.fillings
         fields = {
-            parameter: beta if name == "beta" else rollout.peek(name) for parameter, name in self.loss.fields.items()
+            parameter: beta if name == "beta" else fillings[parameter].at(rollout)
+            for parameter, name in self.loss.fields.items()
         }
         with torch.enable_grad():
             answer = self.loss.function(**{**self.loss.call.arguments, **fields})

@@ -122,7 +122,7 @@ RENAMED = "allow-stale-excuses is deprecated; write "
 )
 def test_an_old_spelling_is_read_for_one_release_and_says_so_once(option, key, says, project, monkeypatch):
     seen = []
-    monkeypatch.setattr(GRADED, lambda jobs: seen.extend(job.given for job in jobs) or canned()(jobs))
+    monkeypatch.setattr(GRADED, lambda jobs, *others: seen.extend(job.given for job in jobs) or canned()(jobs))
     project(f"[tool.kltest]\n{key}\n")
     lines = call("grade", "t", option, code=0).stderr.splitlines()
     assert len(lines) == bool(says)

@@ -117,7 +117,7 @@ def test_what_is_random_in_an_object_is_the_same_in_every_run(classes):
             [
                 "the parameters 'policy', 'data', 'u', 'ref' and 'prev_logprobs'",
                 "did you mean old_logp",
-                "config.beta=0.1",
+                "--arg NAME.ATTRIBUTE=VALUE",
             ],
         ),
         ("whole", ["the parameters 'data' and 'group_advantage' of", "(Batch is not built by its defaults)"]),

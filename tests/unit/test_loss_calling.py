@@ -123,7 +123,7 @@ def with_beta(logp, beta):
         (
             lambda logp, reff_logp, x: logp,
             {},
-            ["'reff_logp' and 'x'", "did you mean ref_logp, --arg reff_logp=@ref_logp", *FIELDS],
+            ["'reff_logp' and 'x'", "did you mean ref_logp, --arg reff_logp=@ref_logp", "kltest list fields"],
         ),
         (k2, {"reff_logp": 1}, ["no parameter", "did you mean 'ref_logp'"]),
         (k2, {"temperature": 1}, ["no parameter", "logp, ref_logp"]),

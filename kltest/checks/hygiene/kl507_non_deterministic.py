@@ -52,7 +52,7 @@ def examine(findings: Findings) -> Found | None:
         if not words and draws.changed():
             made, words = MANY, _changes(findings, calls=MANY)
         if not words:
-            return _rare(draws)
+            return _rare(findings, draws)
         with calls.holding(draws):
             observed.draws = bool(draws.changed()) and not _changes(findings)
         if not observed.draws:
@@ -67,12 +67,22 @@ def examine(findings: Findings) -> Found | None:
     return Found(f"{words}, which change no gradient.", level="warning")
 
 
-def _rare(draws: State) -> Found | None:
-    """Say that random numbers are drawn that changed nothing: what they do rarely is not known."""
-    if not draws.changed():
+def _rare(findings: Findings, draws: State) -> Found | None:
+    """Say that random numbers are drawn that changed nothing: what they do rarely is not known.
+
+    Those that change what the loss returns, and cancel in its KL part, are no matter of it.
+    """
+    if not draws.changed() or _cancels(findings):
         return None
     why = f"it draws random numbers, which changed nothing in {MANY} calls: what they do more rarely was not seen"
     return Found(why, "inconclusive", level="error")
+
+
+def _cancels(findings: Findings) -> bool:
+    """Return True if what is returned differs from call to call, though its KL part does not."""
+    loss, batch = findings.loss.for_experiments(), usual_batch(findings)
+    first = loss.returned(batch.replace()).loss
+    return any(not torch.equal(first, loss.returned(batch.replace()).loss) for _ in range(CALLS))
 
 
 def _changes(findings: Findings, *, of_value: bool = True, calls: int = CALLS) -> str:
