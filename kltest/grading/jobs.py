@@ -86,7 +86,8 @@ def graded(jobs: Sequence[Job], otherwise: Otherwise = lambda job, report: []) -
         for number, job in enumerate(jobs):
             children.add(number, in_child(job, f" ({number + 1} of {len(jobs)})" if len(jobs) > 1 else ""))
         for number, (report, kind) in children.finished():
-            others = otherwise(jobs[number], report) if number in range(len(jobs)) and not report.calls else []
+            refused = kind in ("usage", "failed") and not report.calls and number in range(len(jobs))
+            others = otherwise(jobs[number], report) if refused else []
             for place, other in enumerate(others, 1):
                 children.add(number + place / (1 + len(others)), in_child(other))
             if others:

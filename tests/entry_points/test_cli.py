@@ -161,18 +161,18 @@ def test_the_first_screen_is_short_and_the_rest_is_there_when_it_is_requested():
     assert [line.split(":")[0] for line in lines] == ["REFUTED  losses.py", "CONFIRMED  losses.py"]
 
 
-def without_a_folder(jobs):
+def without_a_folder(jobs, *others):
     """The folder of a report goes while losses are graded."""
     Path("gone").rmdir()
     yield from canned()(jobs)
 
 
-def broken(jobs):
+def broken(jobs, *others):
     raise ZeroDivisionError("planted")
     yield
 
 
-def interrupted(jobs):
+def interrupted(jobs, *others):
     yield next(canned()(jobs))
     raise KeyboardInterrupt
 

@@ -91,6 +91,9 @@ class Search:
         near = replace(instance, reference=instance.policy)
         with suppress(KltestError):
             loss = self._kl_part.changed(record=Record())
+            # A factor of the KL term that is not detached leaves such a gradient as well, and no value.
+            if not self._kl_part.for_experiments()(self._batch().near_reference()).objective.detach().abs() > SAME:
+                return ""
             left = exact(loss, near, padding=options.seed, logs=False, known="mean").gradient
             for name in ("entropy", "local_entropy"):
                 entropy = gradient(name, near)
