@@ -39,7 +39,12 @@ def plain(followed: str) -> str:
 def graded(row: dict[str, Any], sampler: str) -> str:
     """Return what a row of the scoreboard follows, said as the scan says it."""
     moving = [check["code"] for check in row["failed"] if check["code"] in MOVING]
-    rows = [each for each in row["gradients"] if each["sampler"] == sampler]
+    # Lengths are no difference: what a mean over each rollout's own tokens leaves of a score is none of the term's.
+    rows = [
+        each
+        for each in row["gradients"]
+        if each["sampler"] == sampler and not any("inverse_length" in name for name in each["identified"] or {})
+    ]
     return plain(_followed(rows, moving)) if rows else ""
 
 
