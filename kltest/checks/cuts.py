@@ -18,7 +18,7 @@ from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
 from kltest.moments.differentiate import differentiate, live_positions
-from kltest.names import says_token_id
+from kltest.names import SUPPORT_SIZES, says_token_id
 from kltest.rollout import Rollout
 
 # Numbers above this are beyond the rows of all batches; what cuts long rollouts at less is seen in those.
@@ -62,6 +62,8 @@ def _numbers(findings: Findings) -> Iterator[tuple[str, float, tuple[int, ...]]]
     """Yield names of numbers that are beyond what is tried, with their values and others to try."""
     vocabulary = instances("ragged", findings.seed)[0].environment.vocabulary
     for name, value in findings.loss.arguments.stated.items():
+        if name.split(".")[-1] in SUPPORT_SIZES:  # a head of the vocabulary, which KL701 is about
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             continue
         if says_token_id(name):
