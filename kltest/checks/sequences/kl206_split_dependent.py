@@ -36,7 +36,8 @@ def examine(findings: Findings) -> Found | None:
     fixture = GroupFixture(findings.measure, instances(VARYING, findings.seed, size)[0], size, findings.seed)
     lengths = fixture.instance.paths.lengths
     # Parts are whole groups, or as large as the batches that were asked for.
-    asked = size if findings.measure.sizes.requested else 1
+    sizes = findings.measure.sizes
+    asked = size if sizes.requested and not sizes.grouped else 1
     cuts = ROWS if asked == 1 else GROUPS if asked <= GROUPS else 2
     count, group, unit = (GROUPS * size, size, size) if grouped else (cuts * asked, ROWS, asked)
     try:
