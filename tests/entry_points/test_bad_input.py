@@ -88,7 +88,7 @@ COMMANDS = [
     (["no_such_module:f"], "no_such_module"),
     (["no_such_file.py:f"], "no_such_file.py"),
     (["losses.py:no_such_function"], "no_such_function"),
-    (["losses.py:unfillable"], ["banana", "--arg banana=VALUE", "ref_logp"]),
+    (["losses.py:unfillable"], ["banana", "--arg banana=VALUE", "kltest list fields"]),
     (["losses.py:right", "losses.py:unfillable", "--output", "json:out.json"], "banana"),
     ([""], "no estimator called ''"),
     (["losses.py:right", "k3-los", "--output", "json:out.json"], "k3-los"),
