@@ -11,9 +11,7 @@ from kltest.environments import Instance
 from kltest.identify.combinations import Combination, replaced, when_current
 from kltest.identify.identification import ALONE, Identification, identify, independent
 from kltest.identify.instances import HELD_OUT, NETWORKS, instances, network, parameter_gradient, seeds
-from kltest.loss.calling import Loss
-from kltest.names import SUPPORT_SIZE
-from kltest.truth import ATLAS, combine, gradient, of_support
+from kltest.truth import ATLAS, combine, gradient
 
 if TYPE_CHECKING:
     from kltest.language_models.networks import Network
@@ -38,15 +36,6 @@ class Case:
     group: int | None = None
     least: int = 0
     further: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, loss: Loss, environment: str, sampler: str, seed: int = 0, group: int | None = None) -> "Case":
-        """Return the case for a loss: with the names of what it reads, in vocabularies that exceed its support."""
-        further: tuple[str, ...] = ("local_jensen_shannon",) if {"logits", "ref_logits"} <= loss.takes else ()
-        if loss.support is None:
-            return cls(environment, sampler, seed, group, further=further)
-        further += of_support(loss.support.k, loss.support.of)
-        return cls(environment, sampler, seed, group, min(loss.support.k, SUPPORT_SIZE) + 2, further)
 
     @property
     def instances(self) -> tuple[Instance, ...]:

@@ -14,9 +14,10 @@ measured. `tests/unit/test_graded.py` has a loss that needs each rule, and its s
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Outcome
 from kltest.loss.placement import ROW_FIELDS, reduce, with_rewards
+from kltest.loss.results import Result
 from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import SAMPLER_FIELDS, Rollout, elsewhere
@@ -84,13 +86,13 @@ def kl_part(loss: Loss, declared: Mapping[str, float], seed: int, group: int | N
     if loss.spec is not None:
         return loss
     loss = response_to_rewards(loss, seed)
-    batches = list(_batches(seed, group))
+    tried = list(batches(seed, group))
     if loss.shaped:
-        return without_constant(loss, batches[0])
-    loss = own_beta(loss, batches)
+        return without_constant(loss, tried[0])
+    loss = own_beta(loss, tried)
     if "rollout" in loss.takes:
         fields_used(loss, seed)  # it shows in a call if such a loss reads β
-    return loss if "expected_reward" in declared else without_rewards(loss, batches)
+    return loss if "expected_reward" in declared else without_rewards(loss, tried)
 
 
 def response_to_rewards(loss: Loss, seed: int) -> Loss:
@@ -130,7 +132,7 @@ def _response(loss: Loss, seed: int) -> tuple[int | None, bool, bool]:
     rewards = torch.linspace(LOWEST, HIGHEST, len(rollout)).double()
     sums, gradients = [], []
     for given in (torch.zeros_like(rewards), rewards):
-        each, gradient = _called(loss, with_rewards(rollout, given), seed=seed)
+        _, each, gradient = called(loss, with_rewards(rollout, given), seed=seed)
         if each.shape != rewards.shape:
             return None, False, False
         sums.append(each)
@@ -283,12 +285,19 @@ def _may_read_rewards(loss: Loss) -> bool:
     return bool(loss.takes & {*ROW_FIELDS, "rollout"})
 
 
-def _batches(seed: int, group: int | None) -> Iterator[Rollout]:
-    """Batches of several sizes, for losses that take batches of some sizes only; the largest first."""
-    everything = Rollout.of(instances(ENVIRONMENT, seed)[0], padding=seed)
-    for rows in (3 * group, group) if group else SEVERAL:
-        order = torch.arange(rows) * 7 % len(everything)  # rows of all lengths, in no order
-        yield everything.take(order).replace(group=torch.arange(rows) // (group or max(rows // 6, 1)))
+def batches(seed: int, group: int | None, rows: Sequence[int] = SEVERAL, **options: Any) -> Iterator[Rollout]:
+    """Yield batches of several sizes, for losses that take batches of some sizes only; the largest first.
+
+    Args:
+        seed: Seed of the instance and its padding.
+        group: Rollouts in a group, if that was asked for.
+        rows: Sizes, if it was not.
+        options: Of `Rollout.of`.
+    """
+    everything = Rollout.of(instances(ENVIRONMENT, seed)[0], padding=seed, **options)
+    for many in (3 * group, group) if group else rows:
+        order = torch.arange(many) * 7 % len(everything)  # rows of all lengths, in no order
+        yield everything.take(order).replace(group=torch.arange(many) // (group or max(many // 6, 1)))
 
 
 def _first_taken(loss: Loss, batches: list[Rollout], beta: float | None = None) -> tuple[Rollout | None, Tensor | None]:
@@ -303,11 +312,17 @@ def _first_taken(loss: Loss, batches: list[Rollout], beta: float | None = None) 
 
 def _gradient(loss: Loss, rollout: Rollout, beta: float | None = None) -> Tensor:
     """The gradient at all leaves of what one call returns, in one row of numbers."""
-    return _called(loss, rollout, beta)[1]
+    return called(loss, rollout, beta)[2]
 
 
-def _called(loss: Loss, rollout: Rollout, beta: float | None = None, seed: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the value of one call, (B,) summed over tokens or a scalar, and its gradient at all leaves, in one row."""
+def called(
+    loss: Loss, rollout: Rollout, beta: float | None = None, seed: int | None = None
+) -> tuple[Result, Tensor, Tensor]:
+    """Call a loss once, as it is before it is placed.
+
+    Returns:
+        What it returned; its value, (B,) summed over tokens or a scalar; and its gradient at all leaves, in one row.
+    """
     rollout = rollout.replace()
     live = rollout.peek("mask") != 0
     with preserved(seed):
@@ -315,7 +330,7 @@ def _called(loss: Loss, rollout: Rollout, beta: float | None = None, seed: int |
     each = reduce(found.loss, rollout.peek("mask"))
     parts = at_leaves(loss, each.sum(), rollout)
     row = torch.cat([part.where(live if part.dim() == 2 else live[..., None], 0.0).flatten() for part in parts])
-    return each.detach().double(), row
+    return found, each.detach().double(), row
 
 
 def _limit(loss: Loss, rollout: Rollout) -> float:

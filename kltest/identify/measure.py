@@ -28,8 +28,10 @@ from kltest.moments.differentiate import LossExperiment, RowGradients, different
 from kltest.moments.moments import Reduction
 from kltest.moments.reduction import probe
 from kltest.moments.tolerances import TOLERANCES
+from kltest.names import SUPPORT_SIZE
 from kltest.rollout import Rollout
 from kltest.samples.sampled import Sampled
+from kltest.truth import of_support
 
 STALE_ONLY = "means something only when the sampler is not the policy"
 # Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
@@ -95,11 +97,20 @@ class Measure:
         self._reductions: dict[str, Reduction] = {}
         self._converted: dict[torch.dtype, Loss] = {}
 
+    def case(self, environment: str, sampler: str, group: int | None = None) -> Case:
+        """Return a case for the loss: with the names of what it reads, in vocabularies that exceed its support."""
+        takes, support = self.loss.takes, self.loss.support
+        further: tuple[str, ...] = ("local_jensen_shannon",) if {"logits", "ref_logits"} <= takes else ()
+        if support is None:
+            return Case(environment, sampler, self.seed, group, further=further)
+        further += of_support(support.k, support.of)
+        return Case(environment, sampler, self.seed, group, min(support.k, SUPPORT_SIZE) + 2, further)
+
     def rows(self, environment: str, sampler: str) -> list[Row]:
         """Return the row of batches of one; if the loss couples the rows of a batch, that of larger batches as well."""
         known = self.observed.rows
         if (environment, sampler) not in known:
-            known[environment, sampler] = self.rows_of(Case.of(self.loss, environment, sampler, self.seed))
+            known[environment, sampler] = self.rows_of(self.case(environment, sampler))
         return known[environment, sampler]
 
     def alone(self, environment: str, sampler: str, batch: int = 1) -> Row | None:
@@ -123,7 +134,7 @@ class Measure:
         What is not the `wanted` gradient (None: the declared one) is computed by calls of single rollouts as well.
         """
         if row.batch > 1:
-            place = Case.of(self.loss, row.environment, row.sampler, self.seed)
+            place = self.case(row.environment, row.sampler)
             return self._over_batches(instance, place, row.batch, most=MOST_BATCHES, logs=False)
         loss = self.loss if floats is None else self._in_precision(floats)
         found = self._alone(loss, instance, row.sampler)
@@ -192,7 +203,7 @@ class Measure:
 
     def _average(self, adds_up: bool) -> "Measure":
         size = self.sizes.each[0] if self.sizes.grouped else None
-        case = Case.of(self.loss, "ragged", "stale", self.seed, group=size)
+        case = self.case("ragged", "stale", group=size)
         batch = Rollout.of(case.instances[0], sampler="stale", padding=self.seed, centre="batch")
         if size:
             batch = batch.take(np.flatnonzero(batch.peek("group").numpy() == int(batch.peek("group")[0]))[:size])

@@ -80,8 +80,7 @@ def _dead_distributions(findings: Findings) -> Found | None:
 
     Each is drawn for a single token, none equal to the reference's, so that no rollout is needed to meet them.
     """
-    loss = findings.loss
-    if "logits" not in loss.takes or findings.observed.blocked:
+    if "logits" not in findings.loss.takes or findings.observed.blocked:
         return None
     actions = SUPPORT_SIZE + 2
     experiment, dead = findings.measure.experiment(), 0
