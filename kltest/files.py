@@ -57,6 +57,12 @@ def held(folder: Path, *, shared: bool = False) -> Iterator[None]:
         yield
 
 
+def relative(path: Path, root: Path) -> str:
+    """Return a path from the root, as it is if it lies elsewhere."""
+    resolved = path.resolve()
+    return resolved.relative_to(root).as_posix() if resolved.is_relative_to(root) else path.as_posix()
+
+
 def cache_folder(variable: str, name: str) -> Path:
     """Return the folder that an environment variable names, else one of that name in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

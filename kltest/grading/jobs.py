@@ -142,9 +142,9 @@ def steps(job: Job) -> Iterator[str | tuple[bool, Report]]:
     for _ in grading.steps(loss):
         yield grading.finished, grading.report()
     if job.fix:
-        from kltest.grading.fixing.search import Search
+        from kltest.grading.fixing.search import Fixing
 
-        yield True, Search(loss, grading, grading.report()).run(job.timeout)
+        yield True, Fixing(loss, grading, grading.report()).run(job.timeout)
 
 
 def _report(job: Job, step: Step, report: Report | None, output: Output) -> Report:

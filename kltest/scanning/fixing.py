@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from kltest.errors import KltestError
-from kltest.grading.fixing.changes import KEEP_THE_VALUE, Change, Changes
-from kltest.grading.fixing.definition import Definition
-from kltest.grading.fixing.search import fix_of
+from kltest.grading.fixing.changes import KEEP_THE_VALUE, Rewrite, Rewrites
+from kltest.grading.fixing.definition import Editable
+from kltest.grading.fixing.search import all_same, fix_of, follows_nearly
 from kltest.grading.fixing.seen import CLOSED, LOOKED_AT, Body, Seen
-from kltest.identify.case import Case, relative_bias, size, target
+from kltest.identify.case import Case
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.moments import exact
 from kltest.scanning.entries import Entry, Tree, functions
 from kltest.scanning.finds import keyed
 from kltest.scanning.judge import Judge, options
@@ -31,7 +30,6 @@ from kltest.scanning.store import Store
 from kltest.symbolic.values import INPUT, Node, nodes_in, reached
 from kltest.symbolic.words import is_logged
 
-NEAR = 1e-4
 # Seconds of search for each term; a change that was begun is finished.
 SECONDS = 60.0
 Files = Mapping[Path, bytes]
@@ -91,7 +89,7 @@ class _Term:
                 seen.add((file, read[0].definition.node.lineno))
                 yield cls(path, files, rows, own, *read)
 
-    def after(self, change: Change) -> Row | None:
+    def after(self, change: Rewrite) -> Row | None:
         """Return the term with a change in place; None if another term changes, or what is logged."""
         text = self.body.definition.changed(change.edits)
         try:
@@ -108,15 +106,15 @@ class _Term:
                 return None
         row = found[self.rows.index(self.own)]
         read = _read(files, self.path, self.body.definition.node.lineno)
-        if row is None or row.why or read is None or not _all_same(read[1], self.logged):
+        if row is None or row.why or read is None or not all_same(read[1], self.logged):
             return None
         return row
 
 
-def _changes(body: Body, name: str) -> list[Change]:
+def _changes(body: Body, name: str) -> list[Rewrite]:
     """Return the changes of expressions that move with the reference, and normalised logits."""
     spans = {body.definition.span(seen.node) for seen in body.expressions if seen.of_reference or seen.of_sampler}
-    found = Changes(body, {name: 1.0}).all()
+    found = Rewrites(body, {name: 1.0}).all()
     return [one for one in found if one.kind == "normalised" or any(_replaces(edit, spans) for edit in one.edits)]
 
 
@@ -131,11 +129,6 @@ def _is_same(one: Row, other: Row) -> bool:
     )
 
 
-def _all_same(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    pairs = zip(ones, others, strict=False)
-    return len(ones) == len(others) and all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-9) for a, b in pairs)
-
-
 def _follows(row: Row, name: str) -> bool:
     """Return True if the lifted term follows a gradient up to scale on short rollouts, which is quick to see."""
     place = {**options(row.place), "credit": options(row.place).get("credit")}
@@ -143,13 +136,9 @@ def _follows(row: Row, name: str) -> bool:
     exec(compile(row.source, "<term>", "exec"), space)  # arithmetic that kltest wrote itself
     try:
         loss = bind(space[NAME], Call(place["placement"], place["credit"]))  # type: ignore[arg-type]
-        instance = Case("ragged", "current").instances[0]
-        found = exact(loss, instance, "current", logs=False, known="mean")
+        return follows_nearly(loss, {name: 1.0}, Case("ragged", "current"))
     except KltestError:
         return False
-    wanted = target({name: 1.0}, instance, "current")
-    scale = float((found.gradient * wanted).sum() / (wanted**2).sum())
-    return scale > 0 and relative_bias(found.gradient / scale, wanted, size(instance)) < NEAR
 
 
 @dataclass
@@ -239,7 +228,7 @@ def _read(files: Files, path: Path, line: int) -> tuple[Body, list[torch.Tensor]
         found = [one for pair in enumerate(reader.values.items()) if (one := _seen(reader, entry, rollouts, *pair))]
         scopes = {at: _known(entry, names, rollouts) for at, names in reader.scopes.items()}
         logged = [_computed(entry, node, rollouts) for node in nodes_in(list(_logged(entry)))]
-    definition = Definition(None, path, source.text, reader.node)
+    definition = Editable(None, path, source.text, reader.node)
     return Body(definition, _Fields(rollouts), found, scopes), [one[0].detach().double() for one in logged if one]
 
 

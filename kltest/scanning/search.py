@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+from kltest.files import relative
 from kltest.scanning.declarations import comments
 from kltest.scanning.entries import Tree
 from kltest.scanning.finds import Find, finds
@@ -125,12 +126,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def relative(path: Path, root: Path) -> str:
-    """Return a path from the root, as it is if it lies elsewhere."""
-    resolved = path.resolve()
-    return resolved.relative_to(root).as_posix() if resolved.is_relative_to(root) else path.as_posix()
 
 
 def _unread(tree: Tree, found: Sequence[Find]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from cases.table import FOLDER, cases
 
 from kltest.cli import fixes
 from kltest.errors import UsageError
-from kltest.grading.fixing.search import Search
+from kltest.grading.fixing.search import Fixing
 from kltest.grading.grader import Grading
 from kltest.grading.options import Options
 from kltest.loss.resolve import resolve
@@ -29,7 +29,7 @@ def fixed(target, **options) -> Report:
     grading = Grading.of(str(target), checked)
     for _ in grading.steps(loss):
         pass
-    return Search(loss, grading, grading.report()).run()
+    return Fixing(loss, grading, grading.report()).run()
 
 
 def written(folder: Path, source: str) -> str:

@@ -1,4 +1,4 @@
-"""Changes of a function's source that may make its KL term follow what is declared; each is tried, none trusted."""
+"""Rewrites of a function's source that may make its KL term follow what is declared; each is tried, none trusted."""
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from kltest.grading.fixing.definition import Definition, Edit
+from kltest.grading.fixing.definition import Edit, Editable
 from kltest.grading.fixing.seen import Body, Seen
 
 # Text of these binds tighter than any operator.
@@ -19,7 +19,7 @@ LOOSE = (ast.Assign, ast.AnnAssign, ast.Return, ast.keyword, ast.Expr, ast.AugAs
 
 
 @dataclass(frozen=True)
-class Change:
+class Rewrite:
     """One change: its edits, and in words what it does. `kind` is one word a kind of change; a fix and its alternative
     are of two kinds. `needs_logits`: whole next-token distributions enter the term. `at` is the expression in whose
     place something else is written. `shared` says what comes to it by other branches; `scaled`: the KL term has a
@@ -33,7 +33,7 @@ class Change:
     shared: str = ""
     scaled: bool = False
 
-    def size(self, definition: Definition) -> tuple[int, int]:
+    def size(self, definition: Editable) -> tuple[int, int]:
         """Return how many lines change, and what is written less twice what is replaced: whole expressions go first."""
         lines = 0
         for edit in self.edits:
@@ -58,7 +58,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Written:
+class Texts:
     """Source texts, in one statement, of what terms are made of; None if the function does not have it there.
 
     If `careful`, what stands at padded positions is not even multiplied by zero, since it may be NaN.
@@ -142,7 +142,7 @@ class Written:
 
 
 @dataclass
-class Changes:
+class Rewrites:
     """Candidates for a function: one place, one operation each."""
 
     body: Body
@@ -150,31 +150,42 @@ class Changes:
     written_into: Sequence[str] = ()
     careful: bool = False
     _parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
+    _known: dict[ast.stmt, dict[str, str]] = field(default_factory=dict)
+    # Names of what was multiplied with a coefficient.
+    _scaled: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for node in ast.walk(self.definition.node):
             self._parents |= dict.fromkeys(ast.iter_child_nodes(node), node)
+        for statement in self.body.scopes:  # names that are known so far count for the next
+            if isinstance(statement, ast.Assign | ast.AugAssign) and self._coefficients(statement.value):
+                self._scaled |= {one.id for one in _targets(statement) if isinstance(one, ast.Name)}
 
     @property
-    def definition(self) -> Definition:
+    def definition(self) -> Editable:
         """The function."""
         return self.body.definition
 
-    def all(self) -> list[Change]:
+    def all(self) -> list[Rewrite]:
         """Return all candidates, those that change fewest lines and characters first, each text once."""
-        found: dict[tuple[Edit, ...], Change] = {}
+        found: dict[tuple[Edit, ...], Rewrite] = {}
+        scaled = any(self._coefficients(statement) for statement in self.body.scopes)
+        # Of every expression some dozen changes are made.
+        coefficients = {one.node: self._coefficients(one.node) for one in self.body.expressions}
+        shared = {one.node: self._other_branches(one.node) for one in self.body.expressions}
         for change in self._all():
-            if self._keeps_coefficients(change):
-                shared = self._other_branches(change.at) if change.at is not None else ""
-                found.setdefault(change.edits, replace(change, shared=shared, scaled=self._has_coefficient))
+            if change.at is None:
+                found.setdefault(change.edits, replace(change, scaled=scaled))
+            elif self._keeps(change, coefficients[change.at]):
+                found.setdefault(change.edits, replace(change, shared=shared[change.at], scaled=scaled))
         return sorted(found.values(), key=lambda change: change.size(self.definition))
 
-    def _all(self) -> Iterator[Change]:
+    def _all(self) -> Iterator[Rewrite]:
         yield from self._at_the_start()
         yield from self._statements()
         yield from self._in_place()
         for seen in self.body.expressions:
-            written = Written(self._names(seen.statement), self.careful)
+            written = Texts(self._names(seen.statement), self.careful)
             yield from self._simpler(seen)
             yield from self._constant(seen)
             yield from self._other_field(seen, written)
@@ -186,10 +197,6 @@ class Changes:
             elif seen.of_sampler and seen.value.dim():
                 for words, ratio in written.ratios(seen.value.dim()):
                     yield self._instead(seen, ratio, f"the ratio becomes {words}", "ratio")
-
-    @cached_property
-    def _has_coefficient(self) -> bool:
-        return any(self._coefficients(statement) for statement in self.body.scopes)
 
     def _other_branches(self, node: ast.expr) -> str:
         """Return which branches give what an expression reads another value, "" if none does."""
@@ -221,19 +228,15 @@ class Changes:
         found: dict[str, list[ast.Assign | ast.AugAssign]] = {}
         for node in ast.walk(self.definition.node):
             if isinstance(node, ast.Assign | ast.AugAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in targets:
+                for target in _targets(node):
                     if isinstance(target, ast.Name):
                         found.setdefault(target.id, []).append(node)
         return found
 
-    def _keeps_coefficients(self, change: Change) -> bool:
-        """Return True if every coefficient in the expression that is replaced is in the text in its place as well."""
-        if change.at is None:
-            return True
-        lost = self._coefficients(change.at)
+    def _keeps(self, change: Rewrite, coefficients: Sequence[ast.expr]) -> bool:
+        """Return True if the coefficients of the expression that is replaced are in the text in its place as well."""
         text = "" if change.kind in KEEP_THE_VALUE else change.edits[-1].text
-        return all(self.definition.source(one) in text for one in lost)
+        return all(self.definition.source(one) in text for one in coefficients)
 
     def _coefficients(self, node: ast.AST) -> list[ast.expr]:
         """Return the numbers with which what moves with the reference is multiplied, and names of what is so."""
@@ -262,30 +265,15 @@ class Changes:
     def _seen(self) -> dict[ast.AST, Seen]:
         return {one.node: one for one in self.body.expressions}
 
-    @cached_property
-    def _scaled(self) -> set[str]:
-        """Names of what was multiplied with a coefficient."""
-        found: set[str] = set()
-        self.__dict__["_scaled"] = found  # names that are known so far count for the next
-        for statement in self.body.scopes:
-            if isinstance(statement, ast.Assign | ast.AugAssign) and self._coefficients(statement.value):
-                targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                found |= {one.id for one in targets if isinstance(one, ast.Name)}
-        return found
-
     def _names(self, statement: ast.stmt) -> dict[str, str]:
         if statement not in self._known:
             names = self.body.names(statement)
             self._known[statement] = {name: _tightened(text) for name, text in names.items()}
         return self._known[statement]
 
-    @property
-    def _known(self) -> dict[ast.stmt, dict[str, str]]:
-        return self.__dict__.setdefault("_names_known", {})
-
     # One kind of change each.
 
-    def _at_the_start(self) -> Iterator[Change]:
+    def _at_the_start(self) -> Iterator[Rewrite]:
         """Copy what is written into, and normalise logits."""
         first = self.definition.node.body[0]
         if ast.get_docstring(self.definition.node, clean=False) is not None:
@@ -297,12 +285,12 @@ class Changes:
         names = self._names(first)
         lines = [f"{name} = {name}.clone()" for name in self.written_into]
         if lines and (edit := self._before(first, lines)):
-            yield Change((edit,), "it works on copies of what it is given", "copies")
+            yield Rewrite((edit,), "it works on copies of what it is given", "copies")
         logits = [names[key] for key in ("logits", "ref_logits", "old_logits") if names.get(key, "").isidentifier()]
         if logits and (edit := self._before(first, [f"{name} = {name}.log_softmax(-1)" for name in logits])):
-            yield Change((edit,), "logits are normalised first", "normalised")
+            yield Rewrite((edit,), "logits are normalised first", "normalised")
 
-    def _simpler(self, seen: Seen) -> Iterator[Change]:
+    def _simpler(self, seen: Seen) -> Iterator[Rewrite]:
         """An operation is left out: a clamp, a division, a window, a detach, a product with a gate."""
         for inner in self.body.expressions:
             if inner.node is seen.node or not (inner.like(seen) and self._inside(inner.node, seen.node)):
@@ -319,11 +307,10 @@ class Changes:
         lost = self._inside(other.node, seen.node) and not self._inside(kept.node, other.node)
         return lost and not self._inside(other.node, kept.node) and other.trainable and not other.of_reference
 
-    def _statements(self) -> Iterator[Change]:
+    def _statements(self) -> Iterator[Rewrite]:
         """A statement that gives a name another value is left out, or a condition with all that depends on it."""
         for statement, scope in self.body.scopes.items():
-            targets = [statement.target] if isinstance(statement, ast.AugAssign) else getattr(statement, "targets", [])
-            again = [one for one in targets if isinstance(one, ast.Name) and one.id in scope]
+            again = [one for one in _targets(statement) if isinstance(one, ast.Name) and one.id in scope]
             gate = isinstance(statement, ast.If) and not statement.orelse
             block = next(
                 (
@@ -335,9 +322,9 @@ class Changes:
             )
             if (again or gate) and len(block) > 1 and (edit := self._lines_of(statement)):
                 text = self.definition.source(statement).split("\n", 1)[0]
-                yield Change((edit,), f"{_short(text)} is left out", "statement")
+                yield Rewrite((edit,), f"{_short(text)} is left out", "statement")
 
-    def _in_place(self) -> Iterator[Change]:
+    def _in_place(self) -> Iterator[Rewrite]:
         """What is written into something is given a name instead: `x.mul_(y)` and `x *= y`."""
         for statement in self.body.scopes:
             text = ""
@@ -350,7 +337,7 @@ class Changes:
                 owner = self.definition.source(call.func.value)  # type: ignore[attr-defined]
                 text = f"{owner} = {done}" if owner.isidentifier() else ""
             if text:
-                yield Change((Edit(*self.definition.span(statement), text),), f"{_short(text)}", "in-place")
+                yield Rewrite((Edit(*self.definition.span(statement), text),), f"{_short(text)}", "in-place")
         for seen in self.body.expressions:
             if isinstance(seen.node, ast.Call) and (done := self._not_in_place(seen.node)):
                 yield self._instead(seen, done, f"{self._shown(seen)} becomes {_short(done)}", "in-place")
@@ -370,14 +357,14 @@ class Changes:
         start = self.definition.starts[statement.lineno - 1]
         return Edit(start, after.start, "") if after else None
 
-    def _constant(self, seen: Seen) -> Iterator[Change]:
+    def _constant(self, seen: Seen) -> Iterator[Rewrite]:
         """A factor is detached."""
         if seen.trainable and not self._is_called(seen.node, "detach"):
             yield self._instead(
                 seen, f"{self._tight(seen.node)}.detach()", f"{self._shown(seen)} is detached now", "detach"
             )
 
-    def _other_field(self, seen: Seen, written: Written) -> Iterator[Change]:
+    def _other_field(self, seen: Seen, written: Texts) -> Iterator[Rewrite]:
         """The mask in place of another one, the policy's log-probs in place of the sampler's."""
         mask, live = written.names.get("mask"), self.body.batch.peek("mask") != 0
         zero_or_one = bool(((seen.value == 0) | (seen.value == 1)).all())
@@ -388,7 +375,7 @@ class Changes:
         if logp and _tightened(text) == written.names.get("old_logp"):
             yield self._instead(seen, logp, f"{text} becomes {logp}", "field")
 
-    def _another_term(self, seen: Seen, written: Written) -> Iterator[Change]:
+    def _another_term(self, seen: Seen, written: Texts) -> Iterator[Rewrite]:
         """The gradient of another term in place of its own: with its value, or with that of the expression."""
         if self._is_summand(seen):
             return
@@ -419,7 +406,7 @@ class Changes:
         dead = self.body.batch.peek("mask") == 0
         return seen.value.shape == dead.shape and bool(dead.any()) and not seen.value[dead].any()
 
-    def _another_value(self, seen: Seen, written: Written) -> Iterator[Change]:
+    def _another_value(self, seen: Seen, written: Texts) -> Iterator[Rewrite]:
         """A value for a reward: the log-ratio of the token or of the rollout, or its own sum over the rollout."""
         u, dim = written.log_ratio, seen.value.dim()
         own = self._tight(seen.node)
@@ -439,7 +426,7 @@ class Changes:
                     seen, f"{value}.detach()", f"{self._shown(seen)} becomes {_short(value)}, detached", "value"
                 )
 
-    def _another_sum(self, seen: Seen, written: Written) -> Iterator[Change]:
+    def _another_sum(self, seen: Seen, written: Texts) -> Iterator[Rewrite]:
         """The sum over live tokens and the mean over rows, in place of another reduction."""
         for inner in self.body.expressions:
             dims = inner.value.dim(), seen.value.dim()
@@ -454,7 +441,7 @@ class Changes:
                     seen, whole, f"{_short(self.definition.source(inner.node))} becomes {words}", "reduction"
                 )
 
-    def _with_factor(self, seen: Seen, written: Written) -> Iterator[Change]:
+    def _with_factor(self, seen: Seen, written: Texts) -> Iterator[Rewrite]:
         """A sign, a mask, or an importance ratio."""
         own = self._tight(seen.node)
         yield self._instead(seen, f"-{own}", f"{self._shown(seen)} gets the other sign", "sign")
@@ -479,7 +466,7 @@ class Changes:
         kind: str,
         part: ast.expr | None = None,
         needs_logits: bool = False,
-    ) -> Change:
+    ) -> Rewrite:
         """Write a text in place of an expression; `part` is the expression whose text it is."""
         node = ast.parse(f"({text})", mode="eval").body if part is None else part
         start, end = self.definition.span(seen.node)
@@ -491,9 +478,9 @@ class Changes:
             or self._is_argument(seen.node)
         )
         edit = Edit(start, end, text if loose else f"({text})")
-        return Change((edit,), words, kind, needs_logits, seen.node)
+        return Rewrite((edit,), words, kind, needs_logits, seen.node)
 
-    def _straight_through(self, seen: Seen, text: str, words: str, kind: str, needs_logits: bool) -> Change:
+    def _straight_through(self, seen: Seen, text: str, words: str, kind: str, needs_logits: bool) -> Rewrite:
         """Keep the value of an expression and exchange its gradient; on lines of their own where that can be."""
         name, statement = "surrogate", seen.statement
         while name in self.body.scopes[statement]:
@@ -504,38 +491,36 @@ class Changes:
             # The target may be a name that the term reads, so the term is computed first.
             before, after = self._before(statement, [f"{name} = {text}"]), self._after(statement, [kept])
             if before and after:
-                return Change((before, after), words, kind, needs_logits, seen.node)
+                return Rewrite((before, after), words, kind, needs_logits, seen.node)
         own = f"{self._tight(seen.node)}.detach()"
         if before := self._before(statement, [f"{name} = {text}"]):
             replaced = self._instead(seen, f"{own} + {name} - {name}.detach()", words, kind)
-            return Change((before, *replaced.edits), words, kind, needs_logits, seen.node)
+            return Rewrite((before, *replaced.edits), words, kind, needs_logits, seen.node)
         return self._instead(
             seen, f"{own} + {_tightened(text)} - {_tightened(text)}.detach()", words, kind, None, needs_logits
         )
 
     def _before(self, statement: ast.stmt, lines: Sequence[str]) -> Edit | None:
         """Lines before a statement, None if it does not begin its line."""
-        start = self.definition.starts[statement.lineno - 1]
-        indent = self.definition.text[start : self.definition.span(statement)[0]]
-        if indent.strip():
-            return None
-        return Edit(start, start, "".join(f"{indent}{line}{self._newline}" for line in lines))
+        start, indent = self.definition.starts[statement.lineno - 1], self._indent(statement)
+        return None if indent.strip() else Edit(start, start, self._written(indent, lines))
 
     def _after(self, statement: ast.stmt, lines: Sequence[str]) -> Edit | None:
         """Lines after a statement, None if it does not end its line."""
         number = statement.end_lineno or statement.lineno
-        line, end = self.definition.line(number), self.definition.span(statement)[1]
-        start = self.definition.starts[statement.lineno - 1]
-        indent = self.definition.text[start : self.definition.span(statement)[0]]
-        rest = self.definition.text[end : self.definition.starts[number - 1] + len(line)].strip()
+        indent, place = self._indent(statement), self.definition.starts[number]
+        rest = self.definition.text[self.definition.span(statement)[1] : place].strip()
         if indent.strip() or (rest and not rest.startswith("#")) or number >= len(self.definition.starts) - 1:
             return None
-        place = self.definition.starts[number]
-        return Edit(place, place, "".join(f"{indent}{line}{self._newline}" for line in lines))
+        return Edit(place, place, self._written(indent, lines))
 
-    @property
-    def _newline(self) -> str:
-        return "\r\n" if "\r\n" in self.definition.text else "\n"
+    def _indent(self, statement: ast.stmt) -> str:
+        """Return what stands before a statement on its line."""
+        return self.definition.text[self.definition.starts[statement.lineno - 1] : self.definition.span(statement)[0]]
+
+    def _written(self, indent: str, lines: Sequence[str]) -> str:
+        newline = "\r\n" if "\r\n" in self.definition.text else "\n"
+        return "".join(f"{indent}{line}{newline}" for line in lines)
 
     def _tight(self, node: ast.expr) -> str:
         text = self.definition.source(node)
@@ -559,6 +544,11 @@ class Changes:
         above = self._parents.get(node)
         ends = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
         return ends or (isinstance(above, ast.Attribute) and above.attr == method)
+
+
+def _targets(statement: ast.stmt) -> list[ast.expr]:
+    """Return what a statement gives a value to."""
+    return [statement.target] if isinstance(statement, ast.AugAssign) else getattr(statement, "targets", [])
 
 
 def _short(text: str) -> str:

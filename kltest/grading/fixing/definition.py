@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -29,7 +30,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class Definition:
+class Editable:
     """A function and the file that defines it.
 
     Attributes:
@@ -45,7 +46,7 @@ class Definition:
     node: ast.FunctionDef
 
     @classmethod
-    def of(cls, function: Any) -> "Definition":
+    def of(cls, function: Any) -> "Editable":
         """Find the definition of a callable; NotChangeableError if it is not a plain function of a file."""
         inner = inner_of(function)
         inner = getattr(inner, "__func__", inner)
@@ -61,7 +62,8 @@ class Definition:
             raise NotChangeableError("its source is not in a file") from None
         node = next((node for node in ast.walk(tree) if _defines(node, inner.__code__)), None)
         if not isinstance(node, ast.FunctionDef):
-            raise NotChangeableError(f"{path.name} does not define it as a function at line {first_line(inner)}")
+            line = inner.__code__.co_firstlineno
+            raise NotChangeableError(f"{path.name} does not define it as a function at line {line}")
         if encoding not in ("utf-8", "ascii") or "\f" in text or "\r" in text.replace("\r\n", ""):
             raise NotChangeableError(f"{path.name} is not plain UTF-8")
         return cls(inner, path, text, node)
@@ -69,10 +71,11 @@ class Definition:
     @cached_property
     def starts(self) -> list[int]:
         """The place of the first character of each line in the text."""
-        found = [0]
-        for line in self.text.split("\n"):
-            found.append(found[-1] + len(line) + 1)
-        return found
+        return [0, *accumulate(len(line) + 1 for line in self._lines)]
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        return self.text.split("\n")
 
     def span(self, node: ast.AST) -> tuple[int, int]:
         """Return the characters [start, end) of the text that a node takes."""
@@ -83,14 +86,9 @@ class Definition:
         start, end = self.span(node)
         return self.text[start:end]
 
-    def line(self, number: int) -> str:
-        """Return a line of the text, its end left out."""
-        return self.text[self.starts[number - 1] :].split("\n", 1)[0]
-
     def _place(self, line: int, column: int) -> int:
-        start = self.starts[line - 1]
         # Columns of a syntax tree count the bytes of a line.
-        return start + len(self.text[start:].split("\n", 1)[0].encode()[:column].decode())
+        return self.starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
     def changed(self, edits: Sequence[Edit]) -> str:
         """Return the text of the file with these edits, which do not overlap."""
@@ -127,11 +125,6 @@ class Definition:
             yield
         finally:
             self.function.__code__ = before
-
-
-def first_line(function: FunctionType) -> int:
-    """Return the line at which a function begins, with its decorators."""
-    return function.__code__.co_firstlineno
 
 
 def _defines(node: ast.AST, code: CodeType) -> bool:

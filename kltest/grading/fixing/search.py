@@ -17,23 +17,22 @@ import torch
 from torch import Tensor
 
 from kltest.errors import KltestError
-from kltest.files import PACKAGE
-from kltest.grading.fixing.changes import Change, Changes
-from kltest.grading.fixing.definition import Definition
+from kltest.files import PACKAGE, relative
+from kltest.grading.fixing.changes import Rewrite, Rewrites
+from kltest.grading.fixing.definition import Editable
 from kltest.grading.fixing.seen import SAME, look
 from kltest.grading.grader import Grading
 from kltest.grading.options import Options
 from kltest.identify.case import Case, relative_bias, size, target
-from kltest.identify.findings import Row
-from kltest.identify.instances import instances
+from kltest.identify.findings import Combination, Findings
+from kltest.identify.graded import batches, called
 from kltest.identify.measure import Measure
 from kltest.loss.callables import source_file
 from kltest.loss.calling import Loss, Record
 from kltest.loss.global_state import preserved
-from kltest.loss.placement import reduce, with_rewards
+from kltest.loss.placement import with_rewards
 from kltest.loss.results import Reader
 from kltest.moments import BatchOfOneError, exact
-from kltest.moments.differentiate import at_leaves
 from kltest.report import Fix, Report
 from kltest.rollout import Rollout
 from kltest.truth import gradient
@@ -49,7 +48,7 @@ NEAR = 1e-4
 
 
 @dataclass
-class Search:
+class Fixing:
     """The search for one graded loss.
 
     Attributes:
@@ -73,13 +72,13 @@ class Search:
             term = f"{self.report.expect}±COEFFICIENT*{name}"
             return replace(self.report, advice=f"no fix: it has an entropy beside its KL term; declare it, as {term}")
         try:
-            definition = Definition.of(self.loss.function)
+            definition = Editable.of(self.loss.function)
             batch = self._batch()
             body = look(definition, self._kl_part, batch)
         except KltestError as error:
             return replace(self.report, advice=f"no fix: {str(error).splitlines()[0]}")
         written = [name for name, field in self.loss.fields.items() if field in self._kl_part.record.writes]
-        changes = Changes(body, dict(self.grading.options.expect), written, careful="KL502" not in self._failed).all()
+        changes = Rewrites(body, dict(self.grading.options.expect), written, careful="KL502" not in self._failed).all()
         found = list(self._confirmed(definition, batch, changes, time.monotonic() + seconds))
         return replace(self.report, fixes=found, advice="" if found else self._why_none())
 
@@ -87,7 +86,7 @@ class Search:
         """Return which entropy stands beside the KL term and is not declared: what is left where the reference is the
         policy."""
         options = self.grading.options
-        instance = Case("ragged", "current", options.seed).instances[0]
+        instance = self._findings.measure.case("ragged", "current").instances[0]
         near = replace(instance, reference=instance.policy)
         with suppress(KltestError):
             loss = self._kl_part.changed(record=Record())
@@ -105,23 +104,18 @@ class Search:
     def _why_none(self) -> str:
         """Say that nothing was found, and which fields a fix may need that the function does not take."""
         needed = {"logp": "log-probs of the tokens", "mask": "mask", "old_logp": "log-probs of the sampler"}
-        if not any(row.wrong and row.sampler == "stale" for row in self._rows):
+        if not any(row.wrong and row.sampler == "stale" for row in self._findings.rows):
             del needed["old_logp"]
-        lacking = [f"{words} ({name})" for name, words in needed.items() if name not in self._uses]
+        lacking = [f"{words} ({name})" for name, words in needed.items() if name not in self._findings.observed.uses]
         takes = f"; it takes no {' and no '.join(lacking)}, which a fix may need" if lacking else ""
         code = self.report.errors[0].code if self.report.errors else "KL105"
         found = f"no fix inside of the function was found ({self.tried} changes were tried){takes}"
         return f"{found}. `kltest explain {code}` says what is to change"
 
     @property
-    def _rows(self) -> Sequence[Row]:
+    def _findings(self) -> Findings:
         assert self.grading.findings is not None
-        return self.grading.findings.rows
-
-    @property
-    def _uses(self) -> frozenset[str]:
-        assert self.grading.findings is not None
-        return self.grading.findings.observed.uses
+        return self.grading.findings
 
     @property
     def _failed(self) -> set[str]:
@@ -134,14 +128,8 @@ class Search:
 
     def _batch(self) -> Rollout:
         """Return a batch that the loss takes, of unlike rows, drawn by another policy."""
-        instance = instances("ragged", self.grading.options.seed)[0]
-        everything = Rollout.of(instance, sampler="stale", padding=self.grading.options.seed, centre="batch")
-        group = self.grading.options.group_size
-        failure: KltestError | None = None
-        for rows in (3 * group, group) if group else ROWS:
-            order = torch.arange(rows) * 7 % len(everything)
-            groups = torch.arange(rows) // (group or max(rows // 6, 1))
-            batch = everything.take(order).replace(group=groups)
+        options, failure = self.grading.options, None
+        for batch in batches(options.seed, options.group_size, ROWS, sampler="stale", centre="batch"):
             try:
                 with preserved():
                     self._kl_part.for_experiments().returned(batch.replace())
@@ -152,7 +140,7 @@ class Search:
         raise failure
 
     def _confirmed(
-        self, definition: Definition, batch: Rollout, changes: Sequence[Change], deadline: float
+        self, definition: Editable, batch: Rollout, changes: Sequence[Rewrite], deadline: float
     ) -> Iterator[Fix]:
         """Yield fixes of two kinds at most, the smallest first; the second is looked for a quarter of the time.
 
@@ -163,7 +151,7 @@ class Search:
         before = kept.measured()
         unlike = {words: one.gradient() for words, one in others.items()}
         kinds: set[str] = set()
-        last: list[tuple[Change, str]] = []
+        last: list[tuple[Rewrite, str]] = []
         for change, moved in chain(((change, "") for change in changes), last):
             if time.monotonic() > deadline or len(kinds) == 2:
                 return
@@ -174,7 +162,7 @@ class Search:
                 after = kept.measured()
                 if not moved and not (kept.stays(before, after) and self._promises()):
                     continue
-                move = [words for words, one in others.items() if not _all_same(one.gradient(), unlike[words])]
+                move = [words for words, one in others.items() if not all_same(one.gradient(), unlike[words])]
                 move += [change.shared] if change.shared and not move else []
                 if move and not moved:
                     last.append((change, " and ".join(move)))
@@ -186,7 +174,7 @@ class Search:
                     logs = any(code.startswith("KL6") for code in self._failed)
                     yield _fix(definition, change, report, before, after, moved, logs=logs)
 
-    def _with_other_options(self, definition: Definition) -> Iterator[tuple[str, Loss]]:
+    def _with_other_options(self, definition: Editable) -> Iterator[tuple[str, Loss]]:
         """Yield the loss with other values of options: texts that its body compares them with, and switches."""
         loss = self._kl_part
         compared: dict[str, set[str]] = {}
@@ -212,7 +200,7 @@ class Search:
         place of a mean, or another scale than the one that was there."""
         new = [check.code for check in report.warnings if check.code not in self._failed]
         added_up = report.reduction == "sum" != self.report.reduction
-        known = [abs(c) for row in self._rows for name, c in (row.identified or {}).items() if name != "zero"]
+        known = [abs(c) for row in self._findings.rows for name, c in (row.identified or {}).items() if name != "zero"]
         scales = [row.scale for row in report.gradients if row.scale]
         # What has no gradient has no scale either: that of a coefficient in the source is kept.
         kept = all(any(abs(one - c) < SAME * c for c in known) for one in scales) if known else scaled
@@ -222,33 +210,23 @@ class Search:
 
     def _promises(self) -> bool:
         """Return True if the changed loss follows the declared gradient, or its multiple, where it did not."""
-        findings = self.grading.findings
-        assert findings is not None
-        wrong = [row for row in findings.rows if row.wrong]
-        places = dict.fromkeys((row.environment, row.sampler) for row in (*reversed(wrong), *reversed(findings.rows)))
+        wrong = [row for row in self._findings.rows if row.wrong]
+        rows = (*reversed(wrong), *reversed(self._findings.rows))
+        places = dict.fromkeys((row.environment, row.sampler) for row in rows)
         return all(self._near(environment, sampler) for environment, sampler in list(places)[:2])
 
     def _near(self, environment: str, sampler: str) -> bool:
-        options = self.grading.options
-        loss = self._kl_part.changed(record=Record())
-        findings = self.grading.findings
-        assert findings is not None
-        instance = Case(environment, sampler, options.seed).instances[0]
+        loss, known = self._kl_part.changed(record=Record()), self._findings.measure
         try:
-            found = exact(loss, instance, sampler, padding=options.seed, logs=False, known="mean")
+            return follows_nearly(loss, known.declared, known.case(environment, sampler))
         except BatchOfOneError:
-            measure = Measure(
-                loss, dict(options.expect), findings.observed.uses, seed=options.seed, sizes=findings.measure.sizes
-            )
-            return all(row.agrees is not False for row in measure.rows(environment, sampler))
-        wanted = target(dict(options.expect), instance, sampler)
-        scale = float((found.gradient * wanted).sum() / (wanted**2).sum()) if wanted.any() else 1.0
-        return scale > 0 and relative_bias(found.gradient / scale, wanted, size(instance)) < NEAR
+            again = Measure(loss, known.declared, self._findings.observed.uses, seed=known.seed, sizes=known.sizes)
+            return all(row.agrees is not False for row in again.rows(environment, sampler))
 
     def _graded(self) -> Report | None:
         """Grade the changed loss as the first was graded, what it failed first; None as soon as anything disagrees."""
         options = replace(self.grading.options, timeout=None)
-        if not any(row.wrong for row in self._rows):
+        if not any(row.wrong for row in self._findings.rows):
             errors = tuple(check.code for check in self.report.errors)
             if self._graded_with(replace(options, select=errors, ignore=())) is None:
                 return None
@@ -265,9 +243,23 @@ class Search:
         return grading.report()
 
 
+def follows_nearly(loss: Loss, declared: Combination, case: Case) -> bool:
+    """Return True if a loss follows a gradient, up to scale, on the first instance of a case: quick to see, and a hint.
+
+    Raises:
+        BatchOfOneError: The loss cannot be called with one rollout.
+        TargetError: It fails.
+    """
+    instance = case.instances[0]
+    found = exact(loss, instance, case.sampler, padding=case.seed, logs=False, known="mean").gradient
+    wanted = target(declared, instance, case.sampler)
+    scale = float((found * wanted).sum() / (wanted**2).sum()) if wanted.any() else 1.0
+    return scale > 0 and relative_bias(found / scale, wanted, size(instance)) < NEAR
+
+
 @dataclass(frozen=True)
 class _Measured:
-    """What is to stay: all that a loss returns but its KL term, and what it logs; and the loss's own value."""
+    """Numbers that are to stay: all that a loss returns but its KL term, and what it logs; and the loss's own value."""
 
     rest: list[Tensor]
     value: float
@@ -275,7 +267,7 @@ class _Measured:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What is to stay as it is when the KL term of a loss changes, measured on a batch."""
+    """Measures on a batch what a loss returns and logs beside its KL term, which is to stay when that changes."""
 
     loss: Loss
     batch: Rollout
@@ -296,7 +288,7 @@ class _Kept:
 
     def stays(self, before: _Measured, after: _Measured) -> bool:
         """Return True if nothing moved but the KL term and the loss's own value."""
-        return _all_same(before.rest, after.rest)
+        return all_same(before.rest, after.rest)
 
     def of(self, loss: Loss) -> "_Kept":
         """Return the same for another loss."""
@@ -312,23 +304,17 @@ class _Kept:
         self, batch: Rollout, beta: float | None = None, *, rewarded: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the value of one call, what it logged, in one row of numbers, and its gradient at all leaves."""
-        answers: list[Any] = []
+        numbers: list[Tensor] = []
         function = self.loss.function
 
-        def kept(*arguments: Any, **named: Any) -> Any:
-            answers.append(function(*arguments, **named))
-            return answers[-1]
+        def read(*arguments: Any, **named: Any) -> Any:
+            answer = function(*arguments, **named)
+            # Before the backward pass, which may write into them.
+            numbers[:] = [number.detach().double().flatten().clone() for number in _numbers(answer)]
+            return answer
 
         changes: dict[str, Any] = {"unrewarded": False} if rewarded else {}
-        loss = self.loss.for_experiments().changed(function=kept, **changes)
-        batch = batch.replace()
-        live = batch.peek("mask") != 0
-        with preserved(0):
-            result = loss.returned(batch, beta)
-        numbers = [number.detach().double().flatten() for number in _numbers(answers[-1])]
-        each = reduce(result.loss, batch.peek("mask"))
-        parts = at_leaves(loss, each.sum(), batch)
-        gradient = [part.where(live if part.dim() == 2 else live[..., None], 0.0).flatten() for part in parts]
+        result, each, gradient = called(self.loss.changed(function=read, **changes), batch, beta, seed=0)
         own = result.loss.detach().double().flatten()
         for place, number in enumerate(numbers):
             if number.shape == own.shape and torch.equal(number.abs(), own.abs()):
@@ -336,7 +322,7 @@ class _Kept:
                 break
         # What is logged wrongly is to change.
         stay = [] if any(code.startswith("KL6") for code in self.failed) else numbers
-        return each.detach().double(), torch.cat([torch.zeros(0).double(), *stay]), torch.cat(gradient)
+        return each, torch.cat([torch.zeros(0).double(), *stay]), gradient
 
 
 def _numbers(answer: Any) -> Iterator[Tensor]:
@@ -355,7 +341,9 @@ def _numbers(answer: Any) -> Iterator[Tensor]:
         yield from _numbers(vars(answer))
 
 
-def _all_same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def all_same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Return True if numbers that are to stay do."""
+
     def same(one: Tensor, other: Tensor) -> bool:
         return one.shape == other.shape and torch.allclose(one, other, rtol=UNCHANGED, atol=UNCHANGED, equal_nan=True)
 
@@ -363,8 +351,8 @@ def _all_same(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def _fix(
-    definition: Definition,
-    change: Change,
+    definition: Editable,
+    change: Rewrite,
     report: Report,
     before: _Measured,
     after: _Measured,
@@ -384,11 +372,11 @@ def _fix(
     return replace(fix_of(definition, change, values), words=words, variance=variance)
 
 
-def fix_of(definition: Definition, change: Change, value: str) -> Fix:
+def fix_of(definition: Editable, change: Rewrite, value: str) -> Fix:
     """Return a change as plain data; `value` says what becomes of what is returned. Its variance is not known."""
     text = definition.changed(change.edits)
     old, new = (io.StringIO(one, newline="").readlines() for one in (definition.text, text))
-    file = shown_path(definition.path)
+    file = relative(definition.path, Path.cwd())
     name = file.lstrip("/")
     lines = difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
     diff = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
@@ -413,9 +401,3 @@ def _common(one: Sequence[str], other: Sequence[str]) -> int:
     return next(
         (n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
     )
-
-
-def shown_path(path: Path) -> str:
-    """Return a path from the current folder if it lies below it."""
-    here = Path.cwd()
-    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()

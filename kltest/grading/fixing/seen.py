@@ -1,4 +1,4 @@
-"""What each expression of a function is, as calls on four batches show it: the policy's own, and three changed ones."""
+"""The expressions of a function, known by calls on a batch and on four changed ones."""
 
 import ast
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kltest.errors import KltestError
-from kltest.grading.fixing.definition import Definition
+from kltest.grading.fixing.definition import Editable
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.placement import with_rewards
@@ -66,15 +66,12 @@ class _Recorder:
 
     def see(self, number: int, value: Any) -> Any:
         self.order += 1
-        kept = value
-        if isinstance(value, Tensor):
-            kept = value.detach().clone()
+        kept = value.detach().clone() if isinstance(value, Tensor) else value
         self.values.setdefault(number, []).append((kept, getattr(value, "requires_grad", False), self.order))
         return value
 
     def scope(self, number: int, names: Mapping[str, Any]) -> None:
-        found = {name: _copy(value) for name, value in names.items()}
-        self.scopes.setdefault(number, found)
+        self.scopes.setdefault(number, {name: _copy(value) for name, value in names.items()})
 
 
 def _copy(value: Any) -> Any:
@@ -86,7 +83,7 @@ def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
-class Fields(Protocol):
+class HasFields(Protocol):
     """What fields are found in: a batch of rollouts."""
 
     def peek(self, name: str) -> Any:
@@ -97,8 +94,8 @@ class Fields(Protocol):
 class Body:
     """The statements of a function that ran, its expressions, and the names by which a statement knows the fields."""
 
-    definition: Definition
-    batch: Fields
+    definition: Editable
+    batch: HasFields
     expressions: Sequence[Seen]
     scopes: Mapping[ast.stmt, Mapping[str, Any]]
 
@@ -125,10 +122,6 @@ class Body:
                     found[name] = text
         return found
 
-    def scope(self, statement: ast.stmt) -> Mapping[str, Any]:
-        """Return the local names just before a statement, with their values."""
-        return self.scopes[statement]
-
 
 def same(value: Tensor, field_value: Tensor, live: Tensor) -> bool:
     """Return True if a tensor has a field's numbers at live positions."""
@@ -144,7 +137,7 @@ def _free(node: ast.expr) -> set[str]:
     return {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)} - {"torch", "F"}
 
 
-def look(definition: Definition, loss: Loss, batch: Rollout) -> Body:
+def look(definition: Editable, loss: Loss, batch: Rollout) -> Body:
     """Call the function on a batch and on changed ones, and return what its expressions are.
 
     KltestError if the loss fails on the batch; if it fails on a changed one, nothing moves there.
@@ -200,7 +193,7 @@ def _moves(value: Tensor, calls: "list[tuple[Any, bool, int]] | None") -> bool:
     return not torch.allclose(value, calls[0][0].to(value.dtype), rtol=SAME, atol=SAME, equal_nan=True)
 
 
-def _record(definition: Definition, code: Any, loss: Loss, batch: Rollout) -> _Recorder:
+def _record(definition: Editable, code: Any, loss: Loss, batch: Rollout) -> _Recorder:
     recorder = _Recorder()
     assert definition.function is not None
     globals_: dict[str, Any] = definition.function.__globals__
@@ -214,7 +207,7 @@ def _record(definition: Definition, code: Any, loss: Loss, batch: Rollout) -> _R
 
 
 def _numbered(
-    definition: Definition,
+    definition: Editable,
 ) -> tuple[list[tuple[ast.expr, ast.stmt]], list[ast.stmt], ast.Module]:
     """Return the expressions of a function by number, its statements by number, and a tree of the file that sees both.
 
