@@ -5,7 +5,7 @@ the audit and the scan read them here, with the words that say whose log-probs a
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
@@ -219,3 +219,8 @@ def says_kl(name: str) -> bool:
     """
     words = _words(name)
     return any(map(_KL.fullmatch, words)) and not any(map(_NO_KL.fullmatch, words))
+
+
+def listed(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -18,7 +18,7 @@ from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
 from kltest.moments.differentiate import differentiate, live_positions
-from kltest.names import SUPPORT_SIZES, says_token_id
+from kltest.names import SUPPORT_SIZES, listed, says_token_id
 from kltest.rollout import Rollout
 
 # Numbers above this are beyond the rows of all batches; what cuts long rollouts at less is seen in those.
@@ -54,7 +54,7 @@ def cuts(findings: Findings) -> Found | None:
                 found = found or Found(_words(name, value, other, usual, changed), level="warning")
                 break
         else:
-            findings.notes.append(f"{name} is {value}; the gradient is the same at {_listed(others)}.")
+            findings.notes.append(f"{name} is {value}; the gradient is the same at {listed(list(map(str, others)))}.")
     return found
 
 
@@ -104,7 +104,3 @@ def _words(name: str, value: float, other: int, usual: np.ndarray, changed: np.n
         f"It {does} {name}, which is {value}, beyond what is tried here: with {other} in its place {what}, in "
         f"batches of {ROWS} and of {ROWS // 3} rollouts of up to {usual.shape[1]} tokens."
     )
-
-
-def _listed(values: tuple[int, ...]) -> str:
-    return " and ".join(filter(None, (", ".join(map(str, values[:-1])), str(values[-1]))))

@@ -27,7 +27,6 @@ def _of(name: str) -> dict[str, dict[str, Combination]]:
         claims="the KL(ref‖π) of the next token, from k log-probs of the teacher",
         known_false=f"the sum is no divergence: at π = ref it draws probability into the support; {_FIXED}",
         identified=_of("local_forward_kl_top2"),
-        per_token=False,
     )
 )
 def forward_kl_topk(topk_logp, ref_topk_logp, k=2, support="teacher"):
@@ -47,7 +46,6 @@ def forward_kl_topk(topk_logp, ref_topk_logp, k=2, support="teacher"):
         claims="the KL(ref‖π) of the next token, from k log-probs of the teacher",
         known_false=f"a divergence within the support: what π puts outside is neither charged nor moved; {_FIXED}",
         identified=_of("local_forward_kl_top2_renormalised"),
-        per_token=False,
     )
 )
 def forward_kl_topk_renormalised(topk_logp, ref_topk_logp, k=2, support="teacher"):
@@ -65,7 +63,6 @@ def forward_kl_topk_renormalised(topk_logp, ref_topk_logp, k=2, support="teacher
         claims="a lower bound of the KL(ref‖π) of the next token, from k log-probs of the teacher",
         known_false=f"a divergence that does not tell the tokens outside the support apart; {_FIXED}",
         identified=_of("local_forward_kl_top2_tail"),
-        per_token=False,
     )
 )
 def forward_kl_topk_tail(topk_logp, ref_topk_logp, k=2, support="teacher"):
@@ -85,7 +82,6 @@ def forward_kl_topk_tail(topk_logp, ref_topk_logp, k=2, support="teacher"):
         claims="the KL(π‖ref) of the next token, from the teacher's log-probs of the student's k likeliest tokens",
         known_false=f"no divergence: it is made small, and negative, by moving mass out of the support; {_FIXED}",
         identified=_of("local_reverse_kl_own2"),
-        per_token=False,
     )
 )
 def reverse_kl_topk(topk_logp, ref_topk_logp, k=2, support="student"):
@@ -102,7 +98,6 @@ def reverse_kl_topk(topk_logp, ref_topk_logp, k=2, support="student"):
         claims="the KL(π‖ref) of the next token, which is never negative",
         known_false=f"a truncated sum below zero is common, and there the clamp removes its gradient; {_FIXED}",
         identified={"current": UNNAMED, "stale": UNNAMED},
-        per_token=False,
     )
 )
 def reverse_kl_topk_clamped(topk_logp, ref_topk_logp, k=1, support="student"):
@@ -122,7 +117,6 @@ def reverse_kl_topk_clamped(topk_logp, ref_topk_logp, k=1, support="student"):
         claims="a lower bound of the KL(π‖ref) of the next token, from the student's k likeliest tokens",
         known_false=f"a divergence that does not tell the tokens outside the support apart; {_FIXED}",
         identified=_of("local_reverse_kl_own2_tail"),
-        per_token=False,
     )
 )
 def reverse_kl_topk_tail(topk_logp, ref_topk_logp, k=2, support="student"):
@@ -166,7 +160,7 @@ def exact_kl_advantage(logits, ref_logits):
         claims="a bounded divergence between forward and reverse KL",
         known_false="exact in every prefix that was visited; how the policy chooses its prefixes gets no gradient",
         identified=_of("local_jensen_shannon"),
-        per_token=False,
+        per_token=True,
     )
 )
 def jensen_shannon(logits, ref_logits):

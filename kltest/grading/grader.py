@@ -182,7 +182,7 @@ class Grading:
     def measured(self, target: Callable[..., Any] | str) -> Findings:
         """Return the findings of a loss whose rows are measured, without any check; what it raises is not caught."""
         self.loss = resolve(target, self.options.call, self.options.name)
-        with preserved():
+        with preserved(self.options.seed):
             for _ in self._measure():
                 pass
         assert self.findings is not None

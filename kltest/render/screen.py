@@ -5,6 +5,7 @@ Formats that people read begin with these lines; the rest comes after, or with `
 
 import re
 
+from kltest.names import listed
 from kltest.render import words
 from kltest.render.words import one_line
 from kltest.report import CheckResult, GradientRow, Report
@@ -198,7 +199,7 @@ def _open(report: Report) -> list[str]:
     unsure = [check for check in report.checks if check.status == "inconclusive" and not check.warns]
     reasons = words.by_reason([] if report.unfinished else unsure)
     for why, codes in reasons.items():
-        which = words.listed(codes) if len(codes) <= 3 else f"{codes[0]} and {len(codes) - 1} other checks"
+        which = listed(codes) if len(codes) <= 3 else f"{codes[0]} and {len(codes) - 1} other checks"
         found.append(f"{which}: {why}")
     return found
 
@@ -221,7 +222,7 @@ def headline(report: Report) -> str:
     sentence = f"follows {found}" + (as_declared if agrees else f"; {target} was declared")
     errors = [check.code for check in report.errors]
     passes = [check.code for check in report.unexpected_passes]
-    sentence += f"; {words.listed(errors)} failed" if errors else ""
-    sentence += f"; {words.listed(passes)}, expected to fail, passed" if passes else ""
+    sentence += f"; {listed(errors)} failed" if errors else ""
+    sentence += f"; {listed(passes)}, expected to fail, passed" if passes else ""
     expected = [check.code for check in report.expected_failures]
-    return sentence + (f"; {words.listed(expected)} failed as expected" if expected else "")
+    return sentence + (f"; {listed(expected)} failed as expected" if expected else "")

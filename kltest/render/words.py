@@ -3,7 +3,7 @@
 import math
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kltest.report import CheckResult, GradientRow, Report, ValueRow, Verdict
 from kltest.truth import render
@@ -96,11 +96,6 @@ def note_of(row: GradientRow) -> str:
     if row.method != "exact":
         parts.append(f"{row.method}, {row.rollouts} rollouts")
     return "; ".join(parts)
-
-
-def listed(words: Sequence[str]) -> str:
-    """Return words as a list in a sentence."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def filled(report: Report) -> str:

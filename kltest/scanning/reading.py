@@ -1,14 +1,14 @@
 """Functions that cannot be called, read instead: their KL terms as the scan finds them, a job of grading each."""
 
 import ast
-import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from kltest.errors import UsageError
 from kltest.grading.jobs import Job
-from kltest.loss.target import named, searching
+from kltest.loss.importing import source_of
+from kltest.loss.target import named
 from kltest.scanning.judge import NORMALISED, options
 from kltest.scanning.rows import NAME, Row
 from kltest.scanning.search import Search
@@ -29,11 +29,12 @@ def read(job: Job, folder: Path, why: str = "") -> list[Job]:
     Raises:
         UsageError: it has no file, or no term of it was found that can be graded.
     """
-    path, name = _source(job.target)
+    loss = named(job.target)
+    path, name = loss.path or (source_of(loss.module) if loss.module else None), loss.names
     if path is None:
         raise UsageError(f"{job.name}: only a function of a file can be read")
     every = [row for row in Search(list(_files(path)), Store(None)) if row.place != "logged"]
-    rows = [row for row in every if _is_of(row, name, path)] or [row for row in every if _is_called(row, name, path)]
+    rows = [row for row in every if _is_of(row, name, path)] or list(_called(every, name, path))
     open_ = [row for row in rows if row.why]
     found = [row for row in rows if not row.why]
     if not found:
@@ -43,8 +44,9 @@ def read(job: Job, folder: Path, why: str = "") -> list[Job]:
 
 
 def _jobs(job: Job, rows: list[Row], folder: Path, why: str) -> Iterator[Job]:
-    for number, row in enumerate(rows):
-        program = folder / f"read_{abs(hash((job.name, number)))}.py"
+    before = sum(1 for _ in folder.iterdir())
+    for number, row in enumerate(rows, before):
+        program = folder / f"read_{number}.py"
         program.write_text(row.source, encoding="utf-8")
         ignored = [*job.given.get("ignore", ()), *NORMALISED["ignore"]]
         given = {name: value for name, value in job.given.items() if name != "arguments"}
@@ -54,27 +56,14 @@ def _jobs(job: Job, rows: list[Row], folder: Path, why: str) -> Iterator[Job]:
         yield replace(job, name=name, target=f"{program}:{NAME}", given=given, fix=False, read=read)
 
 
-def _source(target: str) -> tuple[Path | None, str]:
-    """Return the file of a target, and the function that it names."""
-    loss = named(target)
-    if loss.path or not loss.module:
-        return loss.path, loss.names
-    with searching(Path.cwd()):
-        try:
-            spec = importlib.util.find_spec(loss.module)
-        except (ImportError, ValueError):
-            spec = None
-    return (Path(spec.origin), loss.names) if spec and spec.origin else (None, loss.names)
-
-
 def _is_of(row: Row, name: str, path: Path) -> bool:
     """Return True for a term that a function computes, or that it puts into its loss."""
     own = row.function == name and Path(row.file).resolve() == path.resolve()
     return own or any(use.startswith((f"{name}, {path.resolve()}", f"{name}, {path}")) for use in row.used)
 
 
-def _is_called(row: Row, name: str, path: Path) -> bool:
-    """Return True for a term of a function of the same file that a function calls, directly or through others."""
+def _called(rows: Sequence[Row], name: str, path: Path) -> Iterator[Row]:
+    """Yield the terms of those functions of the same file that a function calls, directly or through others."""
     calls: dict[str, set[str]] = {}
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -87,7 +76,9 @@ def _is_called(row: Row, name: str, path: Path) -> bool:
         if one in calls and one not in reached:
             reached.add(one)
             left += calls[one]
-    return row.function.rpartition(".")[2] in reached and Path(row.file).resolve() == path.resolve()
+    for row in rows:
+        if row.function.rpartition(".")[2] in reached and Path(row.file).resolve() == path.resolve():
+            yield row
 
 
 def _files(path: Path) -> Iterator[tuple[Path, bytes]]:

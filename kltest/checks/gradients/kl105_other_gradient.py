@@ -13,6 +13,7 @@ from kltest.checks.stress import late, wrong
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, when_current
 from kltest.moments.tolerances import Tolerances
+from kltest.names import listed
 
 remark = other_reading
 HEADS = (kl701_top_k_bias.examine, kl703_truncated_sampler.examine)
@@ -58,12 +59,7 @@ def _places(rows: Sequence[Row]) -> str:
         how += [f"batches of {row.batch}"] if row.batch > 1 else []
         how += [f"without {row.without}"] if row.without else []
         found.setdefault(", ".join(how), []).append(row.environment)
-    named = ((how, list(dict.fromkeys(names))) for how, names in found.items())
-    places = [
-        " and ".join([", ".join(names[:-1]), names[-1]][len(names) == 1 :]) + f" ({how})" * bool(how)
-        for how, names in named
-    ]
-    return ", ".join(places)
+    return ", ".join(listed(list(dict.fromkeys(names))) + f" ({how})" * bool(how) for how, names in found.items())
 
 
 def examine(findings: Findings) -> Found | None:
