@@ -23,7 +23,7 @@ KINDS = {
     "fields": "Fields of a rollout, and the parameters that they fill",
     "checks": "Checks",
 }
-"""What is listed, and its title."""
+"""Kinds of things that are listed, and their titles."""
 
 
 def command(

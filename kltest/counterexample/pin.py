@@ -59,35 +59,11 @@ STALE_SUFFIXES = {
 FORMS = {"scalar": 0, "rows": 1, "tokens": 2}
 TENSORS = frozenset({*TABLES, "u", "p", "q"} - {"torch"})
 # Names that a file uses itself.
-TAKEN = frozenset(
-    {
-        *dir(builtins),
-        *TENSORS,
-        "torch",
-        "call",
-        "beta",
-        "importlib",
-        "json",
-        "sys",
-        "combinations",
-        "product",
-        "nullcontext",
-    }
-    | {
-        "load",
-        "rollouts",
-        "of_form",
-        "derivative",
-        "names",
-        "named",
-        "expected",
-        "size",
-        "combination",
-        "followed",
-        "measured",
-    }
-    | {"in_words", "where", "check", "pinned", *ROWS}
+_OWN = (
+    "torch call beta importlib json sys combinations product nullcontext load rollouts of_form derivative names named "
+    "expected size combination followed measured in_words where check pinned"
 )
+TAKEN = frozenset((*dir(builtins), *TENSORS, *ROWS, *_OWN.split()))
 PICKS = ("", "[0]", ".loss", "['loss']")
 
 
@@ -102,7 +78,7 @@ class NotPinnedError(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """What one setting of a loss follows, and the lines that compute it.
+    """The gradient that one setting of a loss follows, and the lines that compute it.
 
     Attributes:
         name: What messages call the setting.
@@ -135,7 +111,7 @@ class Pin:
 
     @property
     def words(self) -> list[str]:
-        """What it follows, a text for all environments in which that is the same."""
+        """The gradient that it follows, a text for all environments in which that is the same."""
         places: dict[str, list[str]] = {}
         for environment, what in self.follows.items():
             places.setdefault(in_words(what), []).append(environment)

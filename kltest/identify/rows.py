@@ -89,7 +89,7 @@ class Row(GradientRow):
 
     @property
     def besides_entropy(self) -> Combination | None:
-        """What was identified, without an entropy that was not declared, if it stands beside another term."""
+        """The identified combination, without an entropy that was not declared, if it stands beside another term."""
         if not self.entropy:
             return self.identified
         return {name: factor for name, factor in (self.identified or {}).items() if not has_entropy({name: 1.0})}

@@ -12,7 +12,7 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 class Stated(NamedTuple):
-    """What arguments and defaults say of a support: its size, and the prefix of the side that decides, if they do."""
+    """Statements of arguments and defaults on a support: its size, and the prefix of the side that decides, if they do."""
 
     size: int
     of: str | None

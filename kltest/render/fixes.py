@@ -8,7 +8,7 @@ from kltest.report import Fix
 
 
 class Fixed(Protocol):
-    """What fixes were looked for of."""
+    """A report, or a row of a scan, for which fixes were looked for."""
 
     @property
     def fixes(self) -> Sequence[Fix]:

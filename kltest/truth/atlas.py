@@ -158,7 +158,7 @@ def _off_policy(at: str, ratio: str, words: str, rows: Mapping[str, tuple[str, s
 
 @dataclass(frozen=True)
 class SupportName:
-    """What a name says of a support.
+    """The support that a name means.
 
     Attributes:
         direction: "forward" or "reverse".

@@ -79,7 +79,7 @@ def _depends_on_the_policy(experiment: LossExperiment, rollout: Rollout) -> bool
 
 
 def _withheld(experiment: LossExperiment, rollout: Rollout, prefix: str) -> dict[str, Tensor]:
-    """What the policy gets beyond its own gradient if its side is not detached, where it is minus the constant's.
+    """Gradient that the policy gets beyond its own if its side is not detached, where it is minus the constant's.
 
     A log-ratio depends on the difference of the two. Stops on what depends on the constant stay: nothing comes to the
     constant through those.

@@ -91,7 +91,7 @@ def broadcast(findings: Findings, environment: str) -> bool:
 
 
 class Unbounded(NamedTuple):
-    """What a loss follows without the bounds on its ratio, None if that has no name, and if bounds act on it at all."""
+    """The gradient of a loss without the bounds on its ratio, None if it has no name, and if bounds act on it at all."""
 
     acts: bool
     named: Combination | None

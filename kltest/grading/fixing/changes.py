@@ -325,7 +325,7 @@ class Rewrites:
                 yield Rewrite((edit,), f"{_short(text)} is left out", "statement")
 
     def _in_place(self) -> Iterator[Rewrite]:
-        """What is written into something is given a name instead: `x.mul_(y)` and `x *= y`."""
+        """A result is given a name in place of being written into something: `x.mul_(y)` and `x *= y`."""
         for statement in self.body.scopes:
             text = ""
             if isinstance(statement, ast.AugAssign):

@@ -84,7 +84,7 @@ def _is_floating(value: Any) -> bool:
 
 
 class HasFields(Protocol):
-    """What fields are found in: a batch of rollouts."""
+    """Anything that has the fields of a batch."""
 
     def peek(self, name: str) -> Any:
         """Return a field."""
