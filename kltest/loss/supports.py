@@ -12,7 +12,7 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 class Stated(NamedTuple):
-    """Statements of arguments and defaults on a support: its size, and the prefix of the side that decides, if they do."""
+    """A support as arguments and defaults state it: its size, and the prefix of the side that decides, if any."""
 
     size: int
     of: str | None

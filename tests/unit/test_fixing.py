@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,66 @@ def test_a_change_that_other_options_share_says_so(tmp_path):
     assert (
         "it changes doubled=True as well" in fixed(written(tmp_path, source), expect="local_reverse_kl").fixes[0].words
     )
+
+
+@pytest.mark.parametrize("factor", ["0.001", "SCALE"])
+@pytest.mark.parametrize("estimator", ["(ref_logp - logp).exp() - (ref_logp - logp) - 1", "logp - ref_logp"])
+def test_a_constant_coefficient_stays(tmp_path, factor, estimator):
+    source = f"""SCALE = 0.001
+
+
+def loss(logp, ref_logp, mask):
+    kl = {factor} * ({estimator})
+    return (kl * mask).sum(-1).mean()
+"""
+    report = fixed(written(tmp_path, source), expect="local_reverse_kl")
+    assert report.fixes
+    for each in report.fixes:
+        assert factor in each.text
+        assert "0.5 * (logp - ref_logp) ** 2" in each.diff
+
+
+def test_a_branch_that_a_configuration_chooses_is_changed_alone(tmp_path):
+    source = """from types import SimpleNamespace
+
+
+def loss(logp, ref_logp, mask, config=SimpleNamespace(kind="k3")):
+    if config.kind == "k3":
+        kl = (ref_logp - logp).exp() - (ref_logp - logp) - 1
+    else:
+        kl = 0.5 * (logp - ref_logp) ** 2
+    return (kl * mask).sum(-1).mean()
+"""
+    report = fixed(written(tmp_path, source), expect="local_reverse_kl")
+    assert report.fixes[0].last <= 9, "the line in the branch that is taken"
+    assert "the other branches" not in report.fixes[0].words
+    assert all("the other branches of" in each.words for each in report.fixes[1:] if each.first > 11)
+
+
+def test_a_whole_estimator_is_replaced_and_no_summand_of_it(tmp_path):
+    source = """def loss(logp, ref_logp, mask):
+    return (
+        (
+            torch.exp(ref_logp - logp)
+            - (ref_logp - logp)
+            - 1.0
+        )
+        * mask
+    ).sum(-1).mean()
+"""
+    for each in fixed(written(tmp_path, source)).fixes:
+        assert "torch.exp(ref_logp - logp).detach()" not in each.text
+
+
+def test_a_file_without_an_end_of_line_has_a_diff_that_applies(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    target = written(tmp_path, KINDS["sign"][0].rstrip("\n"))
+    report = fixed(target, expect=KINDS["sign"][1])
+    patch = tmp_path / "change.patch"
+    patch.write_text(report.fixes[0].diff, encoding="utf-8")
+    subprocess.run(["git", "init", "-q"], check=True)
+    subprocess.run(["git", "apply", patch.name], check=True)
+    assert KINDS["sign"][2] in (tmp_path / "trainer.py").read_text()
 
 
 def test_what_is_missing_is_said(tmp_path):

@@ -419,3 +419,33 @@ def test_a_column_that_is_squeezed_away_is_found_in_a_batch_of_single_tokens():
 
     assert result("KL207", squeezed).status == "fail"
     assert result("KL207", half_square).status == "pass"
+
+
+def rarely_turned(logp, ref_logp, mask):
+    kl = 0.5 * (logp - ref_logp) ** 2
+    if torch.rand(()) < 5e-4:
+        kl = -2000 * kl
+    return (kl * mask).sum(-1).mean()
+
+
+def drawn_beside(logp, ref_logp, mask, beta):
+    return torch.rand(()) + beta * (0.5 * (logp - ref_logp) ** 2 * mask).sum(-1).mean()
+
+
+def test_what_rare_random_numbers_do_is_never_passed():
+    report = grade(rarely_turned, expect="local_reverse_kl")
+    assert report.verdict == "inconclusive"
+    assert report == grade(rarely_turned, expect="local_reverse_kl"), "the same numbers are drawn in every grading"
+    # Those that the difference of two coefficients takes away are no matter of the KL part.
+    assert grade(drawn_beside, expect="local_reverse_kl").verdict == "confirmed"
+
+
+def guarded(logp, ref_logp, mask):
+    assert not ref_logp.requires_grad, "detach the reference"
+    return (0.5 * (logp - ref_logp) ** 2 * mask).sum(-1).mean()
+
+
+def test_a_guard_against_a_trainable_reference_is_what_is_wanted():
+    report = grade(guarded, expect="local_reverse_kl")
+    assert report.verdict == "confirmed"
+    assert {check.code: check.status for check in report.checks}["KL506"] == "pass"

@@ -91,7 +91,7 @@ def broadcast(findings: Findings, environment: str) -> bool:
 
 
 class Unbounded(NamedTuple):
-    """The gradient of a loss without the bounds on its ratio, None if it has no name, and if bounds act on it at all."""
+    """The gradient without the bounds on a ratio by name, None if it has none, and whether bounds act on it at all."""
 
     acts: bool
     named: Combination | None
