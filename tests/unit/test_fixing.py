@@ -214,12 +214,23 @@ def loss(logp, ref_logp, mask, config=SimpleNamespace(kind="k3")):
         kl = (ref_logp - logp).exp() - (ref_logp - logp) - 1
     else:
         kl = 0.5 * (logp - ref_logp) ** 2
-    return (kl * mask).sum(-1).mean()
+    total = (kl * mask).sum(-1).mean()
+    return total, {"size": total.item()}
 """
-    report = fixed(written(tmp_path, source), expect="local_reverse_kl")
-    assert report.fixes[0].last <= 9, "the line in the branch that is taken"
-    assert "the other branches" not in report.fixes[0].words
-    assert all("the other branches of" in each.words for each in report.fixes[1:] if each.first > 11)
+    # One line less is changed at the return, for both branches; the number that is logged forbids one in the branch.
+    first, other = fixed(written(tmp_path, source), expect="local_reverse_kl").fixes
+    assert first.last <= 9, "the line in the branch that is taken"
+    assert "the other branches" not in first.words
+    assert "the other branches of `if config.kind ==" in other.words
+
+
+def test_a_number_that_no_check_judges_is_kept(tmp_path):
+    source = """def loss(logp, ref_logp, mask):
+    penalty = ((ref_logp - logp).exp() - (ref_logp - logp) - 1) * mask
+    return penalty.sum(-1).mean(), {"size": penalty.sum().item()}
+"""
+    for each in fixed(written(tmp_path, source), expect="local_reverse_kl").fixes:
+        assert "penalty = (0.5" not in each.text
 
 
 def test_a_whole_estimator_is_replaced_and_no_summand_of_it(tmp_path):

@@ -117,3 +117,13 @@ def test_parts_of_every_size_that_is_asked_for_can_be_made(size):
     (check,) = report.checks
     assert check.code == "KL206"
     assert report.error == ""
+
+
+def token_mean(logp, ref_logp, mask, advantage, beta):
+    kl = 0.5 * (logp - ref_logp) ** 2
+    return ((beta * kl - advantage[:, None] * logp) * mask).sum() / mask.sum()
+
+
+def test_a_group_size_that_was_asked_for_is_no_size_of_batches():
+    (check,) = kltest.grade(token_mean, expect="local_reverse_kl", select="KL206", group_size=2).checks
+    assert (check.status, check.level) == ("fail", "error")
