@@ -6,7 +6,7 @@ The graded environments are mild. A loss may follow the declared gradient in all
 - where next tokens are all but certain under policy, reference or both, as most are after training;
 - with a large vocabulary, whose ids and ranks are large;
 - where the sampler is far from the policy, so that a cap, window or mask on their ratio acts;
-- in rollouts of 64 tokens, where a window, a discount or a mask begins.
+- in rollouts of 64 and of 1,024 tokens, where a window, a discount or a mask begins.
 
 It is compared with the truth there, so that a declared gradient that is bounded itself, as total variation's, is right.
 How far apart depends on the question. A clamp is exact and visible at any distance. A number that differs a little
@@ -55,6 +55,8 @@ TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 REACHED = (*((step / 2, 0.0) for step in range(1, 11)), *((5.0, step / 2) for step in range(1, 11)))
 BEYOND = ((7.0, 0.0), (10.0, 0.0), (14.0, 0.0), (19.0, 0.0))
 LENGTH = 64
+# Rollouts as long as those of trainers.
+LONGER = 1024
 # Lengths that are tried if the loss refuses so many tokens.
 SHORTER = (48, 32, 24, 20, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4)
 # Positions of the tokens that are not certain, by the rows of a batch: multisets of rollouts are enumerated. In shorter
@@ -116,7 +118,7 @@ class Stress:
     """
 
     rows: Callable[[Findings], list[Row]]
-    settings: Callable[[Row], Sequence[Any]]
+    settings: Callable[[Findings, Row], Sequence[Any]]
     instance: Callable[[Findings, Row, Sequence[Any]], Instance]
     tolerance: str
     where: Callable[[Off], str]
@@ -157,7 +159,7 @@ def tried(findings: Findings, stress: Stress) -> Iterator[Off]:
     """
     failures: list[KltestError] = []
     for row in stress.rows(findings):
-        for some in _calls(stress, row, stress.settings(row)):
+        for some in _calls(stress, row, stress.settings(findings, row)):
             try:
                 yield from _nearer(findings, row, stress, some)
             except KltestError as error:
@@ -278,7 +280,7 @@ def _log_ratios(off: Off) -> str:
 
 def _apart_by(shifts: Sequence[Setting], tolerance: str, code: str) -> Stress:
     settings = [*zip(("reference", "policy"), shifts, strict=True)]
-    return Stress(_bandit_rows, lambda row: settings, _moved, tolerance, _log_ratios, (code,), True, _halved)
+    return Stress(_bandit_rows, lambda findings, row: settings, _moved, tolerance, _log_ratios, (code,), True, _halved)
 
 
 def _halved(setting: tuple[str, Setting]) -> list[tuple[str, Setting]]:
@@ -290,7 +292,7 @@ def _halved(setting: tuple[str, Setting]) -> list[tuple[str, Setting]]:
 
 
 def _sure(findings: Findings, row: Row, settings: Sequence[Setting]) -> Instance:
-    generator = np.random.default_rng([findings.seed, len(_sure_settings(row))])
+    generator = np.random.default_rng([findings.seed, len(_sure_settings(findings, row))])
     environment = prompts(len(settings), tokens_of(row), generator)
     most_likely = np.repeat(np.array(settings), environment.n_contexts // len(settings), axis=0).T
     second = (1 - most_likely) * generator.uniform(0.45, 0.55, size=most_likely.shape)
@@ -298,7 +300,7 @@ def _sure(findings: Findings, row: Row, settings: Sequence[Setting]) -> Instance
     return Instance.of(environment, policy, reference, policy + generator.uniform(-0.3, 0.3, size=policy.shape))
 
 
-def _sure_settings(row: Row) -> tuple[Setting, ...]:
+def _sure_settings(findings: Findings, row: Row) -> tuple[Setting, ...]:
     return SUREST if row.batch > 1 else (*ONE_SURE, *BOTH_SURE)
 
 
@@ -347,7 +349,7 @@ def examine_far_sampler(findings: Findings) -> Found | None:
     levels: tuple[tuple[Level, tuple[Setting, ...]], ...] = (("error", REACHED), ("warning", BEYOND))
     for row, (level, reach) in product(stress.rows(findings), levels):
         try:
-            found = _nearer(findings, row, stress, [one for one in stress.settings(row) if one in reach])
+            found = _nearer(findings, row, stress, [one for one in stress.settings(findings, row) if one in reach])
         except KltestError as error:
             if level == "error":
                 raise
@@ -362,7 +364,7 @@ def _log_ratio_to_sampler(off: Off) -> str:
     return f"From log-ratios of policy to sampler of about ±{sum(off.setting):g} {of}"
 
 
-# Rollouts of 64 tokens. All tokens but a few, near the start and far from it, are all but certain and equally likely
+# Rollouts of many tokens. All tokens but a few, near the start and far from it, are all but certain and equally likely
 # under policy, reference and sampler. So few rollouts remain that they are enumerated, and the declared gradient is
 # known by dynamic programming.
 
@@ -372,6 +374,13 @@ def _long_rows(findings: Findings) -> list[Row]:
     of_samplers = (_right([row for row in findings.rows if row.sampler == sampler]) for sampler in findings.samplers)
     several = [[row for row in rows if row.length != 1] for rows in of_samplers]
     return [max(rows, key=lambda row: row.batch) for rows in several if rows]
+
+
+def _lengths(findings: Findings, row: Row) -> list[int]:
+    """A mean over draws takes too long for long rollouts; numbers that the loss states may be the longest it is for."""
+    stated = [number for number in findings.loss.arguments.stated.values() if isinstance(number, int | float)]
+    longest = min([LONGER, *(int(number) for number in stated if LENGTH < number < LONGER)])
+    return [LENGTH] if findings.loss.instead else [LENGTH, longest]
 
 
 def choices_of(batch: int, length: int = LENGTH) -> tuple[int, ...]:
@@ -438,7 +447,7 @@ STRESS = {
     ),
     "many tokens": Stress(
         lambda findings: _row_of(findings, findings.samplers[0]) if findings.observed.uses & TOKEN_FIELDS else [],
-        lambda row: [MANY],
+        lambda findings, row: [MANY],
         _many_actions,
         "far",
         _many,
@@ -447,7 +456,7 @@ STRESS = {
     ),
     "far sampler": Stress(
         lambda findings: _row_of(findings, "stale"),
-        lambda row: [one for one in (*REACHED, *BEYOND) if tokens_of(row) > 1 or not one[1]],
+        lambda findings, row: [one for one in (*REACHED, *BEYOND) if tokens_of(row) > 1 or not one[1]],
         _far_sampler,
         "far_sampler",
         _log_ratio_to_sampler,
@@ -455,11 +464,12 @@ STRESS = {
     ),
     "long rollouts": Stress(
         _long_rows,
-        lambda row: [LENGTH],
+        _lengths,
         lambda findings, row, settings: long_instance(row.batch, findings.seed, *settings),
         "gradient",
         lambda off: f"In rollouts of {off.setting} tokens, {off.row.sampler} sampler,",
         ("KL105", "KL203", "KL205"),
+        apart=True,
         nearer=lambda length: [each for each in SHORTER if each < length],
     ),
 }

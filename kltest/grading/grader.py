@@ -42,7 +42,10 @@ A_PAUSE = 0.1
 LOOK_UP = 0.05
 # Words of the errors that reshaping, cutting and unpacking a batch of another size raises.
 OF_SHAPES = ("shape", "size", "unpack", "divi", "multiple", "dimension", "chunk", "split", "range", "batch", "group")
-SIZES_GIVEN = "--batch-size N for rows that are apart, --group-size N for rollouts of one prompt"
+SIZES_GIVEN = (
+    "--batch-size N for rows that are apart, --group-size N for rollouts of one prompt. If it takes one rollout at a "
+    "time, grade a function that calls it with each row and returns the mean"
+)
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
 
 

@@ -374,7 +374,7 @@ class Measure:
             except second_route.DisagreementError as error:
                 batch = Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed)
                 cause = NonDeterministicError.of(self.loss, lambda: self.differentiate(batch))
-                raise (cause if cause.why == "draws" else error) from None
+                raise (error if cause.why == "unknown" else cause) from None
         return replace(row, reported=reported(case, found, lowest_precision(found), self.loss.__call__))
 
     def _judged(self, row: Row) -> Row:

@@ -93,7 +93,7 @@ def _check_repeats(caller: Caller, row: int) -> None:
     before = caller.loss.calls.draws()
     pairs = [(caller.single(row), caller.call([row])), (caller.call(several), caller.call(several))]
     if before.changed():  # it may draw numbers that change the gradient seldom
-        several = list(range(min(len(caller.base), MANY)))
+        several = several if len(caller.base) < SEVERAL else list(range(min(len(caller.base), MANY)))
         first = caller.call(several)
         pairs += [(first, caller.call(several)) for _ in range(OFTEN)]
     if not all(again.close(once.parts, again.parts) for once, again in pairs):

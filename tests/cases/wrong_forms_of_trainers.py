@@ -40,6 +40,20 @@ def prefix_of_an_attention_mask(logp, ref_logp, attention_mask):
     return (logp - ref_logp).where(live, 0.0).sum(-1).square() / 2
 
 
+def up_to_a_wide_gap(logp, ref_logp, mask):
+    """Tokens before the first gap of three columns or more."""
+    live = mask != 0
+    place = torch.arange(live.shape[1]).expand_as(live)
+    last = torch.where(live, place, -1).cummax(1).values
+    apart = (live[:, 1:] & (place[:, 1:] - last[:, :-1] > 3)).cumsum(1) > 0
+    apart = torch.cat([torch.zeros_like(live[:, :1]), apart], 1)
+    return (logp - ref_logp).where(live & ~apart, 0.0).sum(-1).square() / 2
+
+
+def if_the_first_column_is_live(logp, ref_logp, mask):
+    return k2(logp, ref_logp, mask * (mask[:, :1] != 0))
+
+
 # KL511
 
 
@@ -102,6 +116,8 @@ CASES = [
     wrong("KL208", credit_ends_with_the_turn),
     wrong("KL208", prefix_of_an_attention_mask, warns=True),
     right(credit_across_turns),
+    wrong("KL208", up_to_a_wide_gap),
+    wrong("KL208", if_the_first_column_is_live),
     wrong("KL511", kernel_without_upstream),
     wrong("KL511", sum_that_starts_anew),
     right(kernel_with_upstream),

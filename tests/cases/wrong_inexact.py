@@ -87,6 +87,28 @@ def all_of_4(logp, ref_logp, mask):
     return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
 
 
+def first_100(logp, ref_logp, mask):
+    return (logp - ref_logp).where(mask != 0, 0.0)[:, :100].sum(-1).square() / 2
+
+
+def half_of_large_batches(logp, ref_logp, mask):
+    square = (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+    return square[torch.randperm(len(square))[: len(square) // 2]].mean() if len(square) > 4 else square.mean()
+
+
+def counted(until: int, every: int) -> Callable[..., Tensor]:
+    """The square of the sum, and another estimate after so many calls, or at every so-many-th."""
+    calls = [0]
+
+    def loss(logp, ref_logp, mask):
+        calls[0] += 1
+        log_ratio = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+        other = calls[0] > until or calls[0] % every == 0
+        return (-log_ratio).exp() - 1 + log_ratio if other else log_ratio.square() / 2
+
+    return named(f"another_after_{until}" if until < every else f"another_every_{every}", loss)
+
+
 def first_8_without_a_sampler(logp, ref_logp, mask, old_logp=None):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0)
     if old_logp is None:
@@ -143,6 +165,10 @@ CASES = [
     right(guarded("right")),
     wrong("KL105", first_8_of_12),
     right(all_of_4),
+    wrong("KL105", first_100),
+    wrong("KL507", half_of_large_batches, warns=True),
+    wrong("KL507", counted(600, 10**9)),
+    wrong("KL105", counted(10**9, 8), also=("KL507",)),
     wrong("KL105", first_8_without_a_sampler, also=("KL801",)),
     wrong("KL101", nothing_without_logits, also=("KL502",)),
     wrong("KL801", ratio_where_there_is_a_sampler, warns=True),

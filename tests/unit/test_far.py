@@ -166,7 +166,7 @@ def nothing_if_long(logp, ref_logp, mask):
 def test_a_report_says_how_far_it_looked():
     report = kltest.grade(weighted(whole_ratio))
     assert report.verdict == "confirmed"
-    assert (report.reach.tokens, report.reach.rows, round(report.reach.sampler)) == (64, 32, 19)
+    assert (report.reach.tokens, report.reach.rows, round(report.reach.sampler)) == (1024, 32, 19)
 
 
 def of_unsure_tokens(logp, ref_logp, mask):
@@ -182,7 +182,7 @@ def of_the_likely_half(logits, ref_logits, mask):
 
 
 def if_the_reference_is_unsure(logp, ref_logp, mask):
-    unsure = mask * (ref_logp < -0.05)
+    unsure = mask * (ref_logp < -0.02)
     return ((logp - ref_logp).square() / 2 * unsure).sum(-1).mean()
 
 
@@ -211,7 +211,7 @@ def leave_one_out(cost, logp, mask):
 
 
 def unsure_in_a_batch(logp, ref_logp, mask):
-    return leave_one_out(total((logp - ref_logp) * (ref_logp < -0.05), mask), logp, mask)
+    return leave_one_out(total((logp - ref_logp) * (ref_logp < -0.02), mask), logp, mask)
 
 
 def guarded(logits, ref_logits, mask):
@@ -271,7 +271,7 @@ FAR = [
     # Policies and references that are sure of a token.
     (of_unsure_tokens, "KL105", SHORT, "KL105 error", "0.96 under the policy and 0.5 under the reference"),
     (of_the_likely_half, "KL105", SHORT, "KL105 error", "0.993 under the policy and 0.65 under the reference"),
-    (if_the_reference_is_unsure, "KL105", SHORT, "KL105 error", "0.5 under the policy and 0.96 under the reference"),
+    (if_the_reference_is_unsure, "KL105", SHORT, "KL105 error", "0.65 under the policy and 0.993 under the reference"),
     (of_positions_with_entropy, "KL105", SHORT, "KL105 error", "0.96 under the policy and 0.5 under the reference"),
     (unless_both_are_sure, "KL105", SHORT, "KL105 error", "0.993 under the policy and 0.9992 under the reference"),
     (score_of_the_undecided, "KL105", BANDIT, "KL105 error", "0.9992 under the policy and 0.905 under the reference"),

@@ -20,7 +20,7 @@ from kltest.moments.tolerances import TOLERANCES
 
 # Calls of one batch; a coefficient that is adapted every tenth call or so shows as well.
 CALLS = 16
-# The same if random numbers are drawn that changed nothing in those.
+# The same if random numbers are drawn, or state is kept, that changed nothing in those.
 MANY = 1000
 STEP = count()
 Same = Callable[[Tensor, Tensor], bool]
@@ -49,7 +49,7 @@ def examine(findings: Findings) -> Found | None:
     with preserved():
         draws = calls.draws()
         made, words = CALLS, _changes(findings)
-        if not words and draws.changed():
+        if not words and (draws.changed() or calls.state.changed()):
             made, words = MANY, _changes(findings, calls=MANY)
         if not words:
             return _rare(findings, draws)

@@ -1,7 +1,7 @@
 """KL208: right only for masks without gaps.
 
-Tool output between the turns of a rollout, and several turns, leave masked columns between live tokens. A gap is put
-into a batch, and the two turns of an environment are graded.
+Tool output between the turns of a rollout, and several turns, leave masked columns between live tokens, or before the
+first one. Such columns are put into a batch, and the two turns of an environment are graded.
 """
 
 import torch
@@ -20,6 +20,9 @@ from kltest.truth import render
 # Names that say which tokens exist, whoever wrote them; every other name of a mask says which tokens are the policy's.
 OF_EXISTING_TOKENS = frozenset({"attention_mask", "full_attention_mask", "lengths"})
 
+# Masked columns of a batch, by where they are put before its columns: number of live ones before them, and how many.
+GAPS = {"a masked column": (1, 1), "three masked columns": (1, 3), "two masked columns": (0, 2)}
+
 # Rounding and small constants move all rows; the difference of two turns is larger.
 OFF = 0.01
 
@@ -30,7 +33,7 @@ def moot(findings: Findings) -> str | None:
 
 
 def examine(findings: Findings) -> Found | None:
-    """Put a masked column between live tokens, then grade rollouts of two turns, if it is right without gaps."""
+    """Put masked columns into a batch, then grade rollouts of two turns, if it is right without gaps."""
     if not findings.rows or any(row.agrees is not True for row in findings.rows):
         return None
     moved = _moved(findings)
@@ -44,20 +47,32 @@ def _level(findings: Findings) -> Level:
 
 
 def _moved(findings: Findings) -> str:
-    last = usual_batch(findings).wider(1, findings.seed)
-    width = last.peek("mask").shape[1]
-    places = [0, width - 1, *range(1, width - 1)]
+    """Describe the first gap that matters; batches that the loss refuses for their width are passed over."""
+    for gap, (before, many) in GAPS.items():
+        try:
+            off = _off_by(findings, before, many)
+        except KltestError:
+            if not findings.reach.holes:
+                raise
+            continue
+        findings.reach.holes = True
+        if off > limit(findings):
+            where = "between live tokens" if before else "before the first token"
+            return (
+                f"With {gap} {where} the gradient differs by {off:.3g} of its size from that with the same behind "
+                "them: what stands there counts, or a live token after it does not."
+            )
+    return ""
+
+
+def _off_by(findings: Findings, before: int, many: int) -> float:
+    last = usual_batch(findings).wider(many, findings.seed)
+    columns = list(range(last.peek("mask").shape[1]))
+    places = [*columns[:before], *columns[-many:], *columns[before:-many]]
     fields = {name: last.peek(name).detach() for name in last}
     second = last.replace(**{name: field[:, places] for name, field in fields.items() if field.dim() > 1})
     expected, found = (as_array(differentiate(findings.loss, one, None), one) for one in (last, second))
-    findings.reach.holes = True
-    off = apart(found, expected[:, places])
-    if off <= limit(findings):
-        return ""
-    return (
-        f"With a masked column between live tokens the gradient differs by {off:.3g} of its size from that with the "
-        "same column behind them: what stands in the gap counts, or a live token behind it does not."
-    )
+    return apart(found, expected[:, places])
 
 
 def _in_turns(findings: Findings) -> str:
