@@ -76,7 +76,7 @@ Setting = tuple[float, ...]
 class Off(NamedTuple):
     """A setting at which the expected gradient is not the declared one, both (C, V), and by how much.
 
-    `noise` is what another mean over draws differs by, if the loss draws random numbers.
+    `noise` is the standard error, if the loss draws random numbers: half of what two means over draws differ by.
     """
 
     setting: Any
@@ -197,7 +197,6 @@ def compared(findings: Findings, row: Row, stress: Stress, settings: Sequence[An
     """
     for some in _calls(stress, row, settings):
         instance = stress.instance(findings, row, some)
-        findings.see(instance, row.sampler, row.batch)
         wanted, unit = target(findings.expect, instance, row.sampler), size(instance) / len(some)
         aims = np.split(wanted, len(some))
         for measure in filter(None, (findings.measure.rough, findings.measure)):
@@ -205,11 +204,14 @@ def compared(findings: Findings, row: Row, stress: Stress, settings: Sequence[An
             biases = [relative_bias(one, aim, unit) for one, aim in zip(parts, aims, strict=True)]
             if max(biases) <= ROUGHLY * TOLERANCES[AVERAGED].gradient:
                 break
+        findings.see(instance, row.sampler, row.batch)
         noises, again = [0.0] * len(some), findings.measure.again
         if again is not None and max(biases) > TOLERANCES[AVERAGED].gradient:
             others = np.split(again.expected(row, instance).gradient, len(some))
             triples = zip(parts, others, aims, strict=True)
-            noises = [norm(one - other) / (norm(aim) or unit) for one, other, aim in triples]
+            noises = [norm(one - other) / 2 / (norm(aim) or unit) for one, other, aim in triples]
+            parts = [(one + other) / 2 for one, other in zip(parts, others, strict=True)]
+            biases = [relative_bias(one, aim, unit) for one, aim in zip(parts, aims, strict=True)]
         for setting, one, aim, off, noise in zip(some, parts, aims, biases, noises, strict=True):
             yield Off(setting, row, instance, one, aim, off, noise)
 
