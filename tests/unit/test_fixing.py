@@ -106,6 +106,18 @@ def test_a_fix_of_each_kind(tmp_path, kind):
     assert fixed(f"{tmp_path / 'trainer.py'}:loss", expect=declared).verdict == "confirmed"
 
 
+def test_variables_that_nothing_reads_any_more_are_told(tmp_path):
+    source = """def loss(logp, ref_logp, mask):
+    u = ((logp - ref_logp) * mask).sum(-1)
+    weight = (-u).exp()
+    term = weight - 1 + u
+    return term
+"""
+    report = fixed(written(tmp_path, source), expect="reverse_kl")
+    assert "; nothing reads weight any more" in report.fixes[0].words
+    assert "nothing reads" not in fixed(written(tmp_path, KINDS["sign"][0]), expect="local_reverse_kl").fixes[0].words
+
+
 POLICY_LOSS = """def loss(logp, ref_logp, mask, advantages, beta=0.1):
     policy = -(logp * advantages[:, None] * mask).sum(-1).mean()
     d = ref_logp - logp

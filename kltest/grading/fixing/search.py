@@ -33,6 +33,7 @@ from kltest.loss.global_state import preserved
 from kltest.loss.placement import with_rewards
 from kltest.loss.results import Reader
 from kltest.moments import BatchOfOneError, exact
+from kltest.names import listed
 from kltest.report import Fix, Report
 from kltest.rollout import Rollout
 from kltest.truth import gradient
@@ -368,8 +369,9 @@ def _fix(
         values += "; what is logged changes"
     rows = {(row.environment, row.sampler): row.relative_variance for row in report.gradients}
     variance = rows.get(("ragged", "current"), next(iter(rows.values())))
-    words = change.words + (f"; it changes {moved} as well" if moved else "")
-    return replace(fix_of(definition, change, values), words=words, variance=variance)
+    found = fix_of(definition, change, values)
+    words = found.words + (f"; it changes {moved} as well" if moved else "")
+    return replace(found, words=words, variance=variance)
 
 
 def fix_of(definition: Editable, change: Rewrite, value: str) -> Fix:
@@ -388,12 +390,26 @@ def fix_of(definition: Editable, change: Rewrite, value: str) -> Fix:
         last=len(old) - tail,
         text="".join(new[first : len(new) - tail]),
         diff=diff,
-        words=change.words,
+        words=change.words + _left_over(definition, text),
         value=value,
         variance=None,
         needs_logits=change.needs_logits,
         digest=hashlib.sha256(definition.text.encode()).hexdigest(),
     )
+
+
+def _left_over(definition: Editable, text: str) -> str:
+    """Say which variables of the function nothing reads after a change."""
+    place = definition.node.name, definition.node.lineno
+    functions = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef))
+    after = next((node for node in functions if (node.name, node.lineno) == place), definition.node)
+    read, still_read = (_names(node, ast.Load) for node in (definition.node, after))
+    names = sorted((read - still_read) & _names(after, ast.Store))
+    return f"; nothing reads {listed(names)} any more" if names else ""
+
+
+def _names(function: ast.FunctionDef, use: type[ast.expr_context]) -> set[str]:
+    return {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, use)}
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:
