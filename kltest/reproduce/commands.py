@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kltest.errors import INTERRUPTED, KltestError, UsageError
-from kltest.files import as_csv, as_json, as_markdown, held, writable, write
+from kltest.files import as_csv, as_json, as_markdown, held, relative, writable, write
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import LEFT_OUT, Claim, score
 from kltest.reproduce.experiment import Computed, Experiment, Request
@@ -100,7 +100,7 @@ def paper(*, output: Path | str | None = None) -> int:
 
 def _prepare(output: Path | str | None, request: Request | None = None) -> tuple[Checkout, Path]:
     checkout = Checkout.find()
-    folder = writable(Path(output) if output is not None else checkout.root / "results")
+    folder = Path(relative(writable(Path(output) if output is not None else checkout.root / "results"), Path.cwd()))
     if request is not None and request.cluster is not None:
         connect(request.cluster)
     return checkout, folder
@@ -119,8 +119,9 @@ def _experiments(
     """Run experiments; with `recorded`, the quick scale of those whose full one is kept in the repository."""
     claims: list[Claim] = []
     failed = False
-    for name in names:
-        outcome = _attempt(name, _run, Experiment(checkout, name), folder, request, recorded)
+    for place, name in enumerate(names, 1):
+        label = f"{place} of {len(names)} {name}" if len(names) > 1 else name
+        outcome = _attempt(name, _run, Experiment(checkout, name), folder, request, recorded, label)
         if outcome is None:
             failed = True
             claims.append(Claim(name, "all of its claims", "", "", "the experiment failed", None))
@@ -133,10 +134,10 @@ def _experiments(
     return claims, failed
 
 
-def _run(experiment: Experiment, folder: Path, request: Request, recorded: bool) -> Computed:
+def _run(experiment: Experiment, folder: Path, request: Request, recorded: bool, label: str) -> Computed:
     if recorded and request.scale != "quick" and experiment.settings.recorded:
         request = replace(request, scale="quick")
-    return experiment.run(folder, request)
+    return experiment.run(folder, request, label)
 
 
 def _tell(name: str, failures: Sequence[Failure]) -> None:

@@ -119,9 +119,10 @@ class Experiment:
     def _grid(self, request: Request) -> Mapping[str, Any]:
         return self.settings.grid(request.scale, request.changes, request.seeds)
 
-    def run(self, output: Path, request: Request = Request()) -> Computed:
+    def run(self, output: Path, request: Request = Request(), label: str = "") -> Computed:
         """Compute what is missing, then write all files of the experiment to output/NAME/.
 
+        `label` is what its progress is called, its name if empty.
         With settings or seeds of a person's own they go to output/NAME@THESE/, where no figure and no paper looks.
         """
         claims_of = self.checkout.load("experiments", self.name, "claims")
@@ -134,7 +135,7 @@ class Experiment:
                 partial(compute_all, self.checkout, self.name),
                 configurations,
                 store,
-                label=self.name,
+                label=label or self.name,
                 batching=getattr(module, "BATCHING", Batching()),
                 workers=request.workers,
                 cluster=request.cluster,

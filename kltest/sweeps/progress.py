@@ -1,4 +1,4 @@
-"""Progress of long work: a bar with the time left on a terminal, a plain line a percent elsewhere."""
+"""Progress of long work: a bar with the time left on a terminal, a plain line each ten percent elsewhere."""
 
 import sys
 import time
@@ -36,8 +36,8 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], advance=by, total=self.total, what=what)
             return
         percent = 100 * self.done // self.total
-        if percent > self._shown:
-            self._shown = percent
+        if percent // 10 > self._shown:
+            self._shown = percent // 10
             left = f", {self._left()} left" if self.done < self.total else ""
             line = f"{self.label}: {percent:3d} % ({self.done} of {self.total}{left}) {what}"
             print(line.rstrip(), file=self.stream, flush=True)
