@@ -143,7 +143,6 @@ def test_everything_is_made_and_the_summary_ends_it(checkout, capsys):
     out = capsys.readouterr().out
     assert "1 of 1 claims agree, 0 disagree, 0 not run" in out
     assert "roots are small" not in out
-    results = checkout / "results"
     assert "Every claim is in results/summary.md, the paper is results/paper/paper.pdf." in out
     assert "roots are small" in made["summary.md"].decode()
 
