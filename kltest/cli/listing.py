@@ -45,7 +45,7 @@ def as_text(kind: str = "") -> str:
             rows = LISTED[name]()
             heads = [*rows[0]]
             lines += [title, table(heads, [[*map(str, row.values())] for row in rows], whole=heads[:-1], indent=2), ""]
-    lines.append("`kltest explain NAME` describes an estimator, a named gradient or a check in full.")
+    lines.append("`kltest explain NAME` gives the formula of an estimator or a named gradient, and all about a check.")
     return "\n".join([*lines, "`kltest grade NAME` grades an estimator."]) + "\n"
 
 
@@ -86,11 +86,11 @@ def _estimators() -> list[Entry]:
     found = []
     for name, estimator in registry().items():
         spec = estimator.spec
-        sampler = "stale" if spec.off_policy_only else "current"
-        bandit, sequence = (follows(spec, environment, sampler) for environment in ("bandit", "sequence"))
-        named = bandit if bandit == sequence else f"{bandit} on a bandit, {sequence} on sequences"
-        words = f"{spec.formula}\n→ {named}{' (stale sampler)' * spec.off_policy_only}"
-        found.append({"name": name, "placement": placement(spec), "formula → expected gradient": words})
+        combination = spec.expectation("sequence", "stale" if spec.off_policy_only else "current")
+        rounded = combination and {each: round(factor, 3) for each, factor in combination.items()}
+        words = "unnamed" if rounded is None else plain(rounded)
+        words += " (stale sampler)" * spec.off_policy_only
+        found.append({"name": name, "placement": placement(spec), "follows on sequences": words})
     return found
 
 
