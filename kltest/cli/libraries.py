@@ -19,6 +19,7 @@ from kltest.scoreboard import recorded
 from kltest.scoreboard.history import history
 from kltest.scoreboard.measurement import Measurement, check_patterns, libraries, requested
 from kltest.scoreboard.rows import matches, summary
+from kltest.scoreboard.table import frame, right
 
 
 def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
@@ -35,6 +36,8 @@ def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
         measured = f"measured in {versions}" if versions else "not measured yet"
         covered = f"; releases since {library.since}" if library.since else ""
         print(f"{library.name} ({library.homepage}): {measured}{covered}")
+        if there := [rows[setting.name] for setting in chosen if setting.name in rows]:
+            print(*wrap(right(frame(there, programs=False)), indent="  "), sep="\n")
         for setting in chosen:
             mark = " (default)" if setting.default else " (recipe)" if setting.recipe else ""
             print(f"  {setting.name}{mark}")

@@ -15,6 +15,7 @@ from kltest.errors import INTERRUPTED, KltestError, UsageError
 from kltest.files import PACKAGE, contents, writable, write
 from kltest.grading.isolated import terminated_as_interrupted
 from kltest.render.markdown import escape
+from kltest.render.tables import wrap
 from kltest.render.words import one_line, time_spent
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import NEWEST, exact_version, install
@@ -184,10 +185,10 @@ def code() -> str:
 def _show(rows: Sequence[BoardRow], stored: Sequence[BoardRow], folder: Path) -> None:
     """Print the rows that were measured, and write the scoreboard of all rows in the store."""
     from kltest.scoreboard.pages import files
-    from kltest.scoreboard.table import COLUMNS, frame
+    from kltest.scoreboard.table import COLUMNS, frame, right
 
     for title, group in frame(rows, programs=False).groupby("title", sort=False):
-        print(f"\n{title}")
+        print(f"\n{title}", *wrap(right(group), indent="  "), sep="\n")
         for line in group.to_dict("records"):
             print(f"  {line['setting']}" + (f" ({line['mark']})" if line["mark"] else ""))
             for column in ("one_step", "sequences", "off_policy", "checks", "logged"):

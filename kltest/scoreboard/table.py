@@ -9,6 +9,7 @@ from pandas import DataFrame
 
 from kltest.adapters import NAMES, find
 from kltest.checks import CHECKS
+from kltest.names import listed
 from kltest.scoreboard.classes import CLASSES, EQUAL_LENGTHS, NO_RATIO, at_equal_lengths, class_of, off_policy
 from kltest.scoreboard.rows import BoardRow, combination, factor, leaked
 
@@ -90,10 +91,7 @@ def summary(rows: Sequence[BoardRow]) -> DataFrame:
     """Return the defaults as cells of a table in Markdown, a line each."""
     found = []
     for line in defaults(rows).to_dict("records"):
-        instead = [
-            f"`{each['setting']}`{OURS * (each['mark'] == 'recipe')}{FRESH * (each['kind'] == 'on-policy')}"
-            for each in line["instead"]
-        ]
+        instead = [_named({**each, "setting": f"`{each['setting']}`"}) for each in line["instead"]]
         shown = ", ".join(instead[:MOST]) + " …" * (len(instead) > MOST)
         cells = (f"{line['library']} {line['version']}<br>`{line['setting']}`", line["follows"], line["stale"])
         found.append(dict(zip(SUMMARY.values(), (*cells, shown or "–", line["unset"]), strict=True)))
@@ -104,6 +102,18 @@ def following(table: DataFrame, *, off_policy: bool = False) -> DataFrame:
     """Return the lines that follow ∇KL(π‖ref), at least on-policy, or `off_policy` too; recipes last."""
     right = table[table["kind"].isin(("whole",) if off_policy else ("whole", "on-policy"))]
     return right.sort_values("mark", key=lambda marks: marks == "recipe", kind="stable")
+
+
+def right(table: DataFrame) -> str:
+    """Say in a sentence which lines of one library's table follow ∇KL(π‖ref)."""
+    lines = following(table).to_dict("records")
+    if not lines:
+        return "no setting follows ∇KL(π‖ref)"
+    return f"∇KL(π‖ref) is followed by {listed([_named(line) for line in lines])}"
+
+
+def _named(line: Mapping[str, Any]) -> str:
+    return f"{line['setting']}{OURS * (line['mark'] == 'recipe')}{FRESH * (line['kind'] == 'on-policy')}"
 
 
 def _line(each: BoardRow, programs: bool) -> dict[str, Any]:

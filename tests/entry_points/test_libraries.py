@@ -329,6 +329,7 @@ def test_every_adapter_is_well_made(name):
 def test_every_library_and_setting_is_listed(capsys):
     assert listing() == 0
     listed = capsys.readouterr().out
+    assert "∇KL(π‖ref) is followed by rloo/defaults (on-policy)," in listed
     for name in NAMES:
         assert f"\n{name} (https://" in f"\n{listed}"
         for setting in find(name).settings:
@@ -342,7 +343,8 @@ def test_a_listing_tells_what_was_recorded_of_settings_that_fit_patterns(measure
     monkeypatch.setattr(recorded, "read", lambda: list(rows.values()))
     assert listing([str(made_up)], ["penalty/l*"]) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"^  (\S+)", out, re.M) == ["penalty/linear", "penalty/leaves"]
+    assert re.findall(r"^  (\S+)", out, re.M) == ["no", "penalty/linear", "penalty/leaves"]
+    assert "\n  no setting follows ∇KL(π‖ref)\n" in out
     assert "measured in 1.0" in out
     assert re.search(r"penalty/linear \(default\)\n +bandit, current: zero; [^(]*\(KL101, KL105\)", out)
     with pytest.raises(UsageError, match="none of these libraries has such a setting"):
