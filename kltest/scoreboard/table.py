@@ -112,7 +112,7 @@ def right(table: DataFrame) -> str:
     return f"∇KL(π‖ref) is followed by {listed([_named(line) for line in lines])}"
 
 
-def _named(line: Mapping[str, Any]) -> str:
+def _named(line: Mapping[Any, Any]) -> str:
     return f"{line['setting']}{OURS * (line['mark'] == 'recipe')}{FRESH * (line['kind'] == 'on-policy')}"
 
 
