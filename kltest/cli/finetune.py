@@ -100,28 +100,48 @@ def command(
             "completions are all counted (--kl: of this one).",
         ),
     ] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Instead of training: draw the runs in two folders, reward against KL."),
+    ] = None,
     list_only: Annotated[bool, typer.Option("--list", help="List all settings and metrics.")] = False,
 ) -> int:
     if list_only:
         return listing()
+    if compare:
+        return _compare(compare, output)
     given = {"model": model, "task": task, "kl": kl, "beta": beta, "steps": steps, "seed": seed}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if exact:
         others = {"settings": settings, "again": again, "set": changes}
         return _exact(values | {name: value for name, value in others.items() if value}, output)
+    from kltest.finetune.picture import PICTURE, draw, stored
     from kltest.finetune.run import run
     from kltest.finetune.settings import changed, read, settings_of
 
     # Options win over the file, and changes over both.
-    stored = {} if settings is None else read(Path(settings))
-    chosen = settings_of(changed(stored | values, changes or []), settings or "--set")
+    of_file = {} if settings is None else read(Path(settings))
+    chosen = settings_of(changed(of_file | values, changes or []), settings or "--set")
     folder = Path(output) if output else Path(FOLDER) / chosen.key
     try:
         records = run(chosen, folder, again=again)
     except KeyboardInterrupt:
         print(f"kltest: interrupted; all is stored in {folder}; run the same command to continue", file=sys.stderr)
         return INTERRUPTED
-    print(_evaluations(records), f"Metrics, checkpoint and model are in {folder}.", sep="\n")
+    picture = draw([stored(folder)], folder / PICTURE)
+    print(_evaluations(records), f"Metrics, checkpoint and model are in {folder}, a picture is {picture}.", sep="\n")
+    return 0
+
+
+def _compare(folders: Sequence[Path], output: str | None) -> int:
+    """Draw two runs in one picture, and print the evaluations of each."""
+    from kltest.finetune.picture import PICTURE, draw, stored
+
+    runs = [(f"{folder.name}: {words}", records) for folder in folders for words, records in [stored(folder)]]
+    picture = draw(runs, writable(Path(output or FOLDER)) / PICTURE)
+    for label, records in runs:
+        print(label, _evaluations(records), "", sep="\n")
+    print(f"The picture is {picture}.")
     return 0
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -62,6 +63,8 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
         # Spreading so little work over threads costs more than it gains, and much more if cores are shared.
         torch.set_num_threads(settings.threads or 1)
     task = task_named(settings.task, settings.keys)
+    if not quiet and (told := getattr(task, "told", "")):
+        print(told, file=sys.stderr)
     task.draw("held-out", 1, np.random.default_rng(0))  # refuses a task that could not be measured
     device = device_of(settings.device)
     files = RunFolder(folder, settings, again=again)

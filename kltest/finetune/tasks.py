@@ -117,7 +117,7 @@ class Lines:
     """`{"prompt": "2+3=", "answer": "5"}` on each line.
 
     Optional keys are `completion`, a whole right text for supervised learning, and `split`: train, held-out or
-    out-of-distribution, by default from a hash of the prompt.
+    out-of-distribution, by default from a hash of the prompt. `told` says how they were split.
 
     The reward is 1 if the answer equals the text after the last `####`, `\\boxed{` or `Answer:` of a completion, or its
     last line if there is none of these. An answer may have such a mark, too. Surrounding blanks, a final full stop and
@@ -130,6 +130,8 @@ class Lines:
         self.name, self._problems = name, problems
         everything = [one for part in problems.values() for one in part]
         self.prompts = [one.prompt for one in everything]
+        counts = ", ".join(f"{len(part)} {split}" for split, part in problems.items() if part)
+        self.told = f"{len(everything)} problems: {counts}; those without a split by a hash of the prompt"
         self.characters = "".join(sorted(set("".join(one.prompt + one.completion for one in everything))))
 
     @classmethod
@@ -143,10 +145,19 @@ class Lines:
         except OSError as error:
             raise UsageError(f"task jsonl:{path}: it cannot be read: {error.strerror}") from None
         problems: dict[Split, list[Problem]] = {split: [] for split in SPLITS}
+        said = False
         for number, line in enumerate(content.split(b"\n"), start=1):
             if line.strip():
                 split, problem = _problem_of(line, f"{path}, line {number}", dict(pairs))
-                problems[split].append(problem)
+                said |= split is not None
+                problems[split or ("held-out" if is_held_out(problem.prompt) else "train")].append(problem)
+        train, held_out = problems["train"], problems["held-out"]
+        if not said and len({one.prompt for one in (*train, *held_out)}) > 1:  # few lines may all fall into one of them
+            for full, empty in ((train, held_out), (held_out, train)):
+                if not empty:
+                    moved = max(full, key=lambda one: blake2b(one.prompt.encode()).digest()).prompt
+                    empty += [one for one in full if one.prompt == moved]
+                    full[:] = [one for one in full if one.prompt != moved]
         if not problems["train"]:
             raise UsageError(f"task jsonl:{path}: there is no problem in it to train on")
         return cls(f"jsonl:{blake2b(content, digest_size=8).hexdigest()}", problems)
@@ -166,7 +177,7 @@ class Lines:
         return float(_plain(marked[-1] if marked else lines[-1]) == _plain(wanted))
 
 
-def _problem_of(line: bytes, where: str, names: Mapping[str, str]) -> tuple[Split, Problem]:
+def _problem_of(line: bytes, where: str, names: Mapping[str, str]) -> tuple[Split | None, Problem]:
     try:
         value = json.loads(line)
     except ValueError as error:
@@ -185,7 +196,7 @@ def _problem_of(line: bytes, where: str, names: Mapping[str, str]) -> tuple[Spli
             raise UsageError(f'{where}: "{names.get(name, name)}" must be a text that is not empty; it is {text!r}')
     if chosen not in (None, *SPLITS):
         raise UsageError(f'{where}: "split" is one of {", ".join(SPLITS)}; it is {chosen!r}')
-    return chosen or ("held-out" if is_held_out(problem["prompt"]) else "train"), Problem(**problem)
+    return chosen, Problem(**problem)
 
 
 def _plain(text: str) -> str:

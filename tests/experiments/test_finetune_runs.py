@@ -28,6 +28,7 @@ from kltest.finetune.checkpoints import RunFolder
 from kltest.finetune.evaluation import compared, evaluate
 from kltest.finetune.models import load
 from kltest.finetune.objective import Fields, Objective, advantages
+from kltest.finetune.picture import drawn
 from kltest.finetune.run import run
 from kltest.finetune.tasks import task_named
 from kltest.language_models import generation
@@ -358,3 +359,25 @@ def test_the_command_line(tmp_path, finished, monkeypatch):
     listed = CliRunner().invoke(app, ["finetune", "--list"]).stdout
     assert all(name in listed for name in (*METRICS, "beta", "gradient_every"))
     assert not list(Path(tmp_path).iterdir())
+    assert (finished / "reward-against-kl.png").read_bytes().startswith(b"\x89PNG")
+    both = CliRunner().invoke(app, ["finetune", "--compare", str(finished), str(finished), "--output", str(tmp_path)])
+    assert both.exit_code == 0, both.output
+    assert both.stdout.count(f"{finished.name}: k1-reward, β = 0.1") == 2
+    assert (tmp_path / "reward-against-kl.png").stat().st_size > (finished / "reward-against-kl.png").stat().st_size / 2
+    for broken in (tmp_path, tmp_path / "none"):
+        refused = CliRunner().invoke(app, ["finetune", "--compare", str(finished), str(broken)])
+        assert refused.exit_code == 2
+        assert f"{broken} holds no run" in " ".join(refused.output.split())
+
+
+def test_runs_are_drawn_as_they_were_measured():
+    ends = {"": 0.0, "_low": -0.1, "_high": 0.2}
+    record = {f"{name}{end}": n + far for n, name in enumerate(("kl", "reward_held_out")) for end, far in ends.items()}
+    (axes,) = drawn([("a run", [{"step": 0}, record])]).axes
+    (found,) = axes.containers
+    line, _, (across, along) = found.lines
+    assert line.get_xydata().tolist() == [[0.0, 1.0]]
+    np.testing.assert_allclose(across.get_segments(), [[[-0.1, 1.0], [0.2, 1.0]]])
+    np.testing.assert_allclose(along.get_segments(), [[[0.0, 0.9], [0.0, 1.2]]])
+    with pytest.raises(UsageError, match="a run: the run has no evaluation to draw"):
+        drawn([("a run", [{"step": 0}])])

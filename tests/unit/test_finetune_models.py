@@ -167,6 +167,9 @@ def test_addition_is_rewarded_for_the_sum_alone():
         assert task.reward(problem, wrong) == 0.0
 
 
+GENERATOR = np.random.default_rng(0)
+
+
 def lines_file(tmp_path, *lines):
     path = tmp_path / "task.jsonl"
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
@@ -190,6 +193,17 @@ def test_a_file_of_prompts(tmp_path):
     assert task.reward(other, "#### 1001") == 1.0
     with pytest.raises(UsageError, match="out-of-distribution"):
         task.draw("out-of-distribution", 1, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("many", [2, 3, 10])
+def test_a_few_lines_are_split_as_they_are(tmp_path, many):
+    for shift in range(30):  # hashes of some of them put all prompts into one split
+        task = task_named(lines_file(tmp_path, *({"prompt": f"{shift + n}=", "answer": "1"} for n in range(many))))
+        one, other = ({each.prompt for each in task.draw(split, 200, GENERATOR)} for split in ("train", "held-out"))
+        assert one
+        assert other
+        assert not one & other
+        assert task.told.startswith(f"{many} problems: {len(one)} train, {len(other)} held-out; ")
 
 
 @pytest.mark.parametrize(
