@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import sys
+import tempfile
+import webbrowser
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,6 +58,22 @@ def destinations(texts: Iterable[str], formats: Collection[str] = FORMATS) -> li
         if destination not in found:
             found.append(destination)
     return found
+
+
+def with_page(texts: Sequence[str]) -> tuple[list[str], Path]:
+    """Return `--output` with an HTML file among its destinations, one in a temporary folder if there is none."""
+    for text in texts:
+        form, _, path = text.partition(":")
+        if form == "html" and path not in ("", "-"):
+            return [*texts], Path(path)
+    page = Path(tempfile.mkdtemp(prefix="kltest-"), "report.html")
+    return [*texts, f"html:{page}"], page
+
+
+def show(page: Path) -> None:
+    """Open a page in the browser, or say where it is."""
+    if not webbrowser.open(page.resolve().as_uri()):
+        print(f"kltest: no browser could be started; the report is {page}", file=sys.stderr)
 
 
 def write(

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from kltest.cli import fixes
-from kltest.cli.destinations import Destination, destinations, write
+from kltest.cli.destinations import Destination, destinations, show, with_page, write
 from kltest.cli.parameters import given, take
 from kltest.errors import INTERRUPTED, UsageError
 from kltest.grading.configuration import NO_CACHE, Configuration, Target, nearest
@@ -61,6 +61,9 @@ def command(
             "or a file; repeatable [default: text].",
         ),
     ] = None,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="Open the report as a page in the browser; --output html:PATH keeps it.")
+    ] = False,
     fix: Annotated[
         str | None,
         typer.Option(
@@ -100,7 +103,11 @@ def command(
     if verbose and quiet:
         raise UsageError("--verbose and --quiet exclude each other; give one of them")
     verbosity = {"verbose": verbose, "quiet": quiet} if verbose or quiet else configuration.verbosity
-    where = destinations(output or configuration.outputs or ["text"])
+    outputs = output or configuration.outputs or ["text"]
+    page = None
+    if open_page:
+        outputs, page = with_page(outputs)
+    where = destinations(outputs)
     old = None if diff is None else (diff, read(diff))
     jobs = _jobs(targets or [], chosen, configuration, fix=fixes.asked(fix))
     if not jobs:
@@ -112,7 +119,10 @@ def command(
         reader = _Reader(Path(folder), never=call)
         if read_only:
             jobs = [one for job in jobs for one in reader.read(job)]
-        return _run(jobs, where, old, verbosity, reader, apply=fix == fixes.APPLY)
+        code = _run(jobs, where, old, verbosity, reader, apply=fix == fixes.APPLY)
+    if page and page.is_file():
+        show(page)
+    return code
 
 
 take(command, [option for option in OPTIONS.values() if option.flag])

@@ -11,6 +11,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import jsonschema
 import pytest
@@ -159,6 +161,21 @@ def test_the_first_screen_is_short_and_the_rest_is_there_when_it_is_requested():
         assert part not in short
     lines = call("grade", "losses.py:k3", "losses.py:truth", *BANDIT, "-q").stdout.splitlines()
     assert [line.split(":")[0] for line in lines] == ["REFUTED  losses.py", "CONFIRMED  losses.py"]
+
+
+@pytest.mark.parametrize("given", [[], ["--output", "html:page.html"]])
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_report_is_opened_as_a_page(given, starts, monkeypatch, folder):
+    opened = []
+    monkeypatch.setattr(GRADED, canned("refuted"))
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or starts)
+    result = call("grade", "one", "--open", *given, code=1)
+    page = Path(url2pathname(urlparse(opened[0]).path))
+    assert "<html" in page.read_text("utf-8")
+    assert (page == folder / "page.html") is bool(given)
+    assert ("no browser could be started" in result.stderr) is not starts
+    call("grade", "one", "--open", "--seed", "x", code=2)
+    assert len(opened) == 1
 
 
 def without_a_folder(jobs, *others):
