@@ -58,6 +58,7 @@ def _rendered(name: str, table: DataFrame, **values: Any) -> str:
     return template(name).render(
         columns=COLUMNS,
         classes=CLASSES,
+        kinds=[kind for kind in CLASSES if kind in set(table["kind"])],
         depths=DEPTHS,
         defaults=defaults(list(table["row"])).to_dict("records"),
         summary=summary(list(table["row"])).to_dict("records"),

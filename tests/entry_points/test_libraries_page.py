@@ -56,10 +56,20 @@ def test_it_is_static_and_nothing_is_loaded():
     text = html(frame(ROWS))
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
     assert policy == "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'"
-    assert not re.search(r"<(?:script|link|img|iframe|input)|src=|@import|url\(", text)
+    assert not re.search(r"<(?:script|link|img|iframe|input(?! type=.radio))|src=|@import|url\(", text)
     assert "so &amp; so &lt;there&gt;" in text
     assert "With other log-probs and token ids at padded positions, the loss gives 2 where it" in markdown(frame(ROWS))
     broken = {**ROWS[0], "error": "<script>alert(1)</script> | `x` \n next", "gradients": []}
     assert "<script>" not in html(frame([broken])) + markdown(frame([broken]))
     (line,) = [line for line in markdown(frame([broken])).splitlines() if line.startswith("| `penalty/square`")]
     assert "\\|" in line
+
+
+def test_settings_are_filtered_by_what_they_follow_without_a_script():
+    table = frame(ROWS)
+    text = html(table)
+    shown = re.findall(r'type="radio" name="show" id="show-([\w-]+)"', text)
+    assert set(shown) == set(table["kind"])
+    for kind in shown:
+        assert f"body:has(#show-{kind}:checked) .kinds:not(.kind-{kind}) {{ display: none; }}" in text
+        assert text.count(f'<tbody class="kinds kind-{kind} ') == (table["kind"] == kind).sum()
