@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from kltest.truth import support_named
+
 WHOLE = {
     "reverse_kl": "(p * u.sum(-1)).sum()",
     "forward_kl": "({ref_logp}.exp() * -u.sum(-1)).sum()",
@@ -50,6 +52,7 @@ def as_torch(combination: Mapping[str, float], *, masked: bool) -> str:
     each rollout under the policy, `reward` (N,), `logits`, and `mask`, always if lengths vary (`masked`).
     """
     sums = {name: summed(name, "mask" if masked else "") for name in ("logp", "ref_logp", "old_logp")}
+    sums["live"] = " * mask" if masked else ""
     terms = ((coefficient, _term(name).format(**sums)) for name, coefficient in combination.items())
     return " + ".join(term if coefficient == 1 else f"{coefficient!r} * {term}" for coefficient, term in terms)
 
@@ -68,4 +71,33 @@ def _term(name: str) -> str:
         "mean_ratio": "(({logp} - {old_logp}) / mask.sum(-1))[:, None].exp() * ",
     }.get(at, "")
     chance = "{old_logp}.exp()" if at else "p.detach()"
+    if base not in WEIGHTS:
+        return f"({chance} * ({_next_token(base)}[at]{{live}}).sum(-1)).sum()"
     return f"({chance} * (logp * ({ratio}{WEIGHTS[base]}).detach()).sum(-1)).sum()"
+
+
+def _next_token(base: str) -> str:
+    """Return a divergence of next-token distributions (C,), or a sum over a support, from `logits` and `ref`."""
+    policy = "logits.log_softmax(-1)"
+    stated = support_named(base)
+    if stated is None:
+        mixed = "(p * (2 * p / (p + q)).log() + q * (2 * q / (p + q)).log()).sum(-1) / 2"
+        return f"(lambda p, q: {mixed})({policy}.exp(), ref.exp())"
+    deciding = "ref" if stated.whose == "top" else "logits"
+    ids = f"{deciding}.topk({support_tokens(stated.k)}, -1).indices"
+    one, other = (
+        f"{side}.gather(-1, {ids})" for side in ((policy, "ref") if stated.direction == "reverse" else ("ref", policy))
+    )
+    if stated.kind == "renormalised":
+        one, other = f"{one}.log_softmax(-1)", f"{other}.log_softmax(-1)"
+    total = "(a.exp() * (a - b)).sum(-1)"
+    if stated.kind == "tail":
+        outside = "1 - {}.exp().sum(-1)"
+        a, b = (f"({outside.format(side)})" for side in "ab")
+        total = f"{total} + {a} * ({a} / {b}).log()"
+    return f"(lambda a, b: {total})({one}, {other})"
+
+
+def support_tokens(k: int) -> str:
+    """Return how many tokens a support of k has, as `kltest.names.support_size` says."""
+    return f"max(1, min({k}, logits.shape[-1] - 2))"

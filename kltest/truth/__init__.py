@@ -6,7 +6,7 @@ Names are listed, parsed and rendered without numpy or torch; functions that com
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kltest.truth.atlas import ATLAS, FURTHER, NamedGradient, of_support, parse, plain, render, support_named
+from kltest.truth.atlas import ATLAS, FURTHER, NamedGradient, of_support, parse, plain, render, resized, support_named
 
 if TYPE_CHECKING:
     from kltest.truth.autograd import gradient_again
@@ -35,6 +35,7 @@ __all__ = [
     "parse",
     "plain",
     "render",
+    "resized",
     "support_named",
     "value",
 ]

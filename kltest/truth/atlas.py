@@ -12,7 +12,7 @@ has ρ̄ there.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kltest.errors import UsageError, did_you_mean
 
@@ -172,6 +172,9 @@ class SupportName:
     k: int
     kind: str
 
+    def __str__(self) -> str:
+        return f"local_{self.direction}_kl_{self.whose}{self.k}{f'_{self.kind}' if self.kind else ''}"
+
 
 _SUPPORT = re.compile(r"local_(forward|reverse)_kl_(top|own)([1-9]\d{0,4})(?:_(renormalised|tail))?")
 _SUMS = {
@@ -185,6 +188,13 @@ def support_named(base: str) -> SupportName | None:
     """Return what a name without a sampler says of a support; None if it says nothing."""
     found = _SUPPORT.fullmatch(base)
     return found and SupportName(found[1], found[2], int(found[3]), found[4] or "")
+
+
+def resized(name: str, k: int) -> str:
+    """Return the name of the same gradient over a support of k tokens; one that says nothing of a support as it is."""
+    base, at, sampler = name.partition("@")
+    stated = support_named(base)
+    return f"{replace(stated, k=k)}{at}{sampler}" if stated else name
 
 
 def of_support(k: int, of: str) -> tuple[str, ...]:

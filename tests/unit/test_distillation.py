@@ -68,6 +68,74 @@ def test_a_support_of_any_size_is_named_by_it(k):
         assert row.identified == pytest.approx({f"local_reverse_kl_own{k}_tail": 1.0})
 
 
+def summed(topk_logp, ref_topk_logp):
+    return (ref_topk_logp.exp() * (ref_topk_logp - topk_logp)).sum(-1)
+
+
+def averaged(topk_logp, ref_topk_logp):
+    return (ref_topk_logp.exp() * (ref_topk_logp - topk_logp)).mean(-1)
+
+
+def of_four(topk_logp, ref_topk_logp):
+    """Right for four tokens and for no other number."""
+    return summed(topk_logp, ref_topk_logp) * (1 if topk_logp.shape[-1] == 4 else 2)
+
+
+def of_three_at_most(topk_logp, ref_topk_logp):
+    return summed(topk_logp[..., :3], ref_topk_logp[..., :3])
+
+
+def tailed(topk_logp, ref_topk_logp, k=3):
+    outside, ref_outside = (1 - one.exp().sum(-1) for one in (topk_logp, ref_topk_logp))
+    return summed(topk_logp, ref_topk_logp) + ref_outside * (ref_outside.log() - outside.log())
+
+
+@pytest.mark.parametrize("expect", ["local_forward_kl_top4", "reverse_kl"])
+def test_a_sum_over_the_tokens_that_is_divided_by_their_number_is_another_multiple_for_each_number(expect):
+    failed = codes(averaged, expect=expect)
+    assert "4 times as much over 1, 2 times as much over 2 and 1.333 times as much over 3" in failed["KL701"].message
+    assert "divided by their number" in failed["KL701"].message
+    # Nothing else of what happens in smaller vocabularies is said.
+    assert failed.keys() <= {"KL106", "KL701"}
+
+
+def test_a_loss_that_was_written_for_one_number_of_tokens_is_refuted():
+    failed = codes(of_four, expect="local_forward_kl_top4")
+    assert "2 times as much over 1" in failed["KL701"].message
+    assert "divided" not in failed["KL701"].message
+    assert (
+        kltest.grade(of_four, expect="local_forward_kl_top4", arguments={"k": 4}, select="KL7").verdict == "confirmed"
+    )
+    assert codes(of_three_at_most, expect="local_forward_kl_top4")
+
+
+@pytest.mark.parametrize(("loss", "name"), [(summed, "top4"), (tailed, "top3_tail")])
+def test_a_loss_that_is_right_for_every_number_of_tokens_is_confirmed(loss, name):
+    report = kltest.grade(loss, expect=f"local_forward_kl_{name}")
+    assert report.verdict == "confirmed"
+
+
+def of_a_batch(rollout):
+    return summed(rollout["topk_logp"], rollout["teacher_topk_logprobs"])
+
+
+def test_columns_that_are_read_from_a_batch_are_named_as_well():
+    row = kltest.grade(of_a_batch, environment="sequence", select="KL701").gradients[0]
+    assert row.identified == pytest.approx({"local_forward_kl_top4": 1.0})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["forward_kl_own2", "reverse_kl_top1", "reverse_kl_own2_renormalised", "forward_kl_top2_tail", "jensen_shannon"],
+)
+def test_where_a_support_was_declared_the_smallest_failure_has_its_gradient(name):
+    """The program runs without kltest: it prints both gradients."""
+    report = kltest.grade("k2-loss", expect=f"local_{name}", environment="sequence", select="KL1")
+    assert report.verdict == "refuted"
+    assert report.smallest is not None
+    assert report.smallest.code
+
+
 def test_the_other_support_is_named_by_its_side():
     report = kltest.grade("reverse-kl-topk", arguments={"support": "teacher"}, environment="sequence", select="KL701")
     assert report.gradients[0].identified == pytest.approx({"local_reverse_kl_top2": 1.0})

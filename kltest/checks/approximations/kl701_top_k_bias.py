@@ -2,10 +2,18 @@
 
 from functools import partial
 
+from kltest.checks.approximations import sizes
 from kltest.checks.approximations.heads import accounts_for, beyond_the_usual_environments
+from kltest.checks.check import Found
+from kltest.identify.findings import Findings
 
 explains = partial(accounts_for, drawn=False)
-examine = partial(beyond_the_usual_environments, drawn=False)
+remark = sizes.remark
+
+
+def examine(findings: Findings) -> Found | None:
+    """Report a head that is larger than the usual environments, or sizes of a support that make a difference."""
+    return beyond_the_usual_environments(findings, drawn=False) or sizes.examine(findings)
 
 
 def over_the_head(logits, ref_logits):
