@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kltest.truth import support_named
+from kltest.truth import support_named, together
 
 WHOLE = {
     "reverse_kl": "(p * u.sum(-1)).sum()",
@@ -66,6 +66,8 @@ def _term(name: str) -> str:
     if name in WHOLE:
         return WHOLE[name]
     base, _, at = name.partition("@")
+    if base not in WEIGHTS and (many := together(base)):
+        return _inverse_total(many, at)
     ratio = {
         "sampler": "(logp - old_logp).exp() * ",
         "mean_ratio": "(({logp} - {old_logp}) / mask.sum(-1))[:, None].exp() * ",
@@ -74,6 +76,16 @@ def _term(name: str) -> str:
     if base not in WEIGHTS:
         return f"({chance} * ({_next_token(base)}[at]{{live}}).sum(-1)).sum()"
     return f"({chance} * (logp * ({ratio}{WEIGHTS[base]}).detach()).sum(-1)).sum()"
+
+
+def _inverse_total(many: int, at: str) -> str:
+    """Return E[1/(L_1 + … + L_n)], or E_μ[Σ log π/(L_1 + … + L_n)], as a sum over all n-tuples of rollouts."""
+    shapes = ["".join("-1, " if place == other else "1, " for other in range(many)) for place in range(many)]
+    total = " + ".join(f"mask.sum(-1).reshape({shape.rstrip(', ')})" for shape in shapes)
+    first = f"{many} * {{old_logp}}.exp() * {{logp}}" if at else "p"
+    others = [first, *["{old_logp}.exp()" if at else "p"] * (many - 1)]
+    chances = ", ".join(f"{chance}, [{place}]" for place, chance in enumerate(others))
+    return f"torch.einsum({chances}, 1 / ({total}), {list(range(many))}, [])"
 
 
 def _next_token(base: str) -> str:

@@ -312,8 +312,10 @@ class Measure:
         return self._by_sampling(case, too_many or self.sizes.each[0], str(failure))
 
     def _place(self, case: Case, many: int) -> Case:
-        """Return the case of batches of this size; groups have environments of their own."""
-        return replace(case, group=many if self.sizes.grouped else None)
+        """Return the case of batches of this size: groups have environments of their own, others a name of lengths."""
+        if self.sizes.grouped or many < 2:
+            return replace(case, group=many if self.sizes.grouped else None)
+        return replace(case, group=None, further=(*case.further, f"inverse_length_of{many}"))
 
     def _over_batches(
         self, instance: Instance, case: Case, many: int, others: Sequence[Moments] = (), **options: Any

@@ -6,7 +6,20 @@ Names are listed, parsed and rendered without numpy or torch; functions that com
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kltest.truth.atlas import ATLAS, FURTHER, NamedGradient, of_support, parse, plain, render, resized, support_named
+from kltest.truth.atlas import (
+    ATLAS,
+    FURTHER,
+    NamedGradient,
+    is_of_lengths,
+    of_support,
+    on_rollouts_of_the_sampler,
+    parse,
+    plain,
+    render,
+    resized,
+    support_named,
+    together,
+)
 
 if TYPE_CHECKING:
     from kltest.truth.autograd import gradient_again
@@ -30,13 +43,16 @@ __all__ = [
     "combine",
     "gradient",
     "gradient_again",
+    "is_of_lengths",
     "of_support",
+    "on_rollouts_of_the_sampler",
     "optimum",
     "parse",
     "plain",
     "render",
     "resized",
     "support_named",
+    "together",
     "value",
 ]
 

@@ -206,14 +206,37 @@ def of_support(k: int, of: str) -> tuple[str, ...]:
     )
 
 
-class _Atlas(dict[str, NamedGradient]):
-    """The rows by name. Those of next-token distributions, of a support of any size, are made when they are read.
+_TOGETHER = re.compile(r"inverse_length(?:_of([2-9]|[1-9]\d{1,3}))?")
 
-    Only a loss that reads such distributions can follow one: they are fitted for those losses and no others.
+
+def together(base: str) -> int | None:
+    """Return the number of rollouts whose lengths are added up in `inverse_length_of2`; None for another name."""
+    found = _TOGETHER.fullmatch(base)
+    return found and int(found[1] or 1)
+
+
+def is_of_lengths(name: str) -> bool:
+    """Return True for a gradient of the lengths of rollouts alone, in which the reference does not occur."""
+    return together(name.partition("@")[0]) is not None
+
+
+def on_rollouts_of_the_sampler(name: str) -> str:
+    """Return the name that one of a support, or of lengths, has with rollouts of another sampler."""
+    return f"{name}@{'rollouts' if is_of_lengths(name) else 'sampler'}"
+
+
+class _Atlas(dict[str, NamedGradient]):
+    """The rows by name. Those of next-token distributions, of a support of any size, and of any number of rollouts are
+    made when they are read.
+
+    Only a loss that reads such distributions, or batches of so many rollouts, can follow one: they are fitted for those
+    losses and no others.
     """
 
     def __missing__(self, name: str) -> NamedGradient:
         base, _, at = name.partition("@")
+        if (many := together(base)) and at in ("", "rollouts"):
+            return _of_lengths(base, many, at)
         stated = support_named(base)
         if at not in ("", "sampler") or (stated is None and base != "local_jensen_shannon"):
             raise KeyError(name)
@@ -232,9 +255,23 @@ class _Atlas(dict[str, NamedGradient]):
         return NamedGradient(name, f"E_π[Σ_t ∇{formula}]", meaning, field=False)
 
 
+def _of_lengths(base: str, many: int, at: str) -> NamedGradient:
+    total = "ΣL" if many > 3 else "+".join(f"L_{number}" for number in range(1, many + 1))
+    if at:
+        formula, words = f"E_μ[Σ_i Σ_t g_it/({total})]", f"no ratio; the inverse of the tokens of {many} rollouts"
+        return NamedGradient(f"{base}@{at}", formula, words, field=False, on_policy={base: 1.0})
+    return NamedGradient(
+        base,
+        f"∇E_π[1/({total})]",
+        f"the mean inverse of the tokens of {many} independent rollouts together: k1 as a loss with a mean over the "
+        "tokens of such a batch follows it; the reference does not occur",
+    )
+
+
 ATLAS: dict[str, NamedGradient] = _Atlas({row.name: row for row in _rows()})
-FURTHER = ("local_jensen_shannon", *of_support(2, "ref_"))
-"""Names of next-token distributions, of supports of two tokens; any other number may stand in place of the 2."""
+FURTHER = ("local_jensen_shannon", *of_support(2, "ref_"), "inverse_length_of2")
+"""Names of next-token distributions, of supports of two tokens and of the lengths of two rollouts; any other number may
+stand in place of a 2."""
 _PLACE = {name: place for place, name in enumerate(ATLAS)}
 
 

@@ -6,7 +6,18 @@ import pytest
 from kltest.environments import Instance, bandit, mdp, ragged, sequence
 from kltest.errors import UsageError
 from kltest.identify.identification import independent
-from kltest.truth import FURTHER, gradient, gradient_again, next_tokens, of_support, parse, plain, render
+from kltest.truth import (
+    FURTHER,
+    gradient,
+    gradient_again,
+    is_of_lengths,
+    next_tokens,
+    of_support,
+    on_rollouts_of_the_sampler,
+    parse,
+    plain,
+    render,
+)
 from kltest.truth.atlas import ATLAS, named
 
 ENVIRONMENTS = {
@@ -29,7 +40,7 @@ def relative(found, expected):
     return np.linalg.norm(found - expected) / (size if size > 1e-12 else 1.0)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(f"{name}@sampler" for name in FURTHER)])
+@pytest.mark.parametrize("name", [*NAMES, *map(on_rollouts_of_the_sampler, [*FURTHER, "inverse_length_of3"])])
 def test_two_routes_agree(name):
     for environment in ENVIRONMENTS:
         for seed in range(2):
@@ -101,7 +112,11 @@ def test_names_of_any_size_are_read_and_written():
 
 
 @pytest.mark.parametrize(
-    "name", ["local_forward_kl_top0", "local_forward_kl_top", "forward_kl_top2", "local_forward_kl_top2@rollouts"]
+    "name",
+    [
+        *("local_forward_kl_top0", "local_forward_kl_top", "forward_kl_top2", "local_forward_kl_top2@rollouts"),
+        *("inverse_length_of1", "inverse_length_of0", "inverse_length_of2@sampler", "inverse_length_of"),
+    ],
 )
 def test_other_spellings_are_unknown_names(name):
     with pytest.raises(UsageError, match="no named gradient"):
@@ -112,9 +127,7 @@ def test_what_is_listed_is_described():
     for name in FURTHER:
         row = named(name)
         assert row.name == name
-        assert row.local
-        assert not row.field
         assert not row.stale
         assert "∇" in row.formula
-        assert row.meaning.endswith("held fixed")
+        assert row.local == (not row.field) == row.meaning.endswith("held fixed") == (not is_of_lengths(name))
     assert len({named(name).formula for name in FURTHER}) == len(FURTHER)
