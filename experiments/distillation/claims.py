@@ -141,7 +141,7 @@ BYTES = {"sampled token": "4", "reverse own": "4k", "reverse own, tail": "4k"}
 FOLLOWS = {
     "sampled token": "∇KL(π‖ref)",
     "advantage": "0",
-    "forward top, clamped": "as above, where the sum is positive",
+    "forward top, clamped": "the same where the sum is positive, else 0",
 }
 ENDS = {
     "_teacher": "ref",

@@ -70,13 +70,17 @@ FORMS = {
     "forward": Form("forward KL of all tokens", "local_forward_kl", _teacher),
     "jensen-shannon": Form("Jensen–Shannon of all tokens", "local_jensen_shannon", _teacher),
     "advantage": Form("exact reverse KL in the advantage", "zero", _start),
-    "forward top": Form("forward, truncated to the teacher's k", "local_forward_kl_topK", _within),
-    "forward top, clamped": Form("the same, at least 0", "local_forward_kl_topK", clamped=True),
-    "forward top, renormalised": Form("forward, renormalised over them", "local_forward_kl_topK_renormalised"),
-    "forward top, tail": Form("forward, with a tail bucket", "local_forward_kl_topK_tail", _coarse),
-    "reverse top": Form("reverse, truncated to the teacher's k", "local_reverse_kl_topK", _over_e),
-    "reverse own": Form("reverse, truncated to the student's k", "local_reverse_kl_ownK"),
-    "reverse own, tail": Form("reverse, student's k with a tail bucket", "local_reverse_kl_ownK_tail"),
+    "forward top": Form("forward over the teacher's k", "local_forward_kl_topK", _within),
+    "forward top, clamped": Form("forward over the teacher's k, at least 0", "local_forward_kl_topK", clamped=True),
+    "forward top, renormalised": Form(
+        "forward over the teacher's k, renormalised", "local_forward_kl_topK_renormalised"
+    ),
+    "forward top, tail": Form(
+        "forward over the teacher's k, with a tail bucket", "local_forward_kl_topK_tail", _coarse
+    ),
+    "reverse top": Form("reverse over the teacher's k", "local_reverse_kl_topK", _over_e),
+    "reverse own": Form("reverse over the student's k", "local_reverse_kl_ownK"),
+    "reverse own, tail": Form("reverse over the student's k, with a tail bucket", "local_reverse_kl_ownK_tail"),
 }
 
 

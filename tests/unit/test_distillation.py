@@ -48,6 +48,20 @@ def test_a_truncated_sum_clamped_at_zero_is_dead_on_ordinary_input(loss):
     assert "drawn next-token distributions" in failed["KL504"].message
 
 
+def clamped_over_four(topk_logp, ref_topk_logp):
+    return (ref_topk_logp.exp() * (ref_topk_logp - topk_logp)).sum(-1).clamp_min(0.0)
+
+
+def whole_and_clamped(logits, ref_logits):
+    log_pi, log_ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (log_ref.exp() * (log_ref - log_pi)).sum(-1).clamp_min(0.0)
+
+
+def test_near_the_reference_a_clamp_shows_over_any_number_of_tokens_and_never_of_a_divergence():
+    assert "KL504" in codes(clamped_over_four, select="KL504")
+    assert "KL504" not in codes(whole_and_clamped, select="KL504")
+
+
 @pytest.mark.parametrize("loss", [with_a_floor_below_all, "forward-kl-topk", "reverse-kl-topk"])
 def test_a_truncated_sum_as_it_is_has_no_dead_zone_and_is_no_divergence(loss):
     failed = codes(loss, select="KL504,KL701")
