@@ -22,11 +22,15 @@ class FieldOf:
 
 @dataclass(frozen=True)
 class SupportOf(FieldOf):
-    """A field of the `k` likeliest tokens `of` the reference ("ref_") or the policy (""); `asked`: k was given."""
+    """A field of the `k` likeliest tokens `of` the reference ("ref_") or the policy ("").
+
+    `asked`: k was given; `said`: a parameter or the name of the ids says whose they are.
+    """
 
     k: int
     of: str
     asked: bool = False
+    said: bool = False
 
     def at(self, view: Rollout) -> Any:
         """Return it for one batch."""

@@ -59,8 +59,12 @@ def filled(fillings: Mapping[str, Any], parameters: Parameters, support: Stated)
     fields = {key: one.name for key, one in fillings.items() if isinstance(one, FieldOf)}
     supports = {key: name for key, name in fields.items() if name in SUPPORT_FIELDS}
     sides = [support.of, *(whose(key) for key, name in supports.items() if name == "topk_ids")]
-    of = next((side for side in sides if side is not None), "ref_")
-    found = {**fillings, **{key: SupportOf(name, support.size, of, support.asked) for key, name in supports.items()}}
+    said = [side for side in sides if side is not None]
+    made = {
+        key: SupportOf(name, support.size, [*said, "ref_"][0], support.asked, bool(said))
+        for key, name in supports.items()
+    }
+    found = {**fillings, **made}
     sees_all = "ref_logits" in fields.values()
     for key in SUPPORT_SIZES:
         whole = key in parameters and type(fillings.get(key, parameters[key].default)) is int
@@ -79,4 +83,6 @@ def distinguished(fillings: Mapping[str, Any], parameters: Parameters) -> Suppor
     if not says or not any(isinstance(one, FieldOf) and one.name == "ref_logits" for one in fillings.values()):
         return None
     support = stated(parameters, given)
-    return SupportOf("topk_ids", support.size, support.of or "") if support.size > 0 else None
+    if support.size < 1:
+        return None
+    return SupportOf("topk_ids", support.size, support.of or "", said=support.of is not None)

@@ -129,6 +129,93 @@ def test_a_loss_that_is_right_for_every_number_of_tokens_is_confirmed(loss, name
     assert report.verdict == "confirmed"
 
 
+def of_the_teachers(logits, ref_logits, support="student", k=2):
+    """Says the student's and takes the teacher's."""
+    ids = ref_logits.topk(k, -1).indices
+    log_pi, log_ref = (one.log_softmax(-1).gather(-1, ids) for one in (logits, ref_logits))
+    return (log_pi.exp() * (log_pi - log_ref)).sum(-1)
+
+
+def reverse_kl_student_topk(logits, ref_logits):
+    return of_the_teachers(logits, ref_logits)
+
+
+def by_the_students_ids(student_topk_ids, logits, ref_logits, k=2):
+    return of_the_teachers(logits, ref_logits, k=student_topk_ids.shape[-1])
+
+
+def as_it_says(logits, ref_logits, support="teacher", k=2):
+    return of_the_teachers(logits, ref_logits, k=k)
+
+
+def unsaid(logits, ref_logits, k=2):
+    return of_the_teachers(logits, ref_logits, k=k)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (of_the_teachers, True),
+        (reverse_kl_student_topk, True),
+        (by_the_students_ids, True),
+        (as_it_says, False),
+        (unsaid, False),
+        ("reverse-kl-topk", False),
+    ],
+)
+def test_a_support_of_another_side_than_is_said_is_reported(loss, said):
+    message = codes(loss, environment="bandit,sequence", select="KL7")["KL701"].message
+    assert ("The support is said to be the policy's, and is the reference's." in message) == said
+
+
+def by_rank(logits, ref_logits, k=2):
+    log_pi, log_ref = (one.log_softmax(-1).topk(k, -1).values for one in (logits, ref_logits))
+    return (log_pi.exp() * (log_pi - log_ref)).sum(-1)
+
+
+def sorted_whole(logits, ref_logits):
+    return by_rank(logits, ref_logits, k=logits.shape[-1])
+
+
+@pytest.mark.parametrize("loss", [by_rank, sorted_whole])
+def test_log_probs_of_two_sides_that_are_compared_by_rank_are_told(loss):
+    assert "by rank, whatever their tokens" in codes(loss, environment="bandit", select="KL7")["KL701"].message
+
+
+@pytest.mark.parametrize("loss", [unsaid, "forward-kl-topk", "jensen-shannon", "full-loss", "k2-loss"])
+def test_tokens_that_are_compared_with_themselves_are_none_by_rank(loss):
+    failed = codes(loss, environment="bandit", expect="chi_square", select="KL7")
+    assert not any("by rank" in check.message for check in failed.values())
+
+
+def tempered(topk_logp, ref_topk_logp):
+    log_pi, log_ref = (topk_logp / 2).log_softmax(-1), ref_topk_logp.log_softmax(-1)
+    return (log_ref.exp() * (log_ref - log_pi)).sum(-1)
+
+
+def tempered_on_both_sides(logits, teacher_logits):
+    return kltest.estimators.find("jensen-shannon").function(logits / 0.5, teacher_logits / 0.5)
+
+
+def untempered(topk_logp, ref_topk_logp):
+    return tempered(2 * topk_logp, ref_topk_logp)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (
+            tempered,
+            "the policy's log-probs are divided by a temperature of 2; multiplied by it again, the gradient is E_π",
+        ),
+        (tempered_on_both_sides, "the policy's and the reference's log-probs are divided by a temperature of 0.5"),
+    ],
+)
+def test_a_temperature_in_a_loss_over_a_support_or_a_mixture_is_found(loss, words):
+    assert words in codes(loss, environment="bandit", select="KL7")["KL702"].message
+    assert "KL702" not in codes(untempered, environment="bandit", select="KL7")
+
+
 def of_a_batch(rollout):
     return summed(rollout["topk_logp"], rollout["teacher_topk_logprobs"])
 

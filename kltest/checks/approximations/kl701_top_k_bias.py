@@ -1,14 +1,21 @@
 """KL701: the KL of the likeliest actions is taken for the KL of all."""
 
-from functools import partial
-
-from kltest.checks.approximations import sizes
+from kltest.checks.approximations import sides, sizes
 from kltest.checks.approximations.heads import accounts_for, beyond_the_usual_environments
 from kltest.checks.check import Found
-from kltest.identify.findings import Findings
+from kltest.identify.findings import Findings, Row
 
-explains = partial(accounts_for, drawn=False)
-remark = sizes.remark
+
+def explains(row: Row, findings: Findings) -> str | None:
+    """Describe the head, or the ranks, that a loss distinguishes."""
+    if row.wrong and row.identified is None and sides.rank_by_rank(findings):
+        return "no named gradient; the likeliest log-probs of each side are compared by rank, whatever their tokens"
+    return accounts_for(row, findings, drawn=False)
+
+
+def remark(findings: Findings) -> str:
+    """Say whose tokens they are if that is not said so, and what another number of them makes."""
+    return " ".join(filter(None, (sides.other_side(findings), sizes.remark(findings))))
 
 
 def examine(findings: Findings) -> Found | None:
