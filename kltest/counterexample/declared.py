@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kltest.truth import support_named, together
+from kltest.truth import mixture_named, support_named, together
 
 WHOLE = {
     "reverse_kl": "(p * u.sum(-1)).sum()",
@@ -91,10 +91,17 @@ def _inverse_total(many: int, at: str) -> str:
 def _next_token(base: str) -> str:
     """Return a divergence of next-token distributions (C,), or a sum over a support, from `logits` and `ref`."""
     policy = "logits.log_softmax(-1)"
+    if (mixture := mixture_named(base)) is not None:
+        own, rest = mixture.weight, round(1 - mixture.weight, 2)
+        if mixture.kind == "skewed_reverse_kl":
+            total = f"(p * (p / ({own} * p + {rest} * q)).log()).sum(-1)"
+        else:
+            total = f"(q * (q / ({own} * q + {rest} * p)).log()).sum(-1)"
+        if mixture.kind == "jensen_shannon":
+            total = f"{own} * {total} + {rest} * (p * (p / ({own} * q + {rest} * p)).log()).sum(-1)"
+        return f"(lambda p, q: {total})({policy}.exp(), ref.exp())"
     stated = support_named(base)
-    if stated is None:
-        mixed = "(p * (2 * p / (p + q)).log() + q * (2 * q / (p + q)).log()).sum(-1) / 2"
-        return f"(lambda p, q: {mixed})({policy}.exp(), ref.exp())"
+    assert stated is not None
     deciding = "ref" if stated.whose == "top" else "logits"
     ids = f"{deciding}.topk({support_tokens(stated.k)}, -1).indices"
     one, other = (

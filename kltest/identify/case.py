@@ -9,9 +9,9 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.identify.combinations import Combination, replaced, when_current
-from kltest.identify.identification import ALONE, Identification, identify, independent
+from kltest.identify.identification import Identification, identify, independent
 from kltest.identify.instances import HELD_OUT, NETWORKS, instances, network, parameter_gradient, seeds
-from kltest.truth import ATLAS, combine, gradient, on_rollouts_of_the_sampler
+from kltest.truth import ATLAS, combine, counts_alone, gradient, on_rollouts_of_the_sampler
 
 if TYPE_CHECKING:
     from kltest.language_models.networks import Network
@@ -61,7 +61,7 @@ class Case:
         Few instances of a small environment have fewer free numbers than there are names: more are drawn for them.
         """
         drawn, seed = self.instances, self.seed
-        columns = {name: [one.ravel() for one in g] for name, g in self.candidates.items() if name not in ALONE}
+        columns = {name: [one.ravel() for one in g] for name, g in self.candidates.items() if not counts_alone(name)}
         while True:
             names = independent({name: np.concatenate(parts) for name, parts in columns.items()})
             if len(names) < sum(i.environment.n_contexts * (i.environment.vocabulary - 1) for i in drawn):

@@ -32,7 +32,7 @@ from kltest.moments.tolerances import TOLERANCES
 from kltest.names import SUPPORT_FIELDS, SUPPORT_SIZE
 from kltest.rollout import Rollout
 from kltest.samples.sampled import Sampled
-from kltest.truth import of_support
+from kltest.truth import of_mixtures, of_support
 
 STALE_ONLY = "means something only when the sampler is not the policy"
 # Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
@@ -103,7 +103,8 @@ class Measure:
         reads, support = self.loss.takes | self.observed.uses, self.loss.support
         if support is None and not reads.isdisjoint(SUPPORT_FIELDS):  # as `Rollout.support` makes them
             support = SupportOf("topk_ids", SUPPORT_SIZE, "ref_")
-        further: tuple[str, ...] = ("local_jensen_shannon",) if {"logits", "ref_logits"} <= reads else ()
+        numbers = [one for one in self.loss.arguments.stated.values() if isinstance(one, float)]
+        further: tuple[str, ...] = of_mixtures(numbers) if {"logits", "ref_logits"} <= reads else ()
         if support is None:
             return Case(environment, sampler, self.seed, group, further=further)
         further += of_support(support.k, support.of)

@@ -11,7 +11,7 @@ has ρ̄ there.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from kltest.errors import UsageError, did_you_mean
@@ -206,6 +206,49 @@ def of_support(k: int, of: str) -> tuple[str, ...]:
     )
 
 
+@dataclass(frozen=True)
+class MixtureName:
+    """The divergence from a mixture that a name means.
+
+    Attributes:
+        kind: "jensen_shannon", w·KL(ref‖m) + (1 − w)·KL(π‖m), or "skewed_forward_kl", KL(ref‖m), with m = w·ref +
+            (1 − w)·π; or "skewed_reverse_kl", KL(π‖m) with m = w·π + (1 − w)·ref.
+        weight: w.
+    """
+
+    kind: str
+    weight: float
+
+
+_MIXTURE = re.compile(r"local_(?:(jensen_shannon)|(jensen_shannon|skewed_forward_kl|skewed_reverse_kl)([1-9]\d?))")
+_OF_MIXTURES = {
+    "jensen_shannon": ("JS_w(π, ref), w = {:g}", "the Jensen-Shannon divergence with weight {:g} of the reference"),
+    "skewed_forward_kl": ("KL_t(ref‖{:g}·ref + {:g}·π)", "the KL of the reference from a mixture, {:g} of it its own"),
+    "skewed_reverse_kl": ("KL_t(π‖{:g}·π + {:g}·ref)", "the KL of the policy from a mixture, {:g} of it its own"),
+}
+_WEIGHTS = (10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90)
+
+
+def mixture_named(base: str) -> MixtureName | None:
+    """Return what a name without a sampler says of a mixture; None if it says nothing."""
+    found = _MIXTURE.fullmatch(base)
+    return found and MixtureName(found[1] or found[2], int(found[3] or 50) / 100)
+
+
+def of_mixtures(stated: Iterable[float]) -> tuple[str, ...]:
+    """Return the names of mixtures, with usual weights and those of numbers that a loss states, and their rests."""
+    percents = {round(100 * one) for one in stated if 0 < one < 1 and abs(100 * one - round(100 * one)) < 1e-9}
+    weights = sorted({*_WEIGHTS, *percents, *(100 - one for one in percents)} - {0, 100})
+    names = [f"local_{kind}{weight}" for kind in _OF_MIXTURES for weight in weights]
+    return ("local_jensen_shannon", *(name for name in names if name != "local_jensen_shannon50"))
+
+
+def counts_alone(name: str) -> bool:
+    """Return True for a name that is fitted alone: beside others a gradient would have several spellings, or nearly."""
+    stated = mixture_named(name.partition("@")[0])
+    return name == "future_reverse_kl" or (stated is not None and name.partition("@")[0] != "local_jensen_shannon")
+
+
 _TOGETHER = re.compile(r"inverse_length(?:_of([2-9]|[1-9]\d{1,3}))?")
 
 
@@ -238,11 +281,16 @@ class _Atlas(dict[str, NamedGradient]):
         if (many := together(base)) and at in ("", "rollouts"):
             return _of_lengths(base, many, at)
         stated = support_named(base)
-        if at not in ("", "sampler") or (stated is None and base != "local_jensen_shannon"):
+        mixture = mixture_named(base)
+        if at not in ("", "sampler") or (stated is None and mixture is None):
             raise KeyError(name)
-        if stated is None:
+        if base == "local_jensen_shannon":
             formula, meaning = "JS_t(π, ref)", f"the Jensen-Shannon divergence {_FIXED}"
-        else:
+        elif mixture is not None:
+            numbers = mixture.weight, 1 - mixture.weight
+            formula, meaning = (text.format(*numbers) for text in _OF_MIXTURES[mixture.kind])
+            meaning = f"{meaning}, {_FIXED}"
+        elif stated is not None:
             a, b = ("π", "ref") if stated.direction == "reverse" else ("ref", "π")
             whose = f"the {stated.k} likeliest tokens of the {'reference' if stated.whose == 'top' else 'policy'}"
             sides = {"a": a, "b": b, "whose": whose}
@@ -269,9 +317,12 @@ def _of_lengths(base: str, many: int, at: str) -> NamedGradient:
 
 
 ATLAS: dict[str, NamedGradient] = _Atlas({row.name: row for row in _rows()})
-FURTHER = ("local_jensen_shannon", *of_support(2, "ref_"), "inverse_length_of2")
-"""Names of next-token distributions, of supports of two tokens and of the lengths of two rollouts; any other number may
-stand in place of a 2."""
+FURTHER = (
+    *("local_jensen_shannon", "local_jensen_shannon10", "local_skewed_forward_kl10", "local_skewed_reverse_kl10"),
+    *(*of_support(2, "ref_"), "inverse_length_of2"),
+)
+"""Names of next-token distributions: of mixtures with a weight of 10 %, of supports of two tokens, and of lengths of
+two rollouts; any other number may stand in place of these."""
 _PLACE = {name: place for place, name in enumerate(ATLAS)}
 
 

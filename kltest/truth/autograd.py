@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kltest.environments import Instance
 from kltest.names import support_size
-from kltest.truth.atlas import named, support_named, together
+from kltest.truth.atlas import mixture_named, named, support_named, together
 
 
 def gradient_again(name: str, instance: Instance) -> np.ndarray:
@@ -127,7 +127,7 @@ def _inverse_total(rollouts: Enumerated, many: int, at: str) -> Tensor:
 
 def _of_given_rollouts(rollouts: Enumerated, name: str, at: str) -> Tensor:
     """The expected term of rollouts that are drawn and not moved, with the ratio that `at` names in front of it."""
-    if support_named(name) or name == "local_jensen_shannon":
+    if support_named(name) or mixture_named(name):
         # At each prefix the whole distribution stands in place of a token: no ratio is left.
         chance = rollouts.probability(rollouts.old if at else rollouts.logp).detach()
         return (chance * rollouts.visited(next_token(name, rollouts.policy, rollouts.reference)).sum(dim=1)).sum()
@@ -144,13 +144,21 @@ def _of_given_rollouts(rollouts: Enumerated, name: str, at: str) -> Tensor:
     return (chance * (term if term.dim() == 1 else term.sum(dim=1))).sum()
 
 
+def _from_mixture(kind: str, weight: float, p: Tensor, q: Tensor) -> Tensor:
+    if kind == "skewed_reverse_kl":
+        return (p * (p / (weight * p + (1 - weight) * q)).log()).sum(dim=1)
+    mixed = weight * q + (1 - weight) * p
+    of_reference, of_policy = ((one * (one / mixed).log()).sum(dim=1) for one in (q, p))
+    return of_reference if kind == "skewed_forward_kl" else weight * of_reference + (1 - weight) * of_policy
+
+
 def next_token(name: str, policy: Tensor, reference: Tensor) -> Tensor:
     """A divergence (C,) of next-token distributions, or a sum over a support, from tables of log-probs."""
+    if (mixture := mixture_named(name)) is not None:
+        return _from_mixture(mixture.kind, mixture.weight, policy.exp(), reference.exp())
     stated = support_named(name)
     if stated is None:
-        p, q = policy.exp(), reference.exp()
-        mean = (p + q) / 2
-        return ((p * (p / mean).log()).sum(dim=1) + (q * (q / mean).log()).sum(dim=1)) / 2
+        raise KeyError(name)
     deciding = (reference if stated.whose == "top" else policy).detach()
     ids = deciding.topk(support_size(stated.k, deciding.shape[1]), dim=1).indices
     one, other = (policy, reference) if stated.direction == "reverse" else (reference, policy)

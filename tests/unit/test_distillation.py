@@ -1,6 +1,9 @@
 """Questions that are asked about distillation losses, each answered by a grade: the wrong loss and its right sister."""
 
+import math
+
 import pytest
+import torch
 
 import kltest
 
@@ -214,6 +217,43 @@ def untempered(topk_logp, ref_topk_logp):
 def test_a_temperature_in_a_loss_over_a_support_or_a_mixture_is_found(loss, words):
     assert words in codes(loss, environment="bandit", select="KL7")["KL702"].message
     assert "KL702" not in codes(untempered, environment="bandit", select="KL7")
+
+
+def with_a_weight(student_logits, teacher_logits, beta=0.35):
+    """As TRL writes it: KLs of teacher and student from the mixture of both, beta the teacher's share."""
+    student, teacher = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    mixed = torch.stack([student + math.log(1 - beta), teacher + math.log(beta)]).logsumexp(0)
+    of_teacher, of_student = (one.exp() * (one - mixed) for one in (teacher, student))
+    return (beta * of_teacher + (1 - beta) * of_student).sum(-1)
+
+
+def skewed(logits, ref_logits):
+    """A weight that stands in the code alone."""
+    p, q = logits.softmax(-1), ref_logits.softmax(-1)
+    return (q * (q / (0.2 * q + 0.8 * p)).log()).sum(-1)
+
+
+def skewed_the_other_way(logits, ref_logits):
+    p, q = logits.softmax(-1), ref_logits.softmax(-1)
+    return (q * (q / (0.8 * q + 0.2 * p)).log()).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (with_a_weight, "local_jensen_shannon35"),
+        (skewed, "local_skewed_forward_kl20"),
+        (skewed_the_other_way, "local_skewed_forward_kl80"),
+        ("skewed-reverse-kl", "local_skewed_reverse_kl10"),
+        ("generalised-jensen-shannon", "local_jensen_shannon10"),
+        ("jensen-shannon", "local_jensen_shannon"),
+    ],
+)
+def test_a_divergence_from_a_mixture_is_named_with_its_weight(loss, name):
+    report = kltest.grade(loss, environment="bandit,sequence", expect=name, select="KL1")
+    assert report.verdict == "confirmed"
+    for row in report.gradients:
+        assert row.identified == pytest.approx({name: 1.0})
 
 
 def of_a_batch(rollout):

@@ -28,7 +28,10 @@ ENVIRONMENTS = {
 }
 # Sums of at most a few hundred terms of size one.
 EXACT = 1e-11
-NAMES = [name for k in (1, 2, 3, 4, 9) for name in of_support(k, "ref_")] + ["local_jensen_shannon"]
+NAMES = [name for k in (1, 2, 3, 4, 9) for name in of_support(k, "ref_")] + [
+    *("local_jensen_shannon", "local_jensen_shannon30", "local_skewed_forward_kl10", "local_skewed_reverse_kl35"),
+    *("local_jensen_shannon50", "local_skewed_forward_kl99", "local_skewed_reverse_kl1"),
+]
 
 
 def instance(environment, seed=0):
@@ -53,6 +56,7 @@ def _of_the_other_side(name, policy, reference):
 
 
 next_tokens_support = next_tokens._support
+mixture = next_tokens._mixture
 PLANTED = {
     "the support of the other side": ("_support", _of_the_other_side, "local_reverse_kl_own2"),
     "nothing outside": ("_mass", lambda chances, inside: 1 - 1e-9 + 0 * chances[:, :1], "local_forward_kl_top2_tail"),
@@ -61,7 +65,17 @@ PLANTED = {
         lambda chances, inside: 1 + 0 * chances[:, :1],
         "local_reverse_kl_top2_renormalised",
     ),
-    "the reference for the mixture": ("_mixture", lambda policy, reference: reference, "local_jensen_shannon"),
+    "the reference for the mixture": ("_mixture", lambda one, other, weight: one, "local_jensen_shannon"),
+    "the weights exchanged": (
+        "_mixture",
+        lambda one, other, weight: mixture(one, other, 1 - weight),
+        "local_skewed_forward_kl10",
+    ),
+    "half for every weight": (
+        "_mixture",
+        lambda one, other, weight: mixture(one, other, 0.5),
+        "local_jensen_shannon30",
+    ),
 }
 
 
@@ -115,6 +129,7 @@ def test_names_of_any_size_are_read_and_written():
     "name",
     [
         *("local_forward_kl_top0", "local_forward_kl_top", "forward_kl_top2", "local_forward_kl_top2@rollouts"),
+        *("local_jensen_shannon0", "local_jensen_shannon100", "local_skewed_kl10", "local_skewed_reverse_kl"),
         *("inverse_length_of1", "inverse_length_of0", "inverse_length_of2@sampler", "inverse_length_of"),
     ],
 )

@@ -18,7 +18,7 @@ from kltest.identify.findings import Combination, Findings, Row, has_entropy, pr
 from kltest.moments.differentiate import differentiate
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
-from kltest.truth import gradient, render
+from kltest.truth import counts_alone, gradient, render
 
 # Logarithms of temperatures from 1/6 to 6; no minimum that matters is narrower than a step of the grid.
 GRID = np.linspace(-1.8, 1.8, 49)
@@ -62,7 +62,7 @@ class _Bandits:
         fields = {name: torch.cat([part.peek(name).detach() for part in parts]) for name in parts[0]}
         fields["group"] = torch.arange(len(parts)).repeat_interleave(len(parts[0]))
         self.base = Rollout(fields)
-        names = (*NAMES, *case.further)
+        names = (*NAMES, *(name for name in case.further if not counts_alone(name)))
         self.named = {name: np.concatenate([gradient(name, one)[0] for one in self.drawn]) for name in names}
         single = findings.measure.alone("bandit", "current")
         self.named_as = (single.identified if single else None) or {}
