@@ -251,11 +251,13 @@ def minillm(logp, ref_logp, old_logp, logits, ref_logits, mask):
 
     Gradient: ∇KL(π‖ref) on-policy; with a stale sampler that of prefixes and later tokens of the sampler.
     """
-    log_pi, log_ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    live = mask != 0
+    logp, ref_logp, old_logp = (one.where(live, 0.0) for one in (logp, ref_logp, old_logp))
+    log_pi, log_ref = (one.where(live.unsqueeze(-1), 0.0).log_softmax(-1) for one in (logits, ref_logits))
     own = (log_pi.exp() * (log_pi - log_ref)).sum(dim=-1)
-    log_ratio = ((logp - ref_logp) * mask).detach()
+    log_ratio = (logp - ref_logp).detach()
     later = log_ratio.flip(-1).cumsum(-1).flip(-1) - log_ratio
-    return (logp - old_logp).detach().exp() * (own + logp * later) * mask
+    return ((logp - old_logp).detach().exp() * (own + logp * later)).where(live, 0.0)
 
 
 def _mixed(one, other, weight):
