@@ -129,6 +129,19 @@ def experiments() -> list[dict[str, str]]:
     ]
 
 
+def distillation() -> list[dict[str, str]]:
+    """Losses of distillation, from rows of the experiment that are computed here, in a few seconds."""
+    from kltest.reproduce.checkout import Checkout
+    from kltest.reproduce.experiment import Experiment, Request, compute_all
+
+    checkout = Checkout(ROOT)
+    parts: dict[str, list[Any]] = {}
+    for one in Experiment(checkout, "distillation").configurations(Request()):
+        parts.setdefault(one["part"], []).append(one)
+    rows = [row for same in parts.values() for each in compute_all(checkout, "distillation", same) for row in each]
+    return checkout.load("experiments", "distillation", "claims").tables(rows)["forms"]
+
+
 def options() -> list[dict[str, str]]:
     """Every option of `kltest grade`, as its help says it."""
     import typer
@@ -342,6 +355,7 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         atlas,
         estimators,
         experiments,
+        distillation,
         options,
         finetune_settings,
         finetune_metrics,

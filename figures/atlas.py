@@ -70,6 +70,9 @@ SYMBOLS = {
     "centred_reverse_kl": "C",
     "other_tokens_forward_kl": "O",
     "local_jensen_shannon": "j",
+    "local_jensen_shannon10": "j.1",
+    "local_skewed_forward_kl10": "f.1",
+    "local_skewed_reverse_kl10": "r.1",
     **{f"local_{way}_kl_{whose}2{kind}": f"{way[0]}₂{mark}" for way, whose, kind, mark in SUPPORTS},
     "zero": "0",
 }
@@ -83,6 +86,7 @@ KEY = (
         ("X, V", "χ² divergence, total variation"),
         ("M, W", "∇KL(π‖μ), ∇KL(μ‖π)"),
         ("j, f₂, r₂", "Jensen-Shannon; f, r over two tokens"),
+        ("j.1, f.1, r.1", "weight 0.1 in a mixture; f, r skewed by it"),
         ("0, ?", "no gradient; no short sum of these"),
     ),
     (

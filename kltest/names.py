@@ -151,6 +151,11 @@ def whose(name: str) -> str | None:
     return found.pop() if len(found) == 1 else "" if not found and _ANY_POLICY & set(words) else None
 
 
+def says_top_k(name: str) -> bool:
+    """Return True for `reverse_kl_student_topk`, `top_k_kl`."""
+    return "topk" in "".join(_words(name))
+
+
 def suggested_field(name: str) -> str | None:
     """Return the field whose role and quantity a name states (`prev_logprobs`: old_logp), or that of a near spelling;
     None if neither is clear."""

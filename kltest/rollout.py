@@ -90,18 +90,28 @@ class Rollout:
         return self._built[name]
 
     def support(self, name: str, k: int = SUPPORT_SIZE, of: str = "ref_") -> Tensor:
-        """Return a field of SUPPORT_FIELDS, computed from the next-token log-probs; it is never kept.
+        """Return a field of SUPPORT_FIELDS, computed from the next-token log-probs and never kept, unless it was given.
 
         Args:
             name: The field.
             k: Tokens of the support, as `support_size` takes them.
             of: Whose likeliest tokens they are: "ref_" for the reference, "" for the policy. They are held fixed.
         """
-        deciding = self.peek(f"{of}logits").detach()
-        ids = deciding.topk(support_size(k, deciding.shape[-1]), dim=-1).indices
+        if name in self._builders:
+            return self.peek(name)
+        if "topk_ids" in self._builders:
+            ids = self.peek("topk_ids")
+        else:
+            ids = self.peek(f"{of}logits").detach().topk(self.support_size(k), dim=-1).indices
         if name == "topk_ids":
             return ids
         return self.peek("logits" if name == "topk_logp" else "ref_logits").gather(-1, ids)
+
+    def support_size(self, k: int) -> int:
+        """Return how many tokens a support of k has here: as many as came with the batch, or its vocabulary allows."""
+        if "topk_ids" in self._builders:
+            return self.peek("topk_ids").shape[-1]
+        return support_size(k, self.peek("ref_logits").shape[-1])
 
     def __contains__(self, key: object) -> bool:
         name = field_named(key)
@@ -137,7 +147,10 @@ class Rollout:
 
     def near_reference(self) -> "Rollout":
         """Return the same batch with the policy as its reference, and fresh leaves: a KL term is zero there."""
-        return self.replace(**{f"ref_{name}": lambda name=name: self.peek(name).detach() for name in LEAVES})
+        same: dict[str, Any] = {f"ref_{name}": lambda name=name: self.peek(name).detach() for name in LEAVES}  # type: ignore[misc]
+        if "ref_topk_logp" in self._builders:
+            same["ref_topk_logp"] = lambda: self.support("topk_logp").detach()
+        return self.replace(**same)
 
     def wider(self, columns: int, padding: int = 0) -> "Rollout":
         """Return the same batch with more columns of padding, finite and legal numbers, and fresh leaves."""
@@ -151,6 +164,8 @@ class Rollout:
                 more = torch.zeros(shape)
             elif name == "tokens":
                 more = torch.randint(self.peek("ref_logits").shape[-1], shape, generator=generator)
+            elif name == "topk_ids":
+                more = value[:, -1:].expand(shape)
             elif value.dim() == 3:
                 more = torch.randn(shape, generator=generator).log_softmax(-1)
             else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kltest.auditing.named import AT_SAMPLER, COST, Part, Tokens, centred, gradient_at_logits
-from kltest.errors import TargetError
+from kltest.errors import TargetError, UsageError
 from kltest.language_models.generation import Rollouts, at_least_single
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import logits_of
@@ -80,6 +80,15 @@ class Models:
     reference: CutModel
     sampler: CutModel | None = None
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        own = self.policy.language.vocabulary
+        for role, one in (("reference", self.reference), ("sampler", self.sampler)):
+            if one is not None and (theirs := one.language.vocabulary) != own:
+                raise UsageError(
+                    f"the {role} has a vocabulary of {theirs} tokens and the policy one of {own}: their next-token "
+                    "distributions cannot be compared"
+                )
 
 
 @dataclass
@@ -224,6 +233,10 @@ def as_fields(run: Pass, tokens: Tokens, *, unrewarded: bool) -> Rollout:
         "ref_logits": lambda: table(1),
         "old_logits": lambda: table(2),
     }
+    if rollouts.topk_ids is not None:
+        fields["topk_ids"] = rollouts.topk_ids.cpu()
+    if rollouts.ref_topk_logp is not None:
+        fields["ref_topk_logp"] = rollouts.ref_topk_logp.to(made["logp"]).cpu()
     if rollouts.reward is not None or unrewarded:
         reward = torch.zeros(len(rollouts)) if rollouts.reward is None else rollouts.reward.double().cpu()
         fields |= {"reward": reward, "advantage": reward - reward.mean()}

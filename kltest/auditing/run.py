@@ -17,7 +17,6 @@ from kltest.auditing.report import Audit, NamedRow
 from kltest.errors import KltestError, UsageError
 from kltest.grading.options import Options
 from kltest.identify.graded import kl_part
-from kltest.identify.identification import ALONE
 from kltest.identify.instances import instances
 from kltest.language_models.generation import Rollouts
 from kltest.loss.callables import name_of
@@ -29,7 +28,7 @@ from kltest.rollout import Rollout
 from kltest.samples.blocks import HEAVY, Blocks, Sample, angle, coefficient, misfit, norm
 from kltest.samples.fits import distance, nearest
 from kltest.samples.sketch import SIZE, Sketch
-from kltest.truth import plain
+from kltest.truth import counts_alone, plain
 from kltest.version import VERSION
 
 UNITS = 256
@@ -141,7 +140,7 @@ class Auditing:
         usable = {row.name: columns[row.name] for row in rows if row.coefficient is not None}
         follows = None
         if sample.interval(norm(own), each).low > 0 and usable:
-            names = {name: column for name, column in usable.items() if name not in ALONE}
+            names = {name: column for name, column in usable.items() if not counts_alone(name)}
             follows = nearest(sample, own, names, each, options.margin, declared=options.expect)
         away = distance(sample, own - declared, unit, np.stack([*usable.values(), unit]), self.controls, rate)
         row = self._row(sample, own, plain(options.expect), unit, each)

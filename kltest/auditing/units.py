@@ -17,6 +17,8 @@ from kltest.names import FIELDS
 
 # Units that are generated together.
 TOGETHER = 16
+# Largest sum of the probabilities of a support, in half precision.
+MOST = 1.01
 # Names under which trainers and files keep the fields of Rollouts, the usual ones first, then those that losses use.
 _USUAL = {
     "tokens": ("completion_ids", "tokens", "response_ids", "completion"),
@@ -24,6 +26,8 @@ _USUAL = {
     "old_logp": ("old_per_token_logps", "old_logp", "sampling_per_token_logps"),
     "reward": ("rewards", "reward", "advantages", "advantage"),
     "group": ("group",),
+    "topk_ids": ("topk_ids",),
+    "ref_topk_logp": ("ref_topk_logp",),
 }
 # An attention mask is one of prompt and completion, and a reward a token is no reward a rollout.
 _OTHERS = {"attention_mask", "full_attention_mask", "token_level_scores"}
@@ -153,6 +157,8 @@ def _stacked(lines: Sequence[str], place: str) -> dict[str, torch.Tensor]:
         else:
             side = "left" if name.startswith("prompt") else "right"
             sequences = [torch.tensor(value) for value in values]
+            if len({one.shape[1:] for one in sequences}) > 1:
+                raise UsageError(f"{place}: {KEYS[name][0]} are of different numbers of tokens")
             found[name] = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_side=side)
     return found
 
@@ -206,8 +212,48 @@ def _of_mapping(batch: Mapping[str, Any], language: LanguageModel, group_size: i
             raise UsageError(f"{KEYS[name][0]}: rollout {int(empty.nonzero()[0])} has no token")
         if size is not None and bool((outside := ids[(ids < 0) | (ids >= size)]).numel()):
             raise UsageError(f"{KEYS[name][0]}: the id {int(outside[0])} is not in the model's vocabulary of {size}")
+    _check_support(found, language.vocabulary)
     if "group" not in found:
         if rows % group_size:
             raise UsageError(f"{rows} rollouts do not divide into groups of {group_size}: give the group size")
         found["group"] = torch.arange(rows) // group_size
     return Rollouts(**found, sampled_logp=torch.zeros(rows, width))
+
+
+def _check_support(found: dict[str, torch.Tensor], vocabulary: int) -> None:
+    """Take the ids of a support as whole numbers; UsageError if they, or the teacher's log-probs, are of none."""
+    ids, log_probs = found.get("topk_ids"), found.get("ref_topk_logp")
+    names = {name: KEYS[name][0] for name in ("topk_ids", "ref_topk_logp")}
+    if ids is None:
+        if log_probs is not None:
+            raise UsageError(f"{names['ref_topk_logp']} without {names['topk_ids']}: nothing says whose they are")
+        return
+    expected, live = tuple(found["tokens"].shape), found["mask"]
+    for name, one in (("topk_ids", ids), ("ref_topk_logp", log_probs)):
+        if one is not None and (one.dim() != 3 or tuple(one.shape[:2]) != expected or one.shape != ids.shape):
+            raise UsageError(
+                f"{names[name]} has shape {tuple(one.shape)}; the completions have {expected}, and a support K more"
+            )
+    of_tokens, size = ids[live].long(), ids.shape[-1]
+    if not 0 < size <= vocabulary:
+        raise UsageError(f"{names['topk_ids']}: {size} tokens of a vocabulary of {vocabulary}")
+    # Behind the end of a rollout anything may stand.
+    found["topk_ids"] = ids.long().where(live[..., None], torch.arange(size))
+    if bool((outside := of_tokens[(of_tokens < 0) | (of_tokens >= vocabulary)]).numel()):
+        raise UsageError(
+            f"{names['topk_ids']}: the id {int(outside[0])} is not in the model's vocabulary of {vocabulary}; does the "
+            "teacher have another one?"
+        )
+    ordered = of_tokens.sort(dim=-1).values
+    if bool((again := ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]]).numel()):
+        raise UsageError(f"{names['topk_ids']}: the id {int(again[0])} occurs twice in one support")
+    if log_probs is None:
+        return
+    if not bool(log_probs[live].isfinite().all()):
+        raise UsageError(
+            f"{names['ref_topk_logp']} are not finite at every token: leave −inf and NaN out, or floor them"
+        )
+    if bool((mass := log_probs[live].double().exp().sum(dim=-1).max()) > MOST):
+        raise UsageError(
+            f"{names['ref_topk_logp']}: the probabilities of one support add up to {float(mass):.3g}; are they logits?"
+        )

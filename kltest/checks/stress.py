@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kltest.checks.approximations import sizes
 from kltest.checks.batches import norm
 from kltest.checks.check import Found, signed
 from kltest.environments import Environment, Instance, OfSome, bandit, of_choices, sequence
@@ -226,9 +227,10 @@ def bias(findings: Findings, row: Row, instance: Instance) -> float:
 def _row_of(findings: Findings, sampler: str) -> list[Row]:
     """Return the row to go further from, of batches if rows are coupled, else of several tokens if there is one.
 
-    None if a row of this sampler is not right.
+    None if a row of this sampler is not right, or if it is so over some supports alone, whose vocabularies these are
+    not.
     """
-    rows = _right([row for row in findings.rows if row.sampler == sampler])
+    rows = [] if sizes.remark(findings) else _right([row for row in findings.rows if row.sampler == sampler])
     return sorted(rows, key=lambda row: (-row.batch, row.length is None, -(row.length or 0)))[:1]
 
 
@@ -374,7 +376,7 @@ def _log_ratio_to_sampler(off: Off) -> str:
 def _long_rows(findings: Findings) -> list[Row]:
     """Of each sampler the row of rollouts of several tokens in the largest batches, if all of its rows are right."""
     of_samplers = (_right([row for row in findings.rows if row.sampler == sampler]) for sampler in findings.samplers)
-    several = [[row for row in rows if row.length != 1] for rows in of_samplers]
+    several = [[row for row in rows if row.length != 1] for rows in of_samplers if not sizes.remark(findings)]
     return [max(rows, key=lambda row: row.batch) for rows in several if rows]
 
 

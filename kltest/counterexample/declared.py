@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from kltest.truth import mixture_named, support_named, together
+
 WHOLE = {
     "reverse_kl": "(p * u.sum(-1)).sum()",
     "forward_kl": "({ref_logp}.exp() * -u.sum(-1)).sum()",
@@ -50,6 +52,7 @@ def as_torch(combination: Mapping[str, float], *, masked: bool) -> str:
     each rollout under the policy, `reward` (N,), `logits`, and `mask`, always if lengths vary (`masked`).
     """
     sums = {name: summed(name, "mask" if masked else "") for name in ("logp", "ref_logp", "old_logp")}
+    sums["live"] = " * mask" if masked else ""
     terms = ((coefficient, _term(name).format(**sums)) for name, coefficient in combination.items())
     return " + ".join(term if coefficient == 1 else f"{coefficient!r} * {term}" for coefficient, term in terms)
 
@@ -63,9 +66,57 @@ def _term(name: str) -> str:
     if name in WHOLE:
         return WHOLE[name]
     base, _, at = name.partition("@")
+    if base not in WEIGHTS and (many := together(base)):
+        return _inverse_total(many, at)
     ratio = {
         "sampler": "(logp - old_logp).exp() * ",
         "mean_ratio": "(({logp} - {old_logp}) / mask.sum(-1))[:, None].exp() * ",
     }.get(at, "")
     chance = "{old_logp}.exp()" if at else "p.detach()"
+    if base not in WEIGHTS:
+        return f"({chance} * ({_next_token(base)}[at]{{live}}).sum(-1)).sum()"
     return f"({chance} * (logp * ({ratio}{WEIGHTS[base]}).detach()).sum(-1)).sum()"
+
+
+def _inverse_total(many: int, at: str) -> str:
+    """Return E[1/(L_1 + … + L_n)], or E_μ[Σ log π/(L_1 + … + L_n)], as a sum over all n-tuples of rollouts."""
+    shapes = ["".join("-1, " if place == other else "1, " for other in range(many)) for place in range(many)]
+    total = " + ".join(f"mask.sum(-1).reshape({shape.rstrip(', ')})" for shape in shapes)
+    first = f"{many} * {{old_logp}}.exp() * {{logp}}" if at else "p"
+    others = [first, *["{old_logp}.exp()" if at else "p"] * (many - 1)]
+    chances = ", ".join(f"{chance}, [{place}]" for place, chance in enumerate(others))
+    return f"torch.einsum({chances}, 1 / ({total}), {list(range(many))}, [])"
+
+
+def _next_token(base: str) -> str:
+    """Return a divergence of next-token distributions (C,), or a sum over a support, from `logits` and `ref`."""
+    policy = "logits.log_softmax(-1)"
+    if (mixture := mixture_named(base)) is not None:
+        own, rest = mixture.weight, round(1 - mixture.weight, 2)
+        if mixture.kind == "skewed_reverse_kl":
+            total = f"(p * (p / ({own} * p + {rest} * q)).log()).sum(-1)"
+        else:
+            total = f"(q * (q / ({own} * q + {rest} * p)).log()).sum(-1)"
+        if mixture.kind == "jensen_shannon":
+            total = f"{own} * {total} + {rest} * (p * (p / ({own} * q + {rest} * p)).log()).sum(-1)"
+        return f"(lambda p, q: {total})({policy}.exp(), ref.exp())"
+    stated = support_named(base)
+    assert stated is not None
+    deciding = "ref" if stated.whose == "top" else "logits"
+    ids = f"{deciding}.topk({support_tokens(stated.k)}, -1).indices"
+    one, other = (
+        f"{side}.gather(-1, {ids})" for side in ((policy, "ref") if stated.direction == "reverse" else ("ref", policy))
+    )
+    if stated.kind == "renormalised":
+        one, other = f"{one}.log_softmax(-1)", f"{other}.log_softmax(-1)"
+    total = "(a.exp() * (a - b)).sum(-1)"
+    if stated.kind == "tail":
+        outside = "1 - {}.exp().sum(-1)"
+        a, b = (f"({outside.format(side)})" for side in "ab")
+        total = f"{total} + {a} * ({a} / {b}).log()"
+    return f"(lambda a, b: {total})({one}, {other})"
+
+
+def support_tokens(k: int) -> str:
+    """Return how many tokens a support of k has, as `kltest.names.support_size` says."""
+    return f"max(1, min({k}, logits.shape[-1] - 2))"

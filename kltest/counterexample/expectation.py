@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import torch
 
-from kltest.counterexample.declared import summed
+from kltest.counterexample.declared import summed, support_tokens
 from kltest.counterexample.sources import NoSourceError, is_literal
 from kltest.loss.arguments import Attributes, FieldOf, SizeOf, SupportOf
 from kltest.loss.building import ObjectOf
@@ -158,7 +158,7 @@ class Expectation:
         if isinstance(filling, SupportOf):
             return self._of_support(filling)
         if isinstance(filling, SizeOf):
-            return _tokens(filling.k)
+            return support_tokens(filling.k)
         if isinstance(filling, FieldOf):
             return self._field(filling.name)
         if isinstance(filling, Derived):
@@ -171,7 +171,7 @@ class Expectation:
         return repr(filling)
 
     def _of_support(self, filling: SupportOf) -> str:
-        ids = f"{self._field(f'{filling.of}logits')}.topk({_tokens(filling.k)}, -1).indices"
+        ids = f"{self._field(f'{filling.of}logits')}.topk({support_tokens(filling.k)}, -1).indices"
         if filling.name == "topk_ids":
             return ids
         return f"{self._field('logits' if filling.name == 'topk_logp' else 'ref_logits')}.gather(-1, {ids})"
@@ -211,8 +211,3 @@ class Expectation:
         form = self.loss.record.form
         dtype = torch.float64 if form is None else getattr(form, of)
         return "" if dtype == torch.float64 else f".to({dtype})"
-
-
-def _tokens(k: int) -> str:
-    """Return how many tokens a support of k has, as `kltest.names.support_size` says."""
-    return f"max(1, min({k}, logits.shape[-1] - 2))"

@@ -170,6 +170,101 @@ def jensen_shannon(logits, ref_logits):
     return 0.5 * (log_pi.exp() * (log_pi - log_mean) + log_ref.exp() * (log_ref - log_mean)).sum(dim=-1)
 
 
+@register(
+    Spec(
+        name="generalised-jensen-shannon",
+        aliases=("gkd",),
+        formula="Σ_t w·KL(ref‖m) + (1 − w)·KL(π‖m),  m = w·ref + (1 − w)·π, of next tokens; w = 0.1",
+        source="Agarwal et al. 2024 (GKD, arXiv 2306.13649), §2; TRL, GKDTrainer, generalized_jsd_loss with β",
+        placement="loss",
+        claims="a divergence between forward KL (w → 0) and reverse KL (w → 1), each over w or 1 − w",
+        known_false="exact in every prefix that was visited; how the policy chooses its prefixes gets no gradient",
+        identified=_of("local_jensen_shannon10"),
+        per_token=True,
+    )
+)
+def generalised_jensen_shannon(logits, ref_logits, weight=0.1):
+    """w·KL(ref‖m) + (1 − w)·KL(π‖m) per token, m = w·ref + (1 − w)·π. (B, T, V) → (B, T).
+
+    Gradient: (1 − w) log π/m on each token.
+    """
+    log_pi, log_ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    log_mixed = _mixed(log_ref, log_pi, weight)
+    of_reference, of_policy = (one.exp() * (one - log_mixed) for one in (log_ref, log_pi))
+    return (weight * of_reference + (1 - weight) * of_policy).sum(dim=-1)
+
+
+@register(
+    Spec(
+        name="skewed-forward-kl",
+        aliases=("skl",),
+        formula="Σ_t KL(ref‖α·ref + (1 − α)·π) of next tokens; α = 0.1",
+        source="Ko et al. 2024 (DistiLLM, arXiv 2402.03898), §3.1, skew KL divergence",
+        placement="loss",
+        claims="a forward KL whose weight ref/m is at most 1/α",
+        known_false="exact in every prefix that was visited; how the policy chooses its prefixes gets no gradient",
+        identified=_of("local_skewed_forward_kl10"),
+        per_token=True,
+    )
+)
+def skewed_forward_kl(logits, ref_logits, skew=0.1):
+    """KL(ref‖m) per token, m = α·ref + (1 − α)·π. Gradient: −(1 − α) ref/m on each token. (B, T, V) → (B, T)."""
+    log_pi, log_ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (log_ref.exp() * (log_ref - _mixed(log_ref, log_pi, skew))).sum(dim=-1)
+
+
+@register(
+    Spec(
+        name="skewed-reverse-kl",
+        aliases=("srkl",),
+        formula="Σ_t KL(π‖α·π + (1 − α)·ref) of next tokens; α = 0.1",
+        source="Ko et al. 2024 (DistiLLM, arXiv 2402.03898), §3.1, skew reverse KL divergence",
+        placement="loss",
+        claims="a reverse KL that is at most −log α",
+        known_false="exact in every prefix that was visited; how the policy chooses its prefixes gets no gradient",
+        identified=_of("local_skewed_reverse_kl10"),
+        per_token=True,
+    )
+)
+def skewed_reverse_kl(logits, ref_logits, skew=0.1):
+    """KL(π‖m) per token, m = α·π + (1 − α)·ref. Gradient: log π/m − α π/m on each token. (B, T, V) → (B, T)."""
+    log_pi, log_ref = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (log_pi.exp() * (log_pi - _mixed(log_pi, log_ref, skew))).sum(dim=-1)
+
+
+@register(
+    Spec(
+        name="minillm",
+        formula="Σ_t sg(ρ_t)·[KL(π(·|s_t)‖ref(·|s_t)) + log π_t · sg(Σ_{s>t} u_s)]",
+        source="Gu et al. 2024 (MiniLLM, arXiv 2306.08543), eqs. 4 to 7, without length normalisation",
+        placement="loss",
+        claims="∇KL(π‖ref) of whole rollouts: the exact next-token part, and sampled log-ratios to go for the rest",
+        known_false="a token's ratio corrects for neither the prefix before it nor the tokens after it",
+        identified={
+            "current": everywhere({"reverse_kl": 1.0}),
+            "stale": {"bandit": {"reverse_kl": 1.0}, "tokens": {"reverse_kl@sampler": 1.0}},
+        },
+    )
+)
+def minillm(logp, ref_logp, old_logp, logits, ref_logits, mask):
+    """A token's exact KL, and its log-prob times the log-ratios after it, times its ratio. (B, T, V) → (B, T).
+
+    Gradient: ∇KL(π‖ref) on-policy; with a stale sampler that of prefixes and later tokens of the sampler.
+    """
+    live = mask != 0
+    logp, ref_logp, old_logp = (one.where(live, 0.0) for one in (logp, ref_logp, old_logp))
+    log_pi, log_ref = (one.where(live.unsqueeze(-1), 0.0).log_softmax(-1) for one in (logits, ref_logits))
+    own = (log_pi.exp() * (log_pi - log_ref)).sum(dim=-1)
+    log_ratio = (logp - ref_logp).detach()
+    later = log_ratio.flip(-1).cumsum(-1).flip(-1) - log_ratio
+    return ((logp - old_logp).detach().exp() * (own + logp * later)).where(live, 0.0)
+
+
+def _mixed(one, other, weight):
+    """Log-probs of weight·one + (1 − weight)·other, from log-probs. (B, T, V) → (B, T, V)."""
+    return (one + math.log(weight)).logaddexp(other + math.log1p(-weight))
+
+
 def _coarse(one, other):
     """KL of the tokens of a support and of all others as one, from their log-probs. (B, T, k) → (B, T)."""
     outside, other_outside = (1 - side.exp().sum(dim=-1) for side in (one, other))

@@ -9,9 +9,9 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.identify.combinations import Combination, replaced, when_current
-from kltest.identify.identification import ALONE, Identification, identify, independent
+from kltest.identify.identification import Identification, identify, independent
 from kltest.identify.instances import HELD_OUT, NETWORKS, instances, network, parameter_gradient, seeds
-from kltest.truth import ATLAS, combine, gradient
+from kltest.truth import ATLAS, combine, counts_alone, gradient, on_rollouts_of_the_sampler
 
 if TYPE_CHECKING:
     from kltest.language_models.networks import Network
@@ -26,8 +26,8 @@ CANCELS = 1e-12
 class Case:
     """An environment under one sampler, drawn from a seed; `group` is the group size of an environment for groups.
 
-    `least` is the least number of tokens to choose from, and `further` are names of next-token distributions, which are
-    candidates only for a loss that reads these.
+    `least` is the least number of tokens to choose from, and `further` are names of next-token distributions, or
+    of the lengths of a batch, which are candidates only for a loss that reads these.
     """
 
     environment: str
@@ -50,7 +50,7 @@ class Case:
         names = [name for name, row in ATLAS.items() if name != "zero" and (self.sampler == "stale" or not row.stale)]
         names += self.further
         if self.sampler == "stale":
-            names += [f"{name}@sampler" for name in self.further]
+            names += [on_rollouts_of_the_sampler(name) for name in self.further]
         return {name: [gradient(name, instance) for instance in self.instances] for name in names}
 
     @property
@@ -61,7 +61,7 @@ class Case:
         Few instances of a small environment have fewer free numbers than there are names: more are drawn for them.
         """
         drawn, seed = self.instances, self.seed
-        columns = {name: [one.ravel() for one in g] for name, g in self.candidates.items() if name not in ALONE}
+        columns = {name: [one.ravel() for one in g] for name, g in self.candidates.items() if not counts_alone(name)}
         while True:
             names = independent({name: np.concatenate(parts) for name, parts in columns.items()})
             if len(names) < sum(i.environment.n_contexts * (i.environment.vocabulary - 1) for i in drawn):
@@ -102,7 +102,7 @@ class Case:
         if network is None:
             return list(gradients)
         drawn = zip(self.instances, self.policy_seeds, gradients, strict=True)
-        named = (*self.further, *(f"{name}@sampler" for name in self.further))
+        named = (*self.further, *map(on_rollouts_of_the_sampler, self.further))
         maps = partial(parameter_gradient, further=named)
         return [maps(instance, network, *seed).pull_back(one) for instance, seed, one in drawn]
 

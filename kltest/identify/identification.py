@@ -14,13 +14,11 @@ import numpy as np
 
 from kltest.identify.instances import HELD_OUT
 from kltest.moments.tolerances import TOLERANCES
+from kltest.truth import counts_alone
 
 # A candidate depends on earlier ones if less than this share of it is left after they are projected out: far above
 # rounding (1e-15 times a condition number below 1e4 here), far below what independent random instances leave.
 DEPENDENT = 1e-9
-# future_reverse_kl is a combination of reverse_kl and local_reverse_kl. Beside them one gradient would have several
-# spellings, so that it counts alone only.
-ALONE = frozenset({"future_reverse_kl"})
 # The held-out instance may miss the tolerance by this factor: a gradient that is nearly zero there has fewer digits.
 # Not in half precision, whose tolerances are wide already.
 NEARLY_ZERO = 10
@@ -78,8 +76,8 @@ def identify(
         freedom = _freedom(gradients)
 
     if basis is None:
-        basis = independent({name: column for name, column in columns.items() if name not in ALONE})
-    alone = [name for name in columns if name in ALONE and np.linalg.norm(columns[name]) > 0]
+        basis = independent({name: column for name, column in columns.items() if not counts_alone(name)})
+    alone = [name for name in columns if counts_alone(name) and np.linalg.norm(columns[name]) > 0]
     order = {name: place for place, name in enumerate(columns)}
     singles = sorted([*basis, *alone], key=order.__getitem__)
 

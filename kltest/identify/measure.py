@@ -19,6 +19,7 @@ from kltest.identify.histories import histories, rows_after
 from kltest.identify.rows import Observed, Row
 from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.values import reported
+from kltest.loss.arguments import SupportOf
 from kltest.loss.calling import Loss
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches
 from kltest.moments.averaged import DTYPE as AVERAGED
@@ -28,10 +29,10 @@ from kltest.moments.differentiate import LossExperiment, RowGradients, different
 from kltest.moments.moments import Reduction
 from kltest.moments.reduction import probe
 from kltest.moments.tolerances import TOLERANCES
-from kltest.names import SUPPORT_SIZE
+from kltest.names import SUPPORT_FIELDS, SUPPORT_SIZE
 from kltest.rollout import Rollout
 from kltest.samples.sampled import Sampled
-from kltest.truth import of_support
+from kltest.truth import of_mixtures, of_support
 
 STALE_ONLY = "means something only when the sampler is not the policy"
 # Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
@@ -99,8 +100,11 @@ class Measure:
 
     def case(self, environment: str, sampler: str, group: int | None = None) -> Case:
         """Return a case for the loss: with the names of what it reads, in vocabularies that exceed its support."""
-        takes, support = self.loss.takes, self.loss.support
-        further: tuple[str, ...] = ("local_jensen_shannon",) if {"logits", "ref_logits"} <= takes else ()
+        reads, support = self.loss.takes | self.observed.uses, self.loss.support
+        if support is None and not reads.isdisjoint(SUPPORT_FIELDS):  # as `Rollout.support` makes them
+            support = SupportOf("topk_ids", SUPPORT_SIZE, "ref_")
+        numbers = [one for one in self.loss.arguments.stated.values() if isinstance(one, float)]
+        further: tuple[str, ...] = of_mixtures(numbers) if {"logits", "ref_logits"} <= reads else ()
         if support is None:
             return Case(environment, sampler, self.seed, group, further=further)
         further += of_support(support.k, support.of)
@@ -309,8 +313,10 @@ class Measure:
         return self._by_sampling(case, too_many or self.sizes.each[0], str(failure))
 
     def _place(self, case: Case, many: int) -> Case:
-        """Return the case of batches of this size; groups have environments of their own."""
-        return replace(case, group=many if self.sizes.grouped else None)
+        """Return the case of batches of this size: groups have environments of their own, others a name of lengths."""
+        if self.sizes.grouped or many < 2:
+            return replace(case, group=many if self.sizes.grouped else None)
+        return replace(case, group=None, further=(*case.further, f"inverse_length_of{many}"))
 
     def _over_batches(
         self, instance: Instance, case: Case, many: int, others: Sequence[Moments] = (), **options: Any

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kltest.language_models.language import LanguageModel, padded
 
-PER_TOKEN = ("tokens", "mask", "sampled_logp", "old_logp", "ref_logp")
+PER_TOKEN = ("tokens", "mask", "sampled_logp", "old_logp", "ref_logp", "topk_ids", "ref_topk_logp")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Rollouts:
         reward: (B,) float64, once known.
         old_logp: (B, T) the sampler's log-probs by a forward pass, once known.
         ref_logp: (B, T) the reference's log-probs, once known.
+        topk_ids: (B, T, K) ids of the tokens of a support, if it came with the rollouts.
+        ref_topk_logp: (B, T, K) the reference's log-probs of them, likewise.
         gold: (B,) float64, a score that training does not see, if the task has one and it is known.
     """
 
@@ -43,6 +46,8 @@ class Rollouts:
     reward: Tensor | None = None
     old_logp: Tensor | None = None
     ref_logp: Tensor | None = None
+    topk_ids: Tensor | None = None
+    ref_topk_logp: Tensor | None = None
     gold: Tensor | None = None
 
     def __len__(self) -> int:
@@ -76,7 +81,8 @@ class Rollouts:
         """Return the rollouts with T = `width`: padded on the right, or later positions cut off."""
         more = (0, width - self.tokens.shape[1])
         present = self._present(*PER_TOKEN)
-        return replace(self, **{name: torch.nn.functional.pad(value, more) for name, value in present.items()})
+        padded = {name: pad(value, (0, 0) * (value.dim() - 2) + more) for name, value in present.items()}
+        return replace(self, **padded)
 
     def _present(self, *names: str) -> dict[str, Tensor]:
         return {name: value for name in names if (value := getattr(self, name)) is not None}

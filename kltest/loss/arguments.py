@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kltest.errors import UsageError
-from kltest.names import FIELDS, field_named, support_size
+from kltest.names import FIELDS, field_named
 from kltest.rollout import Rollout, fields_behind
 
 
@@ -22,10 +22,15 @@ class FieldOf:
 
 @dataclass(frozen=True)
 class SupportOf(FieldOf):
-    """A field of the `k` likeliest tokens `of` the reference ("ref_") or the policy ("")."""
+    """A field of the `k` likeliest tokens `of` the reference ("ref_") or the policy ("").
+
+    `asked`: k was given; `said`: a parameter or the name of the ids says whose they are.
+    """
 
     k: int
     of: str
+    asked: bool = False
+    said: bool = False
 
     def at(self, view: Rollout) -> Any:
         """Return it for one batch."""
@@ -41,7 +46,7 @@ class SizeOf:
 
     def at(self, view: Rollout) -> int:
         """Return it for one batch."""
-        return support_size(self.k, view.peek("ref_logits").shape[-1])
+        return view.support_size(self.k)
 
 
 class Attributes(dict[str, Any]):

@@ -188,6 +188,10 @@ class Loss:
         """Return the same loss with the defaults of these parameters; its calls count with it."""
         return self.changed(arguments=self.arguments.without(names), record=Record())
 
+    def with_support(self, k: int) -> "Loss":
+        """Return the same loss with supports of k tokens."""
+        return self.changed(arguments=self.arguments.with_support(k), record=Record())
+
     @property
     def filled(self) -> dict[str, str]:
         """What each parameter gets, in words."""

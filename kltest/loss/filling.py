@@ -16,9 +16,10 @@ from kltest.loss.callables import contents
 from kltest.loss.derived import DERIVED, Derived
 from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
-from kltest.names import BATCH_SIZES, GROUP_SIZES, field_named, near_spelling, suggested_field
+from kltest.names import BATCH_SIZES, GROUP_SIZES, SUPPORT_SIZE, field_named, near_spelling, suggested_field
 from kltest.rollout import fields_behind
 
+FEWER = ", or the vocabulary less two if that is fewer"
 Filling = FieldOf | ObjectOf | Derived | SizeOf | Any
 
 
@@ -67,14 +68,13 @@ class Arguments:
             if name not in self.fillings:
                 found[name] = f"its default, {kept!r}"
             elif isinstance(filling, SupportOf):
-                found[name] = (
-                    f"{filling.name}, the {filling.k} likeliest of the {'reference' if filling.of else 'policy'}"
-                )
+                side, fewer = "reference" if filling.of else "policy", FEWER if filling.k > SUPPORT_SIZE else ""
+                found[name] = f"{filling.name}, the {filling.k} likeliest of the {side}{fewer}"
             elif isinstance(filling, FieldOf | Derived):
                 words = filling.name if isinstance(filling, FieldOf) else DERIVED[filling.name][0]
                 found[name] = words + ("" if kept is parameter.empty else f" in place of its default, {kept!r}")
             elif isinstance(filling, SizeOf):
-                found[name] = f"{filling.k}, or the vocabulary less two if that is fewer"
+                found[name] = f"{filling.k}{FEWER}"
             else:
                 found[name] = "an object" if isinstance(filling, ObjectOf) else repr(filling)
         return found
@@ -108,6 +108,11 @@ class Arguments:
     def without(self, names: Collection[str]) -> "Arguments":
         """Return the same with the defaults of these parameters."""
         return replace(self, fillings={key: filling for key, filling in self.fillings.items() if key not in names})
+
+    def with_support(self, k: int) -> "Arguments":
+        """Return the same with supports of k tokens."""
+        sized = {key: replace(one, k=k) for key, one in self.fillings.items() if isinstance(one, SupportOf | SizeOf)}
+        return replace(self, fillings={**self.fillings, **sized})
 
     def with_value(self, name: str, value: object) -> "Arguments":
         """Return the same with a value for one parameter, or for one attribute of an object, by its dotted name."""

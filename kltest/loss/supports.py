@@ -12,10 +12,14 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 class Stated(NamedTuple):
-    """A support as arguments and defaults state it: its size, and the prefix of the side that decides, if any."""
+    """A support as arguments and defaults state it: its size, and the prefix of the side that decides, if any.
+
+    `asked`: the size is no default.
+    """
 
     size: int
     of: str | None
+    asked: bool = False
 
 
 def stated(parameters: Parameters, given: dict[str, Any]) -> Stated:
@@ -25,9 +29,12 @@ def stated(parameters: Parameters, given: dict[str, Any]) -> Stated:
     `given`.
 
     Raises:
-        UsageError: The size is below one, or the side is none.
+        UsageError: The size is no number of tokens, or the side is none.
     """
     reads = any(field_named(key) in SUPPORT_FIELDS for key in parameters)
+    sizes = {key: given[key] for key in SUPPORT_SIZES if key in given and reads}
+    if wrong := next((key for key, size in sizes.items() if type(size) is not int), None):
+        raise UsageError(f"{wrong}={sizes[wrong]!r}: a support has a whole number of tokens")
 
     def value(key: str) -> Any:
         if key in given:
@@ -41,7 +48,7 @@ def stated(parameters: Parameters, given: dict[str, Any]) -> Stated:
         raise UsageError(f"a support has at least one token, not {size}")
     if reads and isinstance(side, str) and of not in ("", "ref_"):
         raise UsageError(f"{SUPPORT_SIDE}={side!r}: say whose likeliest tokens they are, teacher or student")
-    return Stated(size, of)
+    return Stated(size, of, bool(sizes))
 
 
 def filled(fillings: Mapping[str, Any], parameters: Parameters, support: Stated) -> dict[str, Any]:
@@ -52,8 +59,12 @@ def filled(fillings: Mapping[str, Any], parameters: Parameters, support: Stated)
     fields = {key: one.name for key, one in fillings.items() if isinstance(one, FieldOf)}
     supports = {key: name for key, name in fields.items() if name in SUPPORT_FIELDS}
     sides = [support.of, *(whose(key) for key, name in supports.items() if name == "topk_ids")]
-    of = next((side for side in sides if side is not None), "ref_")
-    found = {**fillings, **{key: SupportOf(name, support.size, of) for key, name in supports.items()}}
+    said = [side for side in sides if side is not None]
+    made = {
+        key: SupportOf(name, support.size, [*said, "ref_"][0], support.asked, bool(said))
+        for key, name in supports.items()
+    }
+    found = {**fillings, **made}
     sees_all = "ref_logits" in fields.values()
     for key in SUPPORT_SIZES:
         whole = key in parameters and type(fillings.get(key, parameters[key].default)) is int
@@ -72,4 +83,6 @@ def distinguished(fillings: Mapping[str, Any], parameters: Parameters) -> Suppor
     if not says or not any(isinstance(one, FieldOf) and one.name == "ref_logits" for one in fillings.values()):
         return None
     support = stated(parameters, given)
-    return SupportOf("topk_ids", support.size, support.of or "") if support.size > 0 else None
+    if support.size < 1:
+        return None
+    return SupportOf("topk_ids", support.size, support.of or "", said=support.of is not None)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kltest.truth import is_of_lengths
+
 WHOLE, PART = "reverse_kl", "local_reverse_kl"
 OTHERS = frozenset({"forward_kl", "local_forward_kl"})
 # Relative distance from one of a coefficient that counts as one: float32 is identified up to 1e-4 of the gradient.
@@ -86,7 +88,7 @@ def class_of(row: Mapping[str, Any]) -> str:
     for kind in ("other", "none"):
         if everything == {kind}:
             return kind
-    if everything == {"none", "length"}:
+    if "length" in everything <= {"none", "length"}:
         return "length"
     return "mixed" if "mixed" in everything else "another"
 
@@ -136,6 +138,6 @@ def _kind(identified: Mapping[str, float] | None, near: float) -> str:
         return "part"
     if len(names) == 1 and names <= OTHERS and positive:
         return "other"
-    if names == {"inverse_length"} and positive:
+    if all(map(is_of_lengths, names)) and positive:
         return "length"
     return "mixed" if len(names) > 1 and any(identified.get(name, 0) > 0 for name in (WHOLE, PART)) else "another"

@@ -6,7 +6,23 @@ Names are listed, parsed and rendered without numpy or torch; functions that com
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kltest.truth.atlas import ATLAS, FURTHER, NamedGradient, of_support, parse, plain, render, support_named
+from kltest.truth.atlas import (
+    ATLAS,
+    FURTHER,
+    NamedGradient,
+    counts_alone,
+    is_of_lengths,
+    mixture_named,
+    of_mixtures,
+    of_support,
+    on_rollouts_of_the_sampler,
+    parse,
+    plain,
+    render,
+    resized,
+    support_named,
+    together,
+)
 
 if TYPE_CHECKING:
     from kltest.truth.autograd import gradient_again
@@ -28,14 +44,21 @@ __all__ = [
     "NamedGradient",
     "Optimum",
     "combine",
+    "counts_alone",
     "gradient",
     "gradient_again",
+    "is_of_lengths",
+    "mixture_named",
+    "of_mixtures",
     "of_support",
+    "on_rollouts_of_the_sampler",
     "optimum",
     "parse",
     "plain",
     "render",
+    "resized",
     "support_named",
+    "together",
     "value",
 ]
 

@@ -11,8 +11,8 @@ has ρ̄ there.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from kltest.errors import UsageError, did_you_mean
 
@@ -172,6 +172,9 @@ class SupportName:
     k: int
     kind: str
 
+    def __str__(self) -> str:
+        return f"local_{self.direction}_kl_{self.whose}{self.k}{f'_{self.kind}' if self.kind else ''}"
+
 
 _SUPPORT = re.compile(r"local_(forward|reverse)_kl_(top|own)([1-9]\d{0,4})(?:_(renormalised|tail))?")
 _SUMS = {
@@ -187,6 +190,13 @@ def support_named(base: str) -> SupportName | None:
     return found and SupportName(found[1], found[2], int(found[3]), found[4] or "")
 
 
+def resized(name: str, k: int) -> str:
+    """Return the name of the same gradient over a support of k tokens; one that says nothing of a support as it is."""
+    base, at, sampler = name.partition("@")
+    stated = support_named(base)
+    return f"{replace(stated, k=k)}{at}{sampler}" if stated else name
+
+
 def of_support(k: int, of: str) -> tuple[str, ...]:
     """Return the names of a support of k tokens; those of the side `of` first, "ref_" for the reference, else ""."""
     sides = ("top", "own") if of else ("own", "top")
@@ -196,20 +206,91 @@ def of_support(k: int, of: str) -> tuple[str, ...]:
     )
 
 
-class _Atlas(dict[str, NamedGradient]):
-    """The rows by name. Those of next-token distributions, of a support of any size, are made when they are read.
+@dataclass(frozen=True)
+class MixtureName:
+    """The divergence from a mixture that a name means.
 
-    Only a loss that reads such distributions can follow one: they are fitted for those losses and no others.
+    Attributes:
+        kind: "jensen_shannon", w·KL(ref‖m) + (1 − w)·KL(π‖m), or "skewed_forward_kl", KL(ref‖m), with m = w·ref +
+            (1 − w)·π; or "skewed_reverse_kl", KL(π‖m) with m = w·π + (1 − w)·ref.
+        weight: w.
+    """
+
+    kind: str
+    weight: float
+
+
+_MIXTURE = re.compile(r"local_(?:(jensen_shannon)|(jensen_shannon|skewed_forward_kl|skewed_reverse_kl)([1-9]\d?))")
+_OF_MIXTURES = {
+    "jensen_shannon": ("JS_w(π, ref), w = {:g}", "the Jensen-Shannon divergence with weight {:g} of the reference"),
+    "skewed_forward_kl": ("KL_t(ref‖{:g}·ref + {:g}·π)", "the KL of the reference from a mixture, {:g} of it its own"),
+    "skewed_reverse_kl": ("KL_t(π‖{:g}·π + {:g}·ref)", "the KL of the policy from a mixture, {:g} of it its own"),
+}
+_WEIGHTS = (10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90)
+
+
+def mixture_named(base: str) -> MixtureName | None:
+    """Return what a name without a sampler says of a mixture; None if it says nothing."""
+    found = _MIXTURE.fullmatch(base)
+    return found and MixtureName(found[1] or found[2], int(found[3] or 50) / 100)
+
+
+def of_mixtures(stated: Iterable[float]) -> tuple[str, ...]:
+    """Return the names of mixtures, with usual weights and those of numbers that a loss states, and their rests."""
+    percents = {round(100 * one) for one in stated if 0 < one < 1 and abs(100 * one - round(100 * one)) < 1e-9}
+    weights = sorted({*_WEIGHTS, *percents, *(100 - one for one in percents)} - {0, 100})
+    names = [f"local_{kind}{weight}" for kind in _OF_MIXTURES for weight in weights]
+    return ("local_jensen_shannon", *(name for name in names if name != "local_jensen_shannon50"))
+
+
+def counts_alone(name: str) -> bool:
+    """Return True for a name that is fitted alone: beside others a gradient would have several spellings, or nearly."""
+    stated = mixture_named(name.partition("@")[0])
+    return name == "future_reverse_kl" or (stated is not None and name.partition("@")[0] != "local_jensen_shannon")
+
+
+_TOGETHER = re.compile(r"inverse_length(?:_of([2-9]|[1-9]\d{1,3}))?")
+
+
+def together(base: str) -> int | None:
+    """Return the number of rollouts whose lengths are added up in `inverse_length_of2`; None for another name."""
+    found = _TOGETHER.fullmatch(base)
+    return found and int(found[1] or 1)
+
+
+def is_of_lengths(name: str) -> bool:
+    """Return True for a gradient of the lengths of rollouts alone, in which the reference does not occur."""
+    return together(name.partition("@")[0]) is not None
+
+
+def on_rollouts_of_the_sampler(name: str) -> str:
+    """Return the name that one of a support, or of lengths, has with rollouts of another sampler."""
+    return f"{name}@{'rollouts' if is_of_lengths(name) else 'sampler'}"
+
+
+class _Atlas(dict[str, NamedGradient]):
+    """The rows by name. Those of next-token distributions, of a support of any size, and of any number of rollouts are
+    made when they are read.
+
+    Only a loss that reads such distributions, or batches of so many rollouts, can follow one: they are fitted for those
+    losses and no others.
     """
 
     def __missing__(self, name: str) -> NamedGradient:
         base, _, at = name.partition("@")
+        if (many := together(base)) and at in ("", "rollouts"):
+            return _of_lengths(base, many, at)
         stated = support_named(base)
-        if at not in ("", "sampler") or (stated is None and base != "local_jensen_shannon"):
+        mixture = mixture_named(base)
+        if at not in ("", "sampler") or (stated is None and mixture is None):
             raise KeyError(name)
-        if stated is None:
+        if base == "local_jensen_shannon":
             formula, meaning = "JS_t(π, ref)", f"the Jensen-Shannon divergence {_FIXED}"
-        else:
+        elif mixture is not None:
+            numbers = mixture.weight, 1 - mixture.weight
+            formula, meaning = (text.format(*numbers) for text in _OF_MIXTURES[mixture.kind])
+            meaning = f"{meaning}, {_FIXED}"
+        elif stated is not None:
             a, b = ("π", "ref") if stated.direction == "reverse" else ("ref", "π")
             whose = f"the {stated.k} likeliest tokens of the {'reference' if stated.whose == 'top' else 'policy'}"
             sides = {"a": a, "b": b, "whose": whose}
@@ -222,9 +303,26 @@ class _Atlas(dict[str, NamedGradient]):
         return NamedGradient(name, f"E_π[Σ_t ∇{formula}]", meaning, field=False)
 
 
+def _of_lengths(base: str, many: int, at: str) -> NamedGradient:
+    total = "ΣL" if many > 3 else "+".join(f"L_{number}" for number in range(1, many + 1))
+    if at:
+        formula, words = f"E_μ[Σ_i Σ_t g_it/({total})]", f"no ratio; the inverse of the tokens of {many} rollouts"
+        return NamedGradient(f"{base}@{at}", formula, words, field=False, on_policy={base: 1.0})
+    return NamedGradient(
+        base,
+        f"∇E_π[1/({total})]",
+        f"the mean inverse of the tokens of {many} independent rollouts together: k1 as a loss with a mean over the "
+        "tokens of such a batch follows it; the reference does not occur",
+    )
+
+
 ATLAS: dict[str, NamedGradient] = _Atlas({row.name: row for row in _rows()})
-FURTHER = ("local_jensen_shannon", *of_support(2, "ref_"))
-"""Names of next-token distributions, of supports of two tokens; any other number may stand in place of the 2."""
+FURTHER = (
+    *("local_jensen_shannon", "local_jensen_shannon10", "local_skewed_forward_kl10", "local_skewed_reverse_kl10"),
+    *(*of_support(2, "ref_"), "inverse_length_of2"),
+)
+"""Names of next-token distributions: of mixtures with a weight of 10 %, of supports of two tokens, and of lengths of
+two rollouts; any other number may stand in place of these."""
 _PLACE = {name: place for place, name in enumerate(ATLAS)}
 
 

@@ -1,6 +1,7 @@
 """Named gradients by a second route: sums over all enumerated rollouts, differentiated by autograd."""
 
 from collections.abc import Callable
+from itertools import product
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from kltest.environments import Instance
 from kltest.names import support_size
-from kltest.truth.atlas import named, support_named
+from kltest.truth.atlas import mixture_named, named, support_named, together
 
 
 def gradient_again(name: str, instance: Instance) -> np.ndarray:
@@ -21,8 +22,12 @@ def gradient_again(name: str, instance: Instance) -> np.ndarray:
     base, _, at = named(name).name.partition("@")
     logits = torch.from_numpy(instance.policy.copy()).requires_grad_()
     rollouts = Enumerated(instance, logits - torch.logsumexp(logits, dim=1, keepdim=True))
-    whole = not at and base in FUNCTIONS
-    objective = FUNCTIONS[base](rollouts) if whole else _of_given_rollouts(rollouts, base, at)
+    if not at and base in FUNCTIONS:
+        objective = FUNCTIONS[base](rollouts)
+    elif many := together(base):
+        objective = _inverse_total(rollouts, many, at)
+    else:
+        objective = _of_given_rollouts(rollouts, base, at)
     return torch.autograd.grad(objective, logits)[0].numpy()
 
 
@@ -101,13 +106,28 @@ _TERMS: dict[str, Callable[[Enumerated], Tensor]] = {
     "to_sampler_kl": lambda r: r.logp * _whole(r.logp - r.old),
     "entropy": lambda r: r.logp * _whole(-r.logp),
     "local_entropy": lambda r: -0.5 * r.logp**2,
-    "inverse_length": lambda r: r.logp / r.length[:, None].double(),
 }
+
+
+def _inverse_total(rollouts: Enumerated, many: int, at: str) -> Tensor:
+    """E[1/(L_1 + … + L_n)] of n rollouts, over every length that each may have; `at` the sampler, times Σ log π."""
+    known = sorted(set(rollouts.length.tolist()))
+    chance = rollouts.probability(rollouts.old if at else rollouts.logp)
+    of_length = torch.stack([chance[rollouts.length == each].sum() for each in known])
+    scores = torch.stack([(chance * rollouts.logp.sum(dim=1))[rollouts.length == each].sum() for each in known])
+    objective = torch.zeros((), dtype=chance.dtype)
+    for places in product(range(len(known)), repeat=many):
+        total = sum(known[place] for place in places)
+        if at:
+            objective = objective + many * scores[places[0]] * of_length[list(places[1:])].prod() / total
+        else:
+            objective = objective + of_length[list(places)].prod() / total
+    return objective
 
 
 def _of_given_rollouts(rollouts: Enumerated, name: str, at: str) -> Tensor:
     """The expected term of rollouts that are drawn and not moved, with the ratio that `at` names in front of it."""
-    if support_named(name) or name == "local_jensen_shannon":
+    if support_named(name) or mixture_named(name):
         # At each prefix the whole distribution stands in place of a token: no ratio is left.
         chance = rollouts.probability(rollouts.old if at else rollouts.logp).detach()
         return (chance * rollouts.visited(next_token(name, rollouts.policy, rollouts.reference)).sum(dim=1)).sum()
@@ -124,13 +144,21 @@ def _of_given_rollouts(rollouts: Enumerated, name: str, at: str) -> Tensor:
     return (chance * (term if term.dim() == 1 else term.sum(dim=1))).sum()
 
 
+def _from_mixture(kind: str, weight: float, p: Tensor, q: Tensor) -> Tensor:
+    if kind == "skewed_reverse_kl":
+        return (p * (p / (weight * p + (1 - weight) * q)).log()).sum(dim=1)
+    mixed = weight * q + (1 - weight) * p
+    of_reference, of_policy = ((one * (one / mixed).log()).sum(dim=1) for one in (q, p))
+    return of_reference if kind == "skewed_forward_kl" else weight * of_reference + (1 - weight) * of_policy
+
+
 def next_token(name: str, policy: Tensor, reference: Tensor) -> Tensor:
     """A divergence (C,) of next-token distributions, or a sum over a support, from tables of log-probs."""
+    if (mixture := mixture_named(name)) is not None:
+        return _from_mixture(mixture.kind, mixture.weight, policy.exp(), reference.exp())
     stated = support_named(name)
     if stated is None:
-        p, q = policy.exp(), reference.exp()
-        mean = (p + q) / 2
-        return ((p * (p / mean).log()).sum(dim=1) + (q * (q / mean).log()).sum(dim=1)) / 2
+        raise KeyError(name)
     deciding = (reference if stated.whose == "top" else policy).detach()
     ids = deciding.topk(support_size(stated.k, deciding.shape[1]), dim=1).indices
     one, other = (policy, reference) if stated.direction == "reverse" else (reference, policy)

@@ -13,7 +13,7 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError
 from kltest.truth import divergences
-from kltest.truth.atlas import canonical, named
+from kltest.truth.atlas import canonical, named, together
 from kltest.truth.next_tokens import is_of_next_tokens
 from kltest.truth.off_policy import OF_OWN, OFF_POLICY, along, less_the_likeliest, next_token, of_rollouts
 from kltest.truth.recursions import (
@@ -23,7 +23,8 @@ from kltest.truth.recursions import (
     forward,
     from_signal,
     future,
-    inverse_length,
+    inverse_total,
+    of_length,
     onward,
     start,
     total_visits,
@@ -55,6 +56,9 @@ def gradient(name: str, instance: Instance) -> np.ndarray:
             result = total_visits(instance.environment, prefixes)[:, None] * next_token(base, instance)
         elif at:
             result = OFF_POLICY[at](instance, base)
+        elif rollouts := together(base):
+            weights = inverse_total(instance.environment, instance.policy, rollouts)
+            result = from_signal(of_length(instance.environment, instance.policy, weights)[0], instance.policy)
         else:
             result = _WHOLE[base](instance)
     return finite(result, name, instance)
@@ -184,8 +188,5 @@ _WHOLE: dict[str, Callable[[Instance], np.ndarray]] = {
     "to_sampler_kl": lambda instance: _reverse_kl(instance, instance.sampler),
     "expected_reward": lambda instance: _additive(instance, instance.environment.reward),
     "entropy": lambda instance: _additive(instance, -instance.policy),
-    "inverse_length": lambda instance: from_signal(
-        inverse_length(instance.environment, instance.policy)[0], instance.policy
-    ),
     "zero": lambda instance: np.zeros_like(instance.policy),
 }

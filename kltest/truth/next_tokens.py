@@ -9,22 +9,21 @@ and may be negative; the divergence of the *renormalised* distributions; and tha
 import numpy as np
 
 from kltest.names import support_size
-from kltest.truth.atlas import SupportName, support_named
+from kltest.truth.atlas import MixtureName, SupportName, mixture_named, support_named
 from kltest.truth.recursions import from_signal
-
-JENSEN_SHANNON = "local_jensen_shannon"
 
 
 def is_of_next_tokens(base: str) -> bool:
     """Return True for a name, without a sampler, that this module computes."""
-    return base == JENSEN_SHANNON or support_named(base) is not None
+    return mixture_named(base) is not None or support_named(base) is not None
 
 
 def gradient_of_next_token(base: str, policy: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """Return the gradient (C, V) with respect to the logits of each row, from tables of log-probs."""
-    name = support_named(base)
-    if name is None:
-        return from_signal(0.5 * (policy - _mixture(policy, reference)), policy)
+    if (mixture := mixture_named(base)) is not None:
+        return from_signal(_of_mixture(mixture, policy, reference), policy)
+    if (name := support_named(base)) is None:
+        raise KeyError(base)
     p, q, inside = np.exp(policy), np.exp(reference), _support(name, policy, reference)
     mass, ref_mass = _mass(p, inside), _mass(q, inside)
     if name.direction == "reverse":
@@ -43,8 +42,21 @@ def gradient_of_next_token(base: str, policy: np.ndarray, reference: np.ndarray)
     return truncated
 
 
-def _mixture(policy: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    return np.logaddexp(policy, reference) - np.log(2)
+def _of_mixture(name: MixtureName, policy: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Return the derivative (C, V) with respect to the probabilities, up to a constant in each row."""
+    weight = name.weight
+    if name.kind == "skewed_reverse_kl":
+        mixed = _mixture(policy, reference, weight)
+        return policy - mixed - weight * np.exp(policy - mixed)
+    mixed = _mixture(reference, policy, weight)
+    if name.kind == "skewed_forward_kl":
+        return -(1 - weight) * np.exp(reference - mixed)
+    return (1 - weight) * (policy - mixed)
+
+
+def _mixture(one: np.ndarray, other: np.ndarray, weight: float) -> np.ndarray:
+    """Return the log-probs of the mixture with this weight of the first."""
+    return np.logaddexp(one + np.log(weight), other + np.log1p(-weight))
 
 
 def _support(name: SupportName, policy: np.ndarray, reference: np.ndarray) -> np.ndarray:

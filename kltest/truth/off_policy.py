@@ -12,8 +12,9 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient
 from kltest.truth import divergences
+from kltest.truth.atlas import together
 from kltest.truth.next_tokens import gradient_of_next_token, is_of_next_tokens
-from kltest.truth.recursions import earlier, ends_here, from_signal, future, inverse_length
+from kltest.truth.recursions import earlier, ends_here, from_signal, future, inverse_total, of_length
 
 
 def less_the_likeliest(values: np.ndarray, instance: Instance, chance: np.ndarray) -> np.ndarray:
@@ -60,9 +61,10 @@ def _no_ratio(instance: Instance, base: str) -> np.ndarray:
         return softmax_gradient(
             np.exp(sampler) * ends_here(environment, sampler) * (policy - instance.reference), policy
         )
-    if base == "inverse_length":
-        signal, visited, _ = inverse_length(environment, sampler)
-        return softmax_gradient(np.exp(sampler) * (signal + visited / environment.horizon), policy)
+    if rollouts := together(base):
+        weights = inverse_total(environment, sampler, rollouts)
+        signal, visited, _ = of_length(environment, sampler, weights)
+        return softmax_gradient(np.exp(sampler) * (signal + visited * weights[-1]), policy)
     own, cost = _costs(instance, base)
     later, visited = future(environment, sampler, cost)
     if base not in _WITHOUT_EARLIER:

@@ -132,25 +132,48 @@ def earlier(environment: Environment, log_probs: np.ndarray, cost: np.ndarray) -
     return total
 
 
-def inverse_length(environment: Environment, log_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return the signal of 1/L − 1/horizon, under log-probs (C, V): exactly zero where no rollout ends early.
+def lengths(environment: Environment, log_probs: np.ndarray) -> np.ndarray:
+    """Return the probability (horizon,) of each length 1, 2, …, under log-probs (C, V)."""
+    chances, ends, last = np.exp(log_probs), ending(environment), environment.horizon - 1
+    found = np.zeros(environment.horizon)
+    for step, visit in enumerate(visits(environment, chances)):
+        found[step] = visit.sum() if step == last else visit @ (chances * ends).sum(axis=1)
+    return found
+
+
+def inverse_total(environment: Environment, log_probs: np.ndarray, rollouts: int) -> np.ndarray:
+    """Return E[n/(l + L_2 + … + L_n)] (horizon,) for each length l of one of n independent rollouts."""
+    total = np.ones(1)  # of the other rollouts' lengths: 0 for no other
+    for _ in range(rollouts - 1):
+        total = np.convolve(total, [0.0, *lengths(environment, log_probs)])
+    own = np.arange(1, environment.horizon + 1)[:, None]
+    return rollouts * (total / (own + np.arange(len(total)))).sum(axis=1)
+
+
+def of_length(
+    environment: Environment, log_probs: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return the signal of w(L) − w(horizon), under log-probs (C, V): exactly zero where no rollout ends early.
 
     Args:
         environment: Environment with C contexts, V tokens and the longest length `horizon`.
         log_probs: Log-probs (C, V).
+        weights: The function w (horizon,) of the lengths 1, 2, ….
 
     Returns:
-        Signal (C, V), visits (C, 1), and E[1/L].
+        Signal (C, V), visits (C, 1), and E[w(L)].
     """
     chances, ends, horizon = np.exp(log_probs), ending(environment), environment.horizon
     values, signal, visited = np.zeros(len(chances)), np.zeros_like(chances), np.zeros((len(chances), 1))
     states = backwards(lambda state: forward(environment, chances, state), start(environment), horizon)
     for length, state in zip(range(horizon, 0, -1), states, strict=True):
-        later = onward(environment, values) + (ends * (1 / length - 1 / horizon) if length < horizon else 0.0)
+        later = onward(environment, values)
+        if length < horizon:
+            later += ends * (weights[length - 1] - weights[-1])
         values = np.einsum("cv,cv->c", chances, later)
         signal += state * later
         visited += state
-    return signal, visited, 1 / horizon + float(environment.start_distribution() @ values)
+    return signal, visited, float(weights[-1] + environment.start_distribution() @ values)
 
 
 def ends_here(environment: Environment, log_probs: np.ndarray) -> np.ndarray:

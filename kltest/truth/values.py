@@ -12,7 +12,7 @@ from kltest.errors import UsageError, did_you_mean
 from kltest.truth import divergences
 from kltest.truth.atlas import ATLAS
 from kltest.truth.gradients import chi_square, finite, squared_log_ratio
-from kltest.truth.recursions import carry, ending, inverse_length, start, total_visits
+from kltest.truth.recursions import carry, ending, inverse_total, of_length, start, total_visits
 
 _LOGGED = {
     "kl": "KL(π‖ref) = E_π[Σ_t u_t]",
@@ -116,6 +116,8 @@ _BY_RECURSION: dict[str, Callable[[Instance], float]] = {
     "total_variation": _total_variation,
     "expected_reward": lambda instance: _mean(instance, instance.environment.reward),
     "entropy": lambda instance: _mean(instance, -instance.policy),
-    "inverse_length": lambda instance: inverse_length(instance.environment, instance.policy)[2],
+    "inverse_length": lambda instance: of_length(
+        instance.environment, instance.policy, inverse_total(instance.environment, instance.policy, 1)
+    )[2],
     "zero": lambda instance: 0.0,
 }

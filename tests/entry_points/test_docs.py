@@ -116,7 +116,7 @@ def test_the_notebook_was_executed(site):
     assert "forward_kl" in page
 
 
-PAGES = ("quickstart.md", "concepts/placements.md", "guides/your-own-loss.md")
+PAGES = ("quickstart.md", "concepts/placements.md", "guides/your-own-loss.md", "guides/distillation.md")
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -21,7 +21,7 @@ from kltest.auditing.passes import CutModel, measure
 from kltest.auditing.units import drawn, of_batch, read_rollouts
 from kltest.cli import app
 from kltest.environments import Instance, ragged, sequence
-from kltest.errors import UsageError
+from kltest.errors import TargetError, UsageError
 from kltest.language_models.language import LanguageModel
 from kltest.language_models.scoring import score
 from kltest.loss.resolve import resolve
@@ -246,6 +246,73 @@ def test_what_a_file_holds_is_what_the_training_run_had(tiny, form, tmp_path):
 def test_a_batch_that_cannot_be_used_is_refused_in_words(tiny, changed, words):
     with pytest.raises(UsageError, match=words):
         kltest.audit("k3-loss", *tiny, kept(tiny, **changed), group_size=2)
+
+
+def payload(live, size=2, **changed):
+    """A teacher's log-probs of a support, as they come with rollouts: ids 3 and 5 at each token."""
+    ids = torch.arange(3, 3 + 2 * size, 2).expand(*live.shape, size)
+    return {"topk_indices": ids, "teacher_topk_logprobs": torch.full((*live.shape, size), -1.5), **changed}
+
+
+def over_the_payload(topk_ids, topk_logp, ref_topk_logp, mask, k=2):
+    assert (topk_ids[mask != 0] == torch.tensor([3, 5])).all()
+    assert topk_ids.shape[-1] == k
+    assert (ref_topk_logp[mask != 0] == -1.5).all()
+    return (ref_topk_logp.exp() * (ref_topk_logp - topk_logp)).sum(-1)
+
+
+@pytest.mark.parametrize("form", ["tensors", "lines"])
+def test_a_support_that_comes_with_the_rollouts_is_the_one_that_the_loss_gets(tiny, form, tmp_path):
+    batch = kept(tiny)
+    batch |= {**payload(batch["completion_mask"]), "group": torch.arange(16) // 2}
+    if form == "lines":
+        lines = [{name: one[row].tolist() for name, one in batch.items()} for row in range(16)]
+        (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        batch = read_rollouts(tmp_path / "rollouts.jsonl")
+    report = kltest.audit(over_the_payload, *tiny, batch, group_size=2)  # a failed call is a TargetError
+    assert report.units == 8
+    with pytest.raises(TargetError, match="AssertionError"):
+        kltest.audit(over_the_payload, *tiny, kept(tiny), group_size=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"topk_indices": None}, "ref_topk_logp without topk_ids"),
+        ({"topk_indices": torch.zeros(16, 5)}, r"topk_ids has shape \(16, 5\)"),
+        ({"teacher_topk_logprobs": torch.zeros(16, 5, 3)}, r"ref_topk_logp has shape \(16, 5, 3\)"),
+        ({"topk_indices": torch.tensor([3, 3]).expand(16, 5, 2)}, "id 3 occurs twice"),
+        (
+            {"topk_indices": torch.tensor([3, 99]).expand(16, 5, 2)},
+            "id 99 is not in the model's vocabulary of 15; does",
+        ),
+        ({"teacher_topk_logprobs": torch.full((16, 5, 2), -float("inf"))}, "not finite at every token: leave −inf"),
+        ({"teacher_topk_logprobs": torch.full((16, 5, 2), float("nan"))}, "not finite at every token: leave −inf"),
+        ({"teacher_topk_logprobs": torch.full((16, 5, 2), 0.0)}, "add up to 2; are they logits?"),
+        (payload(torch.zeros(16, 5), 16), "topk_ids: 16 tokens of a vocabulary of 15"),
+    ],
+)
+def test_a_support_that_cannot_be_used_is_refused_in_words(tiny, changed, words):
+    batch = kept(tiny)
+    with pytest.raises(UsageError, match=words):
+        kltest.audit("k3-loss", *tiny, {**batch, **payload(batch["completion_mask"], **changed)}, group_size=2)
+
+
+def test_what_stands_behind_the_end_of_a_rollout_is_not_judged(tiny):
+    batch = kept(tiny)
+    dead = batch["completion_mask"] == 0
+    assert dead.any()
+    given = payload(batch["completion_mask"])
+    given["topk_indices"] = given["topk_indices"].masked_fill(dead[..., None], -100)
+    assert kltest.audit(over_the_payload, *tiny, {**batch, **given}, group_size=2).units == 8
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tiny):
+    configuration = LlamaConfig.from_dict({**tiny[1].model.config.to_dict(), "vocab_size": 17})
+    teacher = LlamaForCausalLM(configuration).double()
+    for ref, options in ((teacher, {}), (tiny[1], {"sampler": teacher})):
+        with pytest.raises(UsageError, match="vocabulary of 17 tokens and the policy one of 15"):
+            kltest.audit("k3-loss", tiny[0], ref, kept(tiny), group_size=2, **options)
 
 
 @pytest.mark.parametrize(

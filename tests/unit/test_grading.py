@@ -470,6 +470,38 @@ def test_k1_over_each_length_follows_the_inverse_length_and_no_divergence():
     assert grade(k1_over_length, expect="inverse_length").verdict == "confirmed"
 
 
+def k1_over_all_tokens(logp, ref_logp, mask):
+    return ((logp - ref_logp) * mask).sum() / mask.sum()
+
+
+def test_k1_over_the_tokens_of_a_batch_follows_the_inverse_of_their_number():
+    report = grade(k1_over_all_tokens, sampler="both")
+    of_two = {row.sampler: row.identified for row in report.gradients if row.batch == 2}
+    assert of_two["current"] == pytest.approx({"inverse_length_of2": 1.0})
+    assert of_two["stale"] == pytest.approx({"inverse_length_of2@rollouts": 1.0})
+    assert {"KL101", "KL204"} <= {check.code for check in report.failed}
+    of_three = grade(k1_over_all_tokens, environment="ragged", batch_size=3).gradients
+    assert of_three[-1].identified == pytest.approx({"inverse_length_of3": 1.0})
+
+
+def k1_over_prompt_and_response(logp, ref_logp, mask):
+    return ((logp - ref_logp) * mask).sum(-1) / (mask.sum(-1) + 5)
+
+
+def k3_over_prompt_and_response(logp, ref_logp, mask):
+    u = logp - ref_logp
+    return (((-u).exp() - 1 + u) * mask).sum(-1) / (mask.sum(-1) + 5)
+
+
+def test_k1_over_any_function_of_the_length_is_said_to_follow_that_function_alone():
+    """1/6 − 1/8 and 1/7 − 1/8: five tokens of a prompt beside one, two or three of a response."""
+    report = grade(k1_over_prompt_and_response)
+    words = next(check.message for check in report.failed if check.code == "KL105")
+    assert "∇E_π[w(L)], a function of the length alone, with w(1) − w(3) = 0.04167, w(2) − w(3) = 0.01786" in words
+    other = grade(k3_over_prompt_and_response)
+    assert not any("length alone" in check.message for check in other.failed)
+
+
 @pytest.mark.parametrize("loss", [k2_over_length, k3_over_length])
 def test_other_sums_over_each_length_have_no_name(loss):
     report = grade(loss, expect="inverse_length", environment="ragged")

@@ -100,10 +100,43 @@ def test_two_tokens_at_least_are_outside_if_the_vocabulary_has_three(k, vocabula
     assert batch.support("topk_ids", k).shape[-1] == tokens
 
 
-@pytest.mark.parametrize("k", [0, -1])
-def test_a_support_without_tokens_is_refused(k):
-    with pytest.raises(UsageError, match="at least one token"):
+@pytest.mark.parametrize(
+    ("k", "words"),
+    [
+        (0, "at least one token"),
+        (-1, "at least one token"),
+        (2.0, "k=2.0: a support has a whole"),
+        (True, "k=True"),
+        ("x", "k='x'"),
+        ("@logp", "a whole number"),
+    ],
+)
+def test_what_is_no_number_of_tokens_is_refused(k, words):
+    with pytest.raises(UsageError, match=words):
         bind(of_either, Call(arguments={"k": k}))
+
+
+def test_more_tokens_than_a_vocabulary_has_are_said_to_become_fewer():
+    loss = bind(of_either, Call(arguments={"k": 64}))
+    assert (
+        loss.filled["topk_logp"]
+        == "topk_logp, the 64 likeliest of the reference, or the vocabulary less two if that is fewer"
+    )
+    assert bind(of_either, Call()).filled["topk_logp"] == "topk_logp, the 4 likeliest of the reference"
+
+
+def test_a_batch_that_came_with_a_support_has_that_one():
+    batch = rollout()
+    ids = batch.support("topk_ids", 2, of="").flip(-1)
+    given = batch.replace(topk_ids=ids, ref_topk_logp=torch.full(ids.shape, -2.0).double())
+    for one in (given, given.take(range(len(given))), given.wider(3)):
+        width = ids.shape[1]
+        assert torch.equal(one.support("topk_ids", 4)[:, :width], ids)
+        assert torch.equal(one.topk_logp[:, :width], batch.peek("logits").gather(-1, ids))
+        assert (one.ref_topk_logp[:, :width] == -2).all()
+        assert one.support_size(4) == 2
+    near = given.near_reference()
+    assert torch.equal(near.ref_topk_logp, near.topk_logp.detach())
 
 
 def test_without_fields_of_a_support_k_is_an_unknown_parameter():

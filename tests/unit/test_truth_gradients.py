@@ -132,9 +132,16 @@ PLANTED = {
     ),
     "the rollouts' own length forgotten": (
         off_policy,
-        "inverse_length",
-        lambda e, p: (0 * recursions.inverse_length(e, p)[0], *recursions.inverse_length(e, p)[1:]),
+        "of_length",
+        lambda *given: (0 * recursions.of_length(*given)[0], *recursions.of_length(*given)[1:]),
         "inverse_length@rollouts",
+        "ragged",
+    ),
+    "the other rollouts of a batch are of one token": (
+        recursions,
+        "lengths",
+        lambda environment, log_probs: np.eye(environment.horizon)[0],
+        "inverse_length_of3",
         "ragged",
     ),
     "a mean over all prompts": (

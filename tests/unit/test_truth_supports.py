@@ -6,7 +6,18 @@ import pytest
 from kltest.environments import Instance, bandit, mdp, ragged, sequence
 from kltest.errors import UsageError
 from kltest.identify.identification import independent
-from kltest.truth import FURTHER, gradient, gradient_again, next_tokens, of_support, parse, plain, render
+from kltest.truth import (
+    FURTHER,
+    gradient,
+    gradient_again,
+    is_of_lengths,
+    next_tokens,
+    of_support,
+    on_rollouts_of_the_sampler,
+    parse,
+    plain,
+    render,
+)
 from kltest.truth.atlas import ATLAS, named
 
 ENVIRONMENTS = {
@@ -17,7 +28,10 @@ ENVIRONMENTS = {
 }
 # Sums of at most a few hundred terms of size one.
 EXACT = 1e-11
-NAMES = [name for k in (1, 2, 3, 4, 9) for name in of_support(k, "ref_")] + ["local_jensen_shannon"]
+NAMES = [name for k in (1, 2, 3, 4, 9) for name in of_support(k, "ref_")] + [
+    *("local_jensen_shannon", "local_jensen_shannon30", "local_skewed_forward_kl10", "local_skewed_reverse_kl35"),
+    *("local_jensen_shannon50", "local_skewed_forward_kl99", "local_skewed_reverse_kl1"),
+]
 
 
 def instance(environment, seed=0):
@@ -29,7 +43,7 @@ def relative(found, expected):
     return np.linalg.norm(found - expected) / (size if size > 1e-12 else 1.0)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *(f"{name}@sampler" for name in FURTHER)])
+@pytest.mark.parametrize("name", [*NAMES, *map(on_rollouts_of_the_sampler, [*FURTHER, "inverse_length_of3"])])
 def test_two_routes_agree(name):
     for environment in ENVIRONMENTS:
         for seed in range(2):
@@ -42,6 +56,7 @@ def _of_the_other_side(name, policy, reference):
 
 
 next_tokens_support = next_tokens._support
+mixture = next_tokens._mixture
 PLANTED = {
     "the support of the other side": ("_support", _of_the_other_side, "local_reverse_kl_own2"),
     "nothing outside": ("_mass", lambda chances, inside: 1 - 1e-9 + 0 * chances[:, :1], "local_forward_kl_top2_tail"),
@@ -50,7 +65,17 @@ PLANTED = {
         lambda chances, inside: 1 + 0 * chances[:, :1],
         "local_reverse_kl_top2_renormalised",
     ),
-    "the reference for the mixture": ("_mixture", lambda policy, reference: reference, "local_jensen_shannon"),
+    "the reference for the mixture": ("_mixture", lambda one, other, weight: one, "local_jensen_shannon"),
+    "the weights exchanged": (
+        "_mixture",
+        lambda one, other, weight: mixture(one, other, 1 - weight),
+        "local_skewed_forward_kl10",
+    ),
+    "half for every weight": (
+        "_mixture",
+        lambda one, other, weight: mixture(one, other, 0.5),
+        "local_jensen_shannon30",
+    ),
 }
 
 
@@ -101,7 +126,12 @@ def test_names_of_any_size_are_read_and_written():
 
 
 @pytest.mark.parametrize(
-    "name", ["local_forward_kl_top0", "local_forward_kl_top", "forward_kl_top2", "local_forward_kl_top2@rollouts"]
+    "name",
+    [
+        *("local_forward_kl_top0", "local_forward_kl_top", "forward_kl_top2", "local_forward_kl_top2@rollouts"),
+        *("local_jensen_shannon0", "local_jensen_shannon100", "local_skewed_kl10", "local_skewed_reverse_kl"),
+        *("inverse_length_of1", "inverse_length_of0", "inverse_length_of2@sampler", "inverse_length_of"),
+    ],
 )
 def test_other_spellings_are_unknown_names(name):
     with pytest.raises(UsageError, match="no named gradient"):
@@ -112,9 +142,7 @@ def test_what_is_listed_is_described():
     for name in FURTHER:
         row = named(name)
         assert row.name == name
-        assert row.local
-        assert not row.field
         assert not row.stale
         assert "∇" in row.formula
-        assert row.meaning.endswith("held fixed")
+        assert row.local == (not row.field) == row.meaning.endswith("held fixed") == (not is_of_lengths(name))
     assert len({named(name).formula for name in FURTHER}) == len(FURTHER)

@@ -86,10 +86,10 @@ def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> str | None:
         head = Head("reference" if named[0].whose == "top" else "policy", (named[0].k,), drawn=False)
         return f"{render(row.identified)}; the loss distinguishes only {head.words}"
     # First, since the search for a head takes hundreds of calls.
-    single = findings.measure.alone("bandit", "current") if _sees_all_tokens(findings) else None
+    single = findings.measure.alone("bandit", "current") if sees_all_tokens(findings) else None
     if single is not None and single.identified not in (None, {"zero": 1.0}):
         return None
-    found = _head(findings)
+    found = head_of(findings)
     if found is None or found.drawn != drawn:
         return None
     if findings.loss.support is not None:  # which is smaller than every vocabulary
@@ -102,7 +102,7 @@ def accounts_for(row: Row, findings: Findings, *, drawn: bool) -> str | None:
 
 def beyond_the_usual_environments(findings: Findings, *, drawn: bool) -> Found | None:
     """Report a head that leaves out nothing in small environments and changes the gradient in a large enough one."""
-    found = _head(findings)
+    found = head_of(findings)
     small = findings.measure.alone("bandit", "current")
     if found is None or found.drawn != drawn or small is None or small.identified is None:
         return None
@@ -120,7 +120,7 @@ def beyond_the_usual_environments(findings: Findings, *, drawn: bool) -> Found |
     )
 
 
-def _sees_all_tokens(findings: Findings) -> bool:
+def sees_all_tokens(findings: Findings) -> bool:
     """Return True if the loss reads more than the drawn token's log-probs and can be called on single rollouts."""
     return not (findings.observed.coupled or findings.observed.blocked) and bool(
         findings.loss.takes & {*FIELDS, "rollout"}
@@ -128,12 +128,12 @@ def _sees_all_tokens(findings: Findings) -> bool:
 
 
 @shared
-def _head(findings: Findings) -> Head | None:
+def head_of(findings: Findings) -> Head | None:
     """The head, None if the loss distinguishes all actions or sees the drawn token alone.
 
     Of a mean over random draws the gradients at single logits are too coarse: KL105 has what a head changes.
     """
-    if not _sees_all_tokens(findings) or findings.observed.dtype == AVERAGED:
+    if not sees_all_tokens(findings) or findings.observed.dtype == AVERAGED:
         return None
     for actions in SIZES:
         try:

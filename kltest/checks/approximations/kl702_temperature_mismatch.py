@@ -15,11 +15,10 @@ import torch
 from kltest.environments.policies import softmax_gradient
 from kltest.errors import KltestError
 from kltest.identify.findings import Combination, Findings, Row, has_entropy, proportion, shared
-from kltest.identify.instances import instances
 from kltest.moments.differentiate import differentiate
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
-from kltest.truth import gradient, render
+from kltest.truth import counts_alone, gradient, render
 
 # Logarithms of temperatures from 1/6 to 6; no minimum that matters is narrower than a step of the grid.
 GRID = np.linspace(-1.8, 1.8, 49)
@@ -55,14 +54,16 @@ class _Bandits:
     """The loss on all rollouts of all instances of a bandit, in one batch."""
 
     def __init__(self, findings: Findings) -> None:
-        self.loss, self.drawn = findings.loss, instances("bandit", findings.seed)
+        case = findings.measure.case("bandit", "current")
+        self.loss, self.drawn = findings.loss, case.instances
         self.factor = float(sum(len(instance.paths) for instance in self.drawn))
         self.factor = 1.0 if findings.observed.reduction == "sum" else self.factor
         parts = [Rollout.of(instance, padding=findings.seed) for instance in self.drawn]
         fields = {name: torch.cat([part.peek(name).detach() for part in parts]) for name in parts[0]}
         fields["group"] = torch.arange(len(parts)).repeat_interleave(len(parts[0]))
         self.base = Rollout(fields)
-        self.named = {name: np.concatenate([gradient(name, one)[0] for one in self.drawn]) for name in NAMES}
+        names = (*NAMES, *(name for name in case.further if not counts_alone(name)))
+        self.named = {name: np.concatenate([gradient(name, one)[0] for one in self.drawn]) for name in names}
         single = findings.measure.alone("bandit", "current")
         self.named_as = (single.identified if single else None) or {}
         self.declared = single.expected if single else findings.expect

@@ -9,13 +9,13 @@ from kltest.checks.check import Found
 from kltest.checks.cuts import cuts
 from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
+from kltest.checks.sequences.lengths import of_lengths_alone
 from kltest.checks.stress import late, wrong
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, when_current
 from kltest.moments.tolerances import Tolerances
 from kltest.names import listed
 
-remark = other_reading
 HEADS = (kl701_top_k_bias.examine, kl703_truncated_sampler.examine)
 
 
@@ -30,6 +30,11 @@ def explains(row: Row, findings: Findings) -> bool:
         return False
     plain, expected = when_current(row.identified), when_current(row.expected)
     return any(abs(plain.get(name, 0.0) - factor) > Tolerances.factor for name, factor in expected.items())
+
+
+def remark(findings: Findings) -> str:
+    """Say if another reading is right, or if what has no name is a function of the lengths of rollouts."""
+    return " ".join(filter(None, (other_reading(findings), of_lengths_alone(findings))))
 
 
 def summary(rows: Sequence[Row], findings: Findings) -> str:

@@ -43,8 +43,9 @@ MET = {"token": 15.0, "sequence": 30.0}
 # The largest |u| of a token, and of a whole rollout, that training is sure to reach; ends of zones are found to
 # rounding.
 USUAL_IN_TRAINING = {"token": 5.0 + 1e-6, "sequence": 10.0 + 1e-6}
-# Next-token distributions that are drawn, of a loss that reads such.
-DISTRIBUTIONS = 64
+# Next-token distributions that are drawn, of a loss that reads such, in turn mild and near the reference: there a sum
+# over its likeliest tokens is as often negative as not.
+DISTRIBUTIONS, DISTANCES = 64, (2.0, 0.25)
 Quantity = Literal["gradient", "value"]
 
 moot = not_comparable
@@ -84,8 +85,9 @@ def _dead_distributions(findings: Findings) -> Found | None:
         return None
     actions = SUPPORT_SIZE + 2
     experiment, dead = findings.measure.experiment(), 0
-    for child in np.random.SeedSequence([findings.seed, actions]).spawn(DISTRIBUTIONS):
-        rollout = Rollout.of(Instance.draw(bandit(actions), child), padding=findings.seed)
+    for place, child in enumerate(np.random.SeedSequence([findings.seed, actions]).spawn(DISTRIBUTIONS)):
+        drawn = Instance.draw(bandit(actions), child, distance=DISTANCES[place % len(DISTANCES)])
+        rollout = Rollout.of(drawn, padding=findings.seed)
         dead += not bool(experiment.call(rollout).row_sizes.any())
     if not 0 < dead < DISTRIBUTIONS:
         return None

@@ -6,14 +6,15 @@ from typing import NamedTuple
 import numpy as np
 
 from kltest.checks.batches import group_fixture, limit, norm
+from kltest.environments import Instance
 from kltest.identify.findings import Findings, Row, shared
 from kltest.identify.instances import instances
 from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout, elsewhere
+from kltest.truth import is_of_lengths
+from kltest.truth.recursions import from_signal, of_length
 
 VARYING = "ragged"
-# What k1 as a loss leaves if it is divided by the length: no divergence from the reference.
-LENGTH_ALONE = frozenset({"inverse_length", "inverse_length@rollouts"})
 
 
 class Influence(NamedTuple):
@@ -45,6 +46,33 @@ def influence(findings: Findings) -> Influence:
     return Influence(*(norm(other - base) > limit(findings) * norm(base) for other in others))
 
 
+@shared
+def of_lengths_alone(findings: Findings) -> str:
+    """Return in words that an unnamed gradient is ∇E_π[w(L)], of the lengths of rollouts alone; "" if it is none.
+
+    k1 as a loss leaves it, whatever a rollout's tokens are divided by: 1/(L + p) with a prompt of p tokens, 1/√L.
+    """
+    row = findings.measure.alone(VARYING, "current")
+    if row is None or row.identified is not None or not row.gradients:
+        return ""
+    columns = [_of_each_length(instance) for instance in row.case.instances]
+    matrix, found = np.concatenate(columns, axis=1).T, np.concatenate([one.ravel() for one in row.gradients])
+    weights = np.linalg.lstsq(matrix, found, rcond=None)[0]
+    if np.linalg.norm(matrix @ weights - found) > limit(findings) * np.linalg.norm(found):
+        return ""
+    steps = ", ".join(f"w({length}) − w({len(weights) + 1}) = {step:.4g}" for length, step in enumerate(weights, 1))
+    return (
+        f"What has no name is ∇E_π[w(L)], a function of the length alone, with {steps}: the reference does not occur."
+    )
+
+
+def _of_each_length(instance: Instance) -> np.ndarray:
+    """Return the gradients of the probabilities of all lengths but the last, each as a row."""
+    environment, policy = instance.environment, instance.policy
+    each = np.eye(environment.horizon)[:-1]
+    return np.stack([from_signal(of_length(environment, policy, one)[0], policy).ravel() for one in each])
+
+
 def only_one_token(findings: Findings) -> str | None:
     """Return a reason to skip checks of sequences if no graded environment has any, else None."""
     return "only environments of length 1 were graded" if set(findings.environments) <= {"bandit"} else None
@@ -73,7 +101,7 @@ def divided_by_length(row: Row, findings: Findings) -> bool:
         varying is None
         or fixed is None
         or fixed.identified is None
-        or not set(varying.identified or ()) <= LENGTH_ALONE
+        or not all(map(is_of_lengths, varying.identified or ()))  # as k1 as a loss leaves it
     ):
         return False
     single = findings.measure.alone("bandit", row.sampler, row.batch)
