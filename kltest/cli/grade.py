@@ -6,7 +6,6 @@ The options come from `kltest.grading.options`.
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -141,13 +140,24 @@ class _Reader:
 
         return read(job, self.folder, why)
 
+    @staticmethod
+    def folded(reports: Sequence[Report]) -> list[Report]:
+        """Return the reports of what decides, each with the variants that do not."""
+        if not any(report.beside for report in reports):
+            return list(reports)
+        from kltest.scanning.reading import folded
+
+        return folded(reports)
+
     def instead(self, job: Job, report: Report) -> list[Job]:
-        """Return what is graded of a loss that could not be called; nothing if it cannot be read either."""
+        """Return what is graded of a loss that could not be called; nothing if it must be or has arguments.
+
+        Raises:
+            UsageError: it cannot be read either.
+        """
         if self.never or not report.error or job.given.get("arguments"):
             return []
-        with suppress(UsageError):
-            return self.read(job, "--call says why")
-        return []
+        return self.read(job, "--call says why")
 
 
 def _nothing(configuration: Configuration) -> str:
@@ -173,10 +183,10 @@ def _run(
         with terminated_as_interrupted():
             for number, report, kind in graded(jobs, reader.instead):
                 found[number] = report
-                misused |= kind == "usage"
+                misused |= kind == "usage" and not report.beside
     except KeyboardInterrupt:
         interrupted = True
-    reports = [report for _, report in sorted(found.items(), key=itemgetter(0))]
+    reports = reader.folded([report for _, report in sorted(found.items(), key=itemgetter(0))])
     if reports:
         write(reports, where, None if old is None else compare(*old, reports), **verbosity)
     for line in fixes.applied(reports) if apply else ():

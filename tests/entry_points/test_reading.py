@@ -100,3 +100,110 @@ def test_what_is_read_and_what_is_called_agree(checkout, name):
         assert (one[2] or {}).keys() == (other[2] or {}).keys()
         assert one[3] == pytest.approx(other[3], abs=1e-9)
     assert (called[2], bool(read[2])) == ("", True)
+
+
+PENALTY = """def penalty(logprobs, ref_logprobs, kind="k1"):
+    delta = logprobs - ref_logprobs
+    if kind == "k1":
+        return delta
+    if kind == "k2":
+        return delta.square() / 2
+    return (-delta).exp() + delta - 1
+"""
+CONFIGURED = """from config import Config
+from penalties import penalty
+
+
+class Trainer:
+    def __init__(self, config: Config):
+        self.config = config
+
+    def compute_loss(self, model, inputs):
+        logprobs = model(inputs["input_ids"]).logits.log_softmax(-1)
+        logprobs = logprobs.gather(-1, inputs["labels"].unsqueeze(-1)).squeeze(-1)
+        kl = penalty(logprobs, inputs["ref_logprobs"], self.config.kl_kind)
+        return self.config.kl_coef * (kl * inputs["mask"]).sum(-1).mean()
+"""
+CONFIG = """from dataclasses import dataclass
+
+
+@dataclass
+class Config:
+    kl_coef: float = 0.1
+    kl_kind: str = {default}
+"""
+ARGUMENTS = """import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--kl-coef", type=float, default=0.1)
+parser.add_argument("--kl-kind", default={default})
+
+
+class Config:
+    pass
+"""
+LOSS = ("--expect", "local_reverse_kl", "--environment", "sequence", "--select", "KL1")
+
+
+@pytest.fixture
+def configured(checkout):
+    """A trainer whose term is one of three by an option, in a checkout of its own."""
+    (checkout / "pyproject.toml").write_text("", encoding="utf-8")
+    (checkout / "penalties.py").write_text(PENALTY, encoding="utf-8")
+    (checkout / "configured.py").write_text(CONFIGURED, encoding="utf-8")
+
+    def with_default(default: str, text: str = CONFIG) -> None:
+        (checkout / "config.py").write_text(text.format(default=default), encoding="utf-8")
+
+    return with_default
+
+
+@pytest.mark.parametrize("text", [CONFIG, ARGUMENTS], ids=["dataclass", "argparse"])
+@pytest.mark.parametrize(("default", "code"), [("'k2'", 0), ("'k3'", 1)])
+def test_the_default_variant_decides(configured, default, text, code):
+    configured(default, text)
+    found, result = graded("configured.py:Trainer.compute_loss", *LOSS)
+    assert found == code, result.output
+    assert result.stdout.count("REFUTED") + result.stdout.count("CONFIRMED") == 1
+    words = " ".join(result.stdout.split())
+    assert "the default" in words
+    assert f"does not count (config.kl_kind is {default} by default)" in words or "does not count (kl_kind" in words
+
+
+def test_what_does_not_decide_is_one_line_each_and_in_the_json(configured):
+    configured("'k2'")
+    _, result = graded("configured.py:Trainer.compute_loss", "--output", "json", *LOSS)
+    report = json.loads(result.stdout)
+    assert [one["verdict"] for one in report["variants"]] == ["refuted", "refuted"]
+    assert all("by default" in one["why"] for one in report["variants"])
+    _, result = graded("configured.py:Trainer.compute_loss", "--quiet", *LOSS)
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_without_a_default_every_variant_decides_and_that_is_said(configured):
+    configured("None", "class Config:\n    pass  # {default}\n")
+    code, result = graded("configured.py:Trainer.compute_loss", *LOSS)
+    assert code == 1
+    assert "nothing says which variant is the default: each decides" in " ".join(result.stdout.split())
+    assert "3 targets" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "code"), [("", 0), ("penalty(logprobs, ref, 'k3')", 1), ("penalty(logprobs, ref)", 0)]
+)
+def test_a_variant_that_a_call_site_uses_decides(checkout, call, code):
+    (checkout / "pyproject.toml").write_text("", encoding="utf-8")
+    (checkout / "penalties.py").write_text(PENALTY.replace('kind="k1"', 'kind="k2"'), encoding="utf-8")
+    loss = f"def policy_loss(logprobs, ref, mask):\n    loss = ({call or 0} * mask).sum(-1).mean()\n    return loss\n"
+    (checkout / "losses.py").write_text(f"from penalties import penalty\n\n\n{loss}", encoding="utf-8")
+    found, result = graded("penalties.py:penalty", "--read", *LOSS)
+    assert found == code, result.output
+    assert ("used by policy_loss, losses.py:4" in " ".join(result.stdout.split())) == bool(call)
+
+
+def test_what_cannot_be_called_nor_read_says_both(checkout):
+    code, result = graded("trainer.py:Trainer.no_kl")
+    assert code == 2
+    assert "cannot be filled" in result.stderr
+    assert "no KL term was found in it" in result.stderr
+    assert len(result.stderr.splitlines()) <= 5
