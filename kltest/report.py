@@ -21,6 +21,7 @@ Status = Literal["pass", "fail", "skip", "inconclusive"]
 Level = Literal["error", "warning"]
 LOCAL = ("seconds", "calling", "source", "beside")
 """Attributes of a report that its JSON leaves out."""
+WORST_FIRST: tuple[Verdict, ...] = ("error", "refuted", "inconclusive", "confirmed")
 EXIT_CODES: dict[str, int] = {"confirmed": 0, "refuted": 1, "error": 3, "inconclusive": 4}
 
 
@@ -261,7 +262,7 @@ FORMS: "dict[str, Callable[..., str]]" = {}
 
 @dataclass(frozen=True)
 class Variant:
-    """A variant of a loss that was read, which decides nothing: what it follows or why it was not graded, and why."""
+    """Another variant of a loss that was read: what it follows, or why it was not graded, and why it does not count."""
 
     target: str
     verdict: Verdict
@@ -272,7 +273,8 @@ class Variant:
     def words(self) -> str:
         """The same as a sentence."""
         configuration = self.target.partition(" ")[2] or self.target
-        return f"{configuration} does not count ({self.why}): {self.verdict}, {self.follows}"
+        counts = f" does not count ({self.why})" if self.why else ""
+        return f"{configuration}{counts}: {self.verdict}, {self.follows}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -296,7 +298,8 @@ class Report:
         reach: How far the gradient was compared with the declared one; None if it was not.
         fixes: Changes of the source that are confirmed, the smallest first; empty if none was asked for or found.
         read: How the source of the loss was read, if it was not called.
-        variants: Variants of what was read that decide nothing: neither the default nor used by a call site.
+        variants: Other variants of what was read. Those that decide nothing say why: they are neither the default nor
+            used by a call site.
         beside: Why this is such a variant; not in the JSON.
         advice: Why no fix was found, if one was asked for.
         filled: What each parameter of the loss got, in words: a field, a value, or its default.

@@ -22,10 +22,9 @@ from kltest.grading.isolated import terminated_as_interrupted
 from kltest.grading.jobs import Job, graded
 from kltest.grading.options import OPTIONS, merged
 from kltest.render.changes import compare, read
-from kltest.report import EXIT_CODES, Report
+from kltest.report import EXIT_CODES, WORST_FIRST, Report
 
 NOTHING = 5
-WORST_FIRST = ("error", "refuted", "inconclusive", "confirmed")
 # The file of an earlier report, and its contents.
 Old = tuple[str, list[dict[str, Any]]]
 
@@ -155,7 +154,9 @@ class _Reader:
         Raises:
             UsageError: it cannot be read either.
         """
-        if self.never or not report.error or job.given.get("arguments"):
+        from kltest.scanning.reading import is_defined
+
+        if self.never or not report.error or job.given.get("arguments") or not is_defined(job.target):
             return []
         return self.read(job, "--call says why")
 

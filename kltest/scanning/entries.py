@@ -136,7 +136,7 @@ class Tree:
     @cached_property
     def places(self) -> dict[str, list[Place]]:
         """The functions of each file, inner ones first."""
-        return {name: _places(source.tree) for name, source in self.sources.items()}
+        return {name: places_in(source.tree) for name, source in self.sources.items()}
 
     def end_of(self, file: str, line: int) -> int:
         """Return the last line of a call that begins on a line; the line itself if none does."""
@@ -315,7 +315,7 @@ def functions(variables: Mapping[str, Any], file: str) -> Iterator[tuple[Functio
                     yield inner, None if static else value
 
 
-def _places(tree: ast.Module) -> list[Place]:
+def places_in(tree: ast.Module) -> list[Place]:
     """Return the functions of a file, inner ones first."""
     found: list[Place] = []
 

@@ -1,16 +1,20 @@
 """Functions that cannot be called, read instead: their KL terms as the scan finds them, a job of grading each."""
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kltest.errors import UsageError
+from kltest.grading.grader import READERS, grade
 from kltest.grading.jobs import Job
 from kltest.loss.importing import source_of
 from kltest.loss.target import named
 from kltest.render.screen import followed
-from kltest.report import Report, Variant
+from kltest.report import WORST_FIRST, Report, Variant
+from kltest.scanning.entries import places_in
 from kltest.scanning.judge import NORMALISED, options
 from kltest.scanning.rows import NAME, Row
 from kltest.scanning.search import Search
@@ -63,6 +67,34 @@ def folded(reports: Iterable[Report]) -> list[Report]:
             variant = Variant(report.target, report.verdict, follows, report.beside)
             found[-1] = replace(found[-1], variants=[*found[-1].variants, variant])
     return found
+
+
+def graded(target: str, name: str, given: Mapping[str, Any], why: str) -> Report | None:
+    """Grade a function from its source in this process, as `kltest.grading.grader.READERS` say.
+
+    Of several variants that decide, the report is that of the worst, with the others among its variants.
+    """
+    if why and not is_defined(target):
+        return None
+    with tempfile.TemporaryDirectory(prefix="kltest-read-") as folder:
+        reports = []
+        for job in read(Job(name, target, given), Path(folder), why):
+            report = grade(job.target, name=job.name, call=True, **job.given)
+            reports.append(replace(report, read=job.read, filled={}, source=None, beside=job.beside))
+    worst, *others = sorted(folded(reports), key=lambda one: WORST_FIRST.index(one.verdict))
+    more = [Variant(one.target, one.verdict, followed(one), "") for one in others]
+    return replace(worst, variants=[*more, *(each for one in (worst, *others) for each in one.variants)])
+
+
+def is_defined(target: str) -> bool:
+    """Return True for a function or method that stands in a file."""
+    loss = named(target)
+    path = loss.path or (source_of(loss.module) if loss.module else None)
+    tree = _tree(path) if path else None
+    return tree is not None and loss.names in {place.title for place in places_in(tree)}
+
+
+READERS[:] = [graded]
 
 
 def _beside(row: Row, other: Row) -> bool:
@@ -173,14 +205,18 @@ def _shown(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
+def _tree(path: Path) -> ast.Module | None:
+    """Return the syntax tree of a file; None if it cannot be read."""
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
 def _calls(path: Path) -> dict[str, set[str]]:
     """Return the names that each function of a file calls; nothing of one that cannot be read."""
     found: dict[str, set[str]] = {}
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return found
-    for node in ast.walk(tree):
+    for node in ast.walk(_tree(path) or ast.Module([], [])):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
             names = {getattr(one, "attr", getattr(one, "id", "")) for one in called}

@@ -1,11 +1,17 @@
 """`kltest grade FILE:Class.method`: what cannot be called is read; where both can be done, they agree."""
 
+import importlib.util
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import kltest
 from kltest.cli import app
+from kltest.errors import UsageError
 
 TRAINER = """from utils import masked_mean
 
@@ -207,3 +213,56 @@ def test_what_cannot_be_called_nor_read_says_both(checkout):
     assert "cannot be filled" in result.stderr
     assert "no KL term was found in it" in result.stderr
     assert len(result.stderr.splitlines()) <= 5
+
+
+def loaded(file):
+    """Return the module of a file as its users import it."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+OPTIONS = {"expect": "local_reverse_kl", "environment": "sequence", "select": "KL1"}
+
+
+@pytest.mark.parametrize(("default", "verdict"), [("'k2'", "confirmed"), ("'k3'", "refuted")])
+def test_python_reads_a_method_that_it_cannot_call(configured, default, verdict, monkeypatch):
+    configured(default)
+    monkeypatch.syspath_prepend(".")
+    for name in ("config", "penalties"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    report = kltest.grade(loaded(Path("configured.py")).Trainer.compute_loss, **OPTIONS)
+    assert report.verdict == verdict
+    assert report.target.startswith("Trainer.compute_loss")
+    assert "not called (call=True says why)" in report.read
+    assert len(report.variants) == 2
+
+
+def test_python_takes_read_and_call_as_the_command_line_does(checkout):
+    both = loaded(Path("both.py"))
+    assert kltest.grade(both.k2, **OPTIONS).read == ""
+    read = kltest.grade(both.k2, read=True, **OPTIONS)
+    assert (read.verdict, bool(read.read)) == ("confirmed", True)
+    trainer = "trainer.py:Trainer.compute_loss"
+    assert kltest.grade(trainer, expect="local_forward_kl", environment="sequence", select="KL1").verdict == "confirmed"
+    with pytest.raises(UsageError, match="cannot be filled"):
+        kltest.grade(trainer, call=True)
+    with pytest.raises(UsageError, match="exclude"):
+        kltest.grade(trainer, call=True, read=True)
+    with pytest.raises(UsageError, match="only a function of a file can be read"):
+        kltest.grade(lambda logp: logp, read=True)
+
+
+def test_python_says_why_neither_was_possible(checkout):
+    with pytest.raises(UsageError) as error:
+        kltest.grade("trainer.py:Trainer.no_kl")
+    assert re.search(r"cannot be filled[\s\S]*no KL term was found in it", str(error.value))
+    assert len(str(error.value).splitlines()) <= 5
+
+
+@pytest.mark.parametrize("target", ["trainer.py:Trainer.compute_los", "k3-los"])
+def test_of_what_is_not_there_nothing_is_said_of_reading(checkout, target):
+    _, result = graded(target)
+    assert "did you mean" in result.stderr
+    assert "cannot be read" not in result.stderr
