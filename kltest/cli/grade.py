@@ -134,10 +134,10 @@ class _Reader:
     folder: Path
     never: bool
 
-    def read(self, job: Job, why: str = "") -> list[Job]:
+    def read(self, job: Job) -> list[Job]:
         from kltest.scanning.reading import read
 
-        return read(job, self.folder, why)
+        return read(job, self.folder)
 
     @staticmethod
     def folded(reports: Sequence[Report]) -> list[Report]:
@@ -149,16 +149,10 @@ class _Reader:
         return folded(reports)
 
     def instead(self, job: Job, report: Report) -> list[Job]:
-        """Return what is graded of a loss that could not be called; nothing if it must be or has arguments.
+        """Return what is graded of a loss that could not be called; nothing if it must be."""
+        from kltest.scanning.reading import instead
 
-        Raises:
-            UsageError: it cannot be read either.
-        """
-        from kltest.scanning.reading import is_defined
-
-        if self.never or not report.error or job.given.get("arguments") or not is_defined(job.target):
-            return []
-        return self.read(job, "--call says why")
+        return [] if self.never else instead(job, report, self.folder)
 
 
 def _nothing(configuration: Configuration) -> str:

@@ -68,10 +68,13 @@ class Graded(NamedTuple):
 Otherwise = Callable[[Job, Report], Sequence[Job]]
 
 
-def graded(jobs: Sequence[Job], otherwise: Otherwise = lambda job, report: []) -> Iterator[Graded]:
+def graded(
+    jobs: Sequence[Job], otherwise: Otherwise = lambda job, report: [], *, refuses: bool = True
+) -> Iterator[Graded]:
     """Yield the report of each job as it is finished; as many are graded at once as there are cores.
 
     Where a target cannot be called, `otherwise` may return jobs in the place of its own; their numbers follow its own.
+    Without `refuses`, one that cannot be called ends with its report and not all grading.
 
     Raises:
         UsageError: A target does not exist, and nothing was graded; or it cannot be called, and all grading ends.
@@ -96,7 +99,7 @@ def graded(jobs: Sequence[Job], otherwise: Otherwise = lambda job, report: []) -
                 children.add(number + place / (1 + len(others)), in_child(other))
             if others:
                 continue
-            if kind == "usage" and not report.calls:
+            if kind == "usage" and refuses and not report.calls:
                 raise UsageError(report.error)
             yield Graded(number, report, kind)
 

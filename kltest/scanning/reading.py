@@ -56,6 +56,17 @@ def read(job: Job, folder: Path, why: str = "") -> list[Job]:
     return list(_jobs(job, told, folder, why))
 
 
+def instead(job: Job, report: Report, folder: Path) -> list[Job]:
+    """Return what is graded of a loss that could not be called; nothing if it has arguments, or is not there.
+
+    Raises:
+        UsageError: it cannot be read either.
+    """
+    if not report.error or job.given.get("arguments") or not is_defined(job.target):
+        return []
+    return read(job, folder, "--call says why")
+
+
 def folded(reports: Iterable[Report]) -> list[Report]:
     """Return the reports of what decides, and with each the variants behind it that decide nothing."""
     found: list[Report] = []
