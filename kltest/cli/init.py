@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,7 +40,7 @@ def command(
         raise UsageError(
             f"{folder} is {'no folder' if folder.exists() else 'not there'}; give the folder of a checkout"
         )
-    if not (yes or dry_run or sys.stdin.isatty()):
+    if not (yes or dry_run or _is_terminal()):
         raise UsageError(
             "init asks before it writes, and there is no terminal to ask on; type kltest init --yes, "
             "or kltest init --dry-run to see what would be written"
@@ -53,6 +54,7 @@ def command(
         if not dry_run and not os.access(".", os.W_OK):
             raise UsageError(f"nothing can be written in {folder}; --dry-run shows what would be")
         written: list[Path] = []
+        sys.dont_write_bytecode = True  # of losses that are graded, into a checkout of which nothing else is changed
         try:
             code = _init(plan, written, dry_run=dry_run, yes=yes)
         except KeyboardInterrupt:
@@ -79,7 +81,7 @@ def _init(plan: "Plan", written: list[Path], *, dry_run: bool, yes: bool) -> int
     counted = _counted(len(failing), len(findings))
     excused = bool(counted) and (dry_run or yes or _agreed(f"Write {counted}, so that the first run is green?"))
     if not excused:
-        losses = [type(loss)(loss.text, loss.expect) for loss in losses]
+        losses = [replace(loss, failures={}, mixed=False) for loss in losses]
     plan.make(losses, FORMATS["json"](scan) if findings and excused else "")
     _show(plan)
     if not plan.files:
@@ -95,7 +97,7 @@ def _init(plan: "Plan", written: list[Path], *, dry_run: bool, yes: bool) -> int
     for file in plan.files:
         try:
             file.path.parent.mkdir(parents=True, exist_ok=True)
-            write(file.path, file.text)
+            write(file.path, file.text.encode())
         except OSError as error:
             done = f"; written: {', '.join(map(str, written))}" if written else ""
             raise UsageError(f"{file.path} cannot be written: {error.strerror}{done}") from None
@@ -120,9 +122,9 @@ def _looked(plan: "Plan") -> tuple["Scan", list["Held"]]:
                 rules=plan.rules,
                 progress=lambda row, done, total: _advance(bar, row.spot, total),
             )
-        wanted = {} if plan.configured else declared(found.rows)
-        with Progress("grading", max(len(wanted), 1)) as bar:
-            losses, left = held(wanted, lambda name: bar.advance(name))
+        wanted = [] if plan.configured else declared(found.rows)
+        with Progress("grading", len(wanted)) as bar:
+            losses, left = held(wanted, lambda name, is_new: bar.advance(name) if is_new else bar.say(name))
     for text, why in left.items():
         print(f"  not held: {text}: {why}")
     return found, losses
@@ -143,7 +145,15 @@ def _counted(failures: int, findings: int) -> str:
 def _agreed(question: str) -> bool:
     """Ask on the terminal; only yes is yes."""
     print(f"{question} [y/N] ", end="", flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    return _answer().strip().lower() in ("y", "yes")
+
+
+def _answer() -> str:
+    return sys.stdin.readline()
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
 
 
 def _show(plan: "Plan") -> None:

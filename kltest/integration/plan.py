@@ -64,7 +64,7 @@ class Plan:
     @property
     def takes_baseline(self) -> bool:
         """Return True if the findings of today may be written as a baseline."""
-        return not self.configured or bool(self.rules.baseline) and not Path(self.rules.baseline).exists()
+        return not self.configured or (bool(self.rules.baseline) and not Path(self.rules.baseline).exists())
 
     @property
     def complete(self) -> bool:
@@ -111,11 +111,10 @@ class Plan:
         before = PROJECT.read_bytes().decode("utf-8") if PROJECT.is_file() else ""
         template = self._templates.get_template("pyproject.toml.j2")
         added = template.render(losses=losses, baseline=baseline, exclude=list(self._excluded()))
-        if "\r\n" in before:
-            added = added.replace("\n", "\r\n")
         gap = "" if not before else "\n" if before.endswith("\n") else "\n\n"
+        end = (gap + added).replace("\n", "\r\n" if "\r\n" in before else "\n")
         try:
-            old, new = tomllib.loads(before), tomllib.loads(text := before + gap + added)
+            old, new = tomllib.loads(before), tomllib.loads(text := before + end)
         except tomllib.TOMLDecodeError:
             raise UsageError(f"{PROJECT} takes no table at its end; write into it yourself:\n{added}") from None
         del new["tool"]["kltest"]
