@@ -11,7 +11,7 @@ from kltest.report import Report
 from kltest.scanning.entries import MODULE
 from kltest.scanning.judge import options
 from kltest.scanning.lifting import REWARDS
-from kltest.scanning.reading import folded, instead, is_defined
+from kltest.scanning.reading import instead, is_defined
 from kltest.scanning.rows import Row
 
 REVERSE, LOCAL = "reverse_kl", "local_reverse_kl"
@@ -24,9 +24,8 @@ LONGEST = 90
 class Held:
     """A loss as it is to be graded.
 
-    `placed` are the options of a term that only comes to rewards, `failures` the
-    codes that fail today, with reasons. If it is `mixed`, several of its variants decide, and they do not all fail the
-    same checks.
+    `placed` are the options of a term that only comes to rewards, and `failures` the codes that fail today, with
+    reasons. If it is `mixed`, several of its variants decide, and they do not all fail the same checks.
     """
 
     text: str
@@ -71,12 +70,16 @@ def held(
         jobs.append(Job(loss.text, loss.text, given))
     reports: dict[int, dict[float, Report]] = {}
     with tempfile.TemporaryDirectory(prefix="kltest-read-") as folder:
-        for number, report, _ in graded(jobs, lambda job, report: instead(job, report, Path(folder)), refuses=False):
+
+        def deciding(job: Job, report: Report) -> list[Job]:
+            return [one for one in instead(job, report, Path(folder)) if not one.beside]
+
+        for number, report, _ in graded(jobs, deciding, refuses=False):
             progress(report.target, int(number) not in reports)
             reports.setdefault(int(number), {})[number] = report
     found, left = [], {}
     for number, loss in enumerate(wanted):
-        several = folded(report for _, report in sorted(reports[number].items()))
+        several = [report for _, report in sorted(reports[number].items())]
         if why := _why_not(several):
             left[loss.text] = why
             continue
