@@ -368,20 +368,25 @@ def choices(case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, b
     return found
 
 
-def contradicted(case: Sequence[tuple[Node, bool]], graph: Graph, settings: Mapping[str, Any]) -> list[str]:
-    """Return the options of a configuration that are others by default, in words; `settings` are further defaults."""
-    found: dict[str, None] = {}
+def contradicted(
+    case: Sequence[tuple[Node, bool]], graph: Graph, settings: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return the options of a configuration that are others by default, and those without a known default, in words.
+
+    `settings` are defaults beside those of the graph.
+    """
+    others: dict[str, None] = {}
+    unknown: dict[str, None] = {}
     for condition, holds in (one for pair in case for one in plain(*pair)):
         options = [one for one in reached(condition) if one.operation in OPTIONS]
         known = {one: graph.defaults.get(one, settings.get(own_name(one), UNSET)) for one in options}
         known = {one: default for one, default in known.items() if default is not UNSET}
         try:
-            is_other = truth(evaluate([condition], known)[condition]) is not holds
-        except FAILURES:  # of another option, nothing says what it is
-            continue
-        if is_other:
-            found |= dict.fromkeys(f"{name_of(one)} is {default!r} by default" for one, default in known.items())
-    return list(found)
+            if truth(evaluate([condition], known)[condition]) is not holds:
+                others |= dict.fromkeys(f"{name_of(one)} is {default!r} by default" for one, default in known.items())
+        except FAILURES:
+            unknown[text(condition) if holds else f"not {text(condition)}"] = None
+    return list(others), list(unknown)
 
 
 def _one_of(name: str, values: Sequence[Any]) -> str:

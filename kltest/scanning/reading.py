@@ -51,7 +51,9 @@ def read(job: Job, folder: Path, why: str = "") -> list[Job]:
     if not found:
         reason = rows[0].why if rows else "no KL term was found in it"
         raise UsageError(f"{job.name} cannot be read from its source either: {reason}")
-    told = [(row, *reader.told(row, [one for one in rows if _beside(row, one)])) for row in found]
+    told = [
+        (row, *reader.told(row, [one for one in rows if (one.file, one.spot) == (row.file, row.spot)])) for row in found
+    ]
     told.sort(key=lambda one: bool(one[1]))
     return list(_jobs(job, told, folder, why))
 
@@ -108,11 +110,6 @@ def is_defined(target: str) -> bool:
 READERS[:] = [graded]
 
 
-def _beside(row: Row, other: Row) -> bool:
-    """Return True for variants of one term: of a helper, also those that losses and rewards are made with."""
-    return (row.file, row.spot) == (other.file, other.spot) and row.place in (other.place, "helper")
-
-
 def _jobs(job: Job, told: Sequence[tuple[Row, str, str]], folder: Path, why: str) -> Iterator[Job]:
     before = sum(1 for _ in folder.iterdir())
     for number, (row, beside, which) in enumerate(told, before):
@@ -157,9 +154,9 @@ class _Reader:
             term: all variants of its term.
         """
         uses = {use: self._against(row, use, term) for use in row.against}
-        own = [against for use, against in uses.items() if self._is_own(use)]
-        mine = min(own or uses.values(), key=len, default=[])
-        sites = [use for use, against in uses.items() if not against and self._is_call_site(use, row)]
+        own = [against for use, (against, _) in uses.items() if self._is_own(use)]
+        mine = min(own or [against for against, _ in uses.values()], key=len, default=[])
+        sites = [use for use, found in uses.items() if not any(found) and self._is_call_site(use, row)]
         others = [one for one in term if one is not row and self._may_be_default(one, term)]
         if (mine or not own) and sites:
             return "", f"used by {sites[0].replace(f'{self.path.parent}/', '')}"
@@ -174,11 +171,17 @@ class _Reader:
     def _may_be_default(self, row: Row, term: Sequence[Row]) -> bool:
         """Return True for a variant that can be graded, and that no known default excludes where it is defined."""
         own = [use for use in row.against if self._is_own(use)] or list(row.against)
-        return not row.why and any(not self._against(row, use, term) for use in own)
+        return not row.why and any(not self._against(row, use, term)[0] for use in own)
 
-    def _against(self, row: Row, use: str, term: Sequence[Row]) -> list[str]:
-        """Return the options of a variant whose default is another at a use, but those of all variants of its term."""
-        return [words for words in row.against[use] if any(words not in one.against.get(use, ()) for one in term)]
+    def _against(self, row: Row, use: str, term: Sequence[Row]) -> list[list[str]]:
+        """Return the options of a variant whose default is another at a use, and those without a known default.
+
+        What holds of all variants of the term says nothing.
+        """
+        there = [one.against[use] for one in term if use in one.against]
+        return [
+            [words for words in row.against[use][at] if any(words not in one[at] for one in there)] for at in (0, 1)
+        ]
 
     def _computes(self, row: Row) -> bool:
         return row.function == self.name and self._is_here(row)

@@ -32,7 +32,8 @@ class Variant:
         program: a function of rollout fields; the empty string if there is none, and `why` says so.
         used: functions of the tree that put it there.
         called: false if others of the term reach a loss, and this one does not.
-        against: by the function from which it was found, the options that have another default there, in words.
+        against: by the function from which it was found, the options that have another default there, in words, and
+            those without a known one.
     """
 
     place: str
@@ -46,7 +47,7 @@ class Variant:
     notes: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
     called: bool = True
-    against: dict[str, list[str]] = field(default_factory=dict)
+    against: dict[str, tuple[list[str], list[str]]] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
     sides: frozenset[str] = frozenset()
     assumed: Assumed = ()
@@ -85,7 +86,7 @@ def _best(group: list[Variant]) -> Variant:
     best.choices = min(map(_common, own.values()), key=len)
     best.used = sorted({use for one in group for use in one.used})
     for use, against in (pair for one in group for pair in list(one.against.items())):
-        best.against[use] = min(best.against.get(use, against), against, key=len)
+        best.against[use] = min(best.against.get(use, against), against, key=lambda one: (len(one[0]), len(one[1])))
     return best
 
 

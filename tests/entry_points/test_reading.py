@@ -204,7 +204,16 @@ def test_a_variant_that_a_call_site_uses_decides(checkout, call, code):
     (checkout / "losses.py").write_text(f"from penalties import penalty\n\n\n{loss}", encoding="utf-8")
     found, result = graded("penalties.py:penalty", "--read", *LOSS)
     assert found == code, result.output
-    assert ("used by policy_loss, losses.py:4" in " ".join(result.stdout.split())) == bool(call)
+    assert ("used by policy_loss, losses.py:4" in " ".join(result.stdout.split())) == ("k3" in call)
+
+
+@pytest.mark.parametrize(("own", "code"), [("'k2'", 0), ("'k3'", 1)])
+def test_a_call_site_that_leaves_it_open_uses_no_variant(configured, own, code):
+    configured("None", "class Config:\n    pass  # {default}\n")
+    Path("penalties.py").write_text(PENALTY.replace('kind="k1"', f"kind={own}"), encoding="utf-8")
+    found, result = graded("penalties.py:penalty", "--read", *LOSS)
+    assert found == code, result.output
+    assert result.stdout.count("does not count (kind is") == 2
 
 
 def test_what_cannot_be_called_nor_read_says_both(checkout):
