@@ -16,6 +16,7 @@ from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import TargetError, UsageError
 from kltest.grading.branches import without_optional_fields
+from kltest.grading.forms import switch
 from kltest.grading.isolated import TimeIsUp, time_limit
 from kltest.grading.options import OPTIONS, RENAMED, Options, checked, documented, without_effect
 from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
@@ -30,6 +31,7 @@ from kltest.loss.frames import Frame, own_frame
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Calls
 from kltest.loss.resolve import resolve
+from kltest.loss.results import ACCEPTED
 from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.truth import plain
@@ -107,7 +109,7 @@ def grade(
             its source cannot be read either.
     """
     given = {option: value for option, value in locals().items() if option not in ("loss", "call", "read")}
-    if call and read:
+    if all([switch(call, "call"), switch(read, "read")]):
         raise UsageError("call and read exclude each other; give one of them")
     if isinstance(loss, str) and named(loss):
         loss, given = _setting(loss, given)
@@ -124,7 +126,8 @@ def grade(
     except UsageError as raised:
         error = raised
     report = grading.report()
-    if not call and not report.calls and (error or report.error) and not options.arguments:
+    unmade = bool(error) and not report.calls
+    if not call and (unmade or cannot_be_called(report)) and not options.arguments:
         try:
             found = _read(loss, given, "call=True says why")
         except UsageError as why:
@@ -135,6 +138,12 @@ def grade(
     if error:
         raise error
     return report
+
+
+def cannot_be_called(report: Report) -> bool:
+    """Return True for a loss that was not measured: it took no rollouts, or returned what is no loss of them."""
+    understood = not report.error or not any(words in report.error for words in (SIZES_GIVEN, ACCEPTED))
+    return bool(report.error) and not report.gradients and not (report.calls and understood)
 
 
 def _read(loss: Any, given: Mapping[str, Any], why: str = "") -> Report | None:

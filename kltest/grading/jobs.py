@@ -84,13 +84,13 @@ def graded(
             sys.path.append(job.folder)
         named_loss(job.target)  # refuses unknown names, missing files and modules before torch is imported
     # Imported before children are forked, so that each has torch already.
-    import kltest.grading.grader  # noqa: F401
+    from kltest.grading.grader import cannot_be_called
 
     with Children(cores()) as children:
         for number, job in enumerate(jobs):
             children.add(number, in_child(job, f" ({number + 1} of {len(jobs)})" if len(jobs) > 1 else ""))
         for number, (report, kind) in children.finished():
-            refused = kind in ("usage", "failed") and not report.calls and number in range(len(jobs))
+            refused = kind in ("usage", "failed", "value") and cannot_be_called(report) and number in range(len(jobs))
             try:
                 others = otherwise(jobs[number], report) if refused else []
             except UsageError as error:

@@ -257,6 +257,9 @@ def test_python_takes_read_and_call_as_the_command_line_does(checkout):
     assert kltest.grade(trainer, expect="local_forward_kl", environment="sequence", select="KL1").verdict == "confirmed"
     with pytest.raises(UsageError, match="cannot be filled"):
         kltest.grade(trainer, call=True)
+    for option in ("call", "read"):
+        with pytest.raises(UsageError, match=option):
+            kltest.grade(trainer, **{option: "yes"})
     with pytest.raises(UsageError, match="exclude"):
         kltest.grade(trainer, call=True, read=True)
     with pytest.raises(UsageError, match="only a function of a file can be read"):
@@ -275,3 +278,29 @@ def test_of_what_is_not_there_nothing_is_said_of_reading(checkout, target):
     _, result = graded(target)
     assert "did you mean" in result.stderr
     assert "cannot be read" not in result.stderr
+
+
+FORMS = """def of_a_thousand(logprobs, ref_logprobs, mask):
+    assert logprobs.shape[1] == 1000
+    return ((logprobs - ref_logprobs) ** 2 / 2 * mask).sum(-1).mean()
+
+
+def three(logprobs, ref_logprobs, mask):
+    kl = (logprobs - ref_logprobs) ** 2 / 2 * mask
+    return kl, 2 * kl, kl + 1
+
+
+def crashes(logprobs, ref_logprobs, mask):
+    raise RuntimeError("a bug")
+    return ((logprobs - ref_logprobs) ** 2 / 2 * mask).sum(-1).mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "read"), [("of_a_thousand", 0, True), ("three", 0, True), ("crashes", 3, False)]
+)
+def test_what_takes_other_sizes_or_returns_no_loss_is_read_and_what_crashes_is_not(checkout, name, code, read):
+    Path("forms.py").write_text(FORMS, encoding="utf-8")
+    found, result = graded(f"forms.py:{name}", *LOSS)
+    assert found == code, result.output
+    assert ("not called" in result.stdout) == read
