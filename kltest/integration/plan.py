@@ -101,7 +101,11 @@ class Plan:
             repository=self.repository, revision=self.revision, **given
         )
         if path.exists():
-            add = ": left alone" if path != HOOKS or "kltest" in path.read_text("utf-8") else f"; add to it:\n{text}"
+            add = (
+                ": left alone"
+                if path != HOOKS or "kltest" in path.read_text("utf-8", "replace")
+                else f"; add to it:\n{text}"
+            )
             self.standing.append(f"{path} stands{add}")
         else:
             self.files.append(File(path, text, text))

@@ -107,7 +107,7 @@ def _settled(tree: Tree, known: dict[Any, list[Find]]) -> list[Find]:
         worths = {each.worth for each in uses if each.program}
         for alone in (each for one in group for each in one.made if each.place == "helper"):
             for each in (each for each in uses if each.worth == alone.worth):
-                each.against = {**alone.against, **each.against}  # its default is known by the helper
+                each.learn(alone)  # the helper knows its defaults
         for one in group:
             one.made = [each for each in one.made if each.place != "helper" or each.worth not in worths]
             # What others return of it is told only if nothing else is known; what a loss returns beside itself never.

@@ -117,7 +117,7 @@ def _jobs(job: Job, told: Sequence[tuple[Row, str, str]], folder: Path, why: str
         program.write_text(row.source, encoding="utf-8")
         ignored = [*job.given.get("ignore", ()), *NORMALISED["ignore"]]
         given = {name: value for name, value in job.given.items() if name != "arguments"}
-        given = {**options(row.place), "sampler": "current" if row.fresh else "both", **given, "ignore": tuple(ignored)}
+        given = {**options(row.place), **given, "ignore": tuple(ignored)}
         name = f"{job.name} [{row.variant}]" if row.variant else job.name
         read = f"from its source, not called{why and f' ({why})'}: {row.formula} ({row.spot}){which and f'; {which}'}"
         yield replace(job, name=name, target=f"{program}:{NAME}", given=given, fix=False, read=read, beside=beside)

@@ -54,6 +54,11 @@ class Variant:
     entry: str = ""
     whole: bool = True
 
+    def learn(self, other: "Variant") -> None:
+        """Take over what is known of the defaults of another variant that is this one: its nearest ones of each use."""
+        for use, against in other.against.items():
+            self.against[use] = min(self.against.get(use, against), against, key=lambda one: tuple(map(len, one)))
+
 
 def told(made: Sequence[Variant]) -> list[Variant]:
     """Return the variants of a term, each once for each place that it comes to, of those from all entries."""
@@ -85,8 +90,8 @@ def _best(group: list[Variant]) -> Variant:
         own.setdefault(one.entry, []).append(one.choices)
     best.choices = min(map(_common, own.values()), key=len)
     best.used = sorted({use for one in group for use in one.used})
-    for use, against in (pair for one in group for pair in list(one.against.items())):
-        best.against[use] = min(best.against.get(use, against), against, key=lambda one: (len(one[0]), len(one[1])))
+    for one in group:
+        best.learn(one)
     return best
 
 

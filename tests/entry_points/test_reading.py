@@ -280,6 +280,24 @@ def test_of_what_is_not_there_nothing_is_said_of_reading(checkout, target):
     assert "cannot be read" not in result.stderr
 
 
+REWARDS = """def stale_rewards(token_level_scores, old_logprobs, ref_logprobs, kl_coef):
+    return token_level_scores - kl_coef * (old_logprobs - ref_logprobs)
+
+
+def fresh_rewards(token_level_scores, logprobs, ref_logprobs, kl_coef):
+    return token_level_scores - kl_coef * (logprobs - ref_logprobs)
+"""
+
+
+@pytest.mark.parametrize(("name", "codes"), [("stale_rewards", ["KL305"]), ("fresh_rewards", [])])
+@pytest.mark.parametrize("way", ["--call", "--read"])
+def test_a_reward_from_the_rollouts_own_log_probs_is_one_however_it_is_looked_at(checkout, name, codes, way):
+    Path("rewards.py").write_text(REWARDS, encoding="utf-8")
+    _, result = graded(f"rewards.py:{name}", way, "--output", "json", "--environment", "sequence", "--select", "KL3")
+    checks = json.loads(result.stdout)["checks"]
+    assert [check["code"] for check in checks if check["status"] == "fail"] == codes
+
+
 FORMS = """def of_a_thousand(logprobs, ref_logprobs, mask):
     assert logprobs.shape[1] == 1000
     return ((logprobs - ref_logprobs) ** 2 / 2 * mask).sum(-1).mean()
