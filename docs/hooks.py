@@ -234,6 +234,21 @@ def _range(numbers: Any, written: Callable[[float], str]) -> str:
     return low if low == high else f"{low} – {high}"
 
 
+def trainers() -> list[dict[str, str]]:
+    """Losses of public trainers that were labelled before they were graded by FILE:NAME alone."""
+    import csv
+
+    return [
+        {
+            "repository": row["repository"],
+            "loss": f"`{row['name']}`",
+            "label": f"{row['follows'].replace(' or ', ', ')} · {row['verdict']}",
+            "": row["answer"],
+        }
+        for row in csv.DictReader((ROOT / "benchmarks" / "trainers.csv").open(encoding="utf-8"))
+    ]
+
+
 def scan() -> list[dict[str, str]]:
     """What `kltest scan` found and named, by which of the labelled repositories it was written with."""
     import pandas
@@ -363,6 +378,7 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         benchmarks,
         scan,
         scan_variants,
+        trainers,
         libraries,
     )
 }

@@ -11,6 +11,7 @@ from kltest.version import VERSION as __version__
 if TYPE_CHECKING:
     from kltest.auditing.audit import audit
     from kltest.auditing.callback import KLAuditCallback
+    from kltest.grading.configuration import configured
     from kltest.grading.grader import grade
     from kltest.loss.jax import jax_loss
     from kltest.parametrize import parametrize_with_checks
@@ -21,17 +22,30 @@ _PLACES = {
     "KLAuditCallback": "auditing.callback",
     "Report": "report",
     "audit": "auditing.audit",
+    "configured": "grading.configuration",
     "grade": "grading.grader",
     "jax_loss": "loss.jax",
     "parametrize_with_checks": "parametrize",
     "scan": "scanning.scan",
 }
-__all__ = ["KLAuditCallback", "Report", "__version__", "audit", "grade", "jax_loss", "parametrize_with_checks", "scan"]
+__all__ = [
+    "KLAuditCallback",
+    "Report",
+    "__version__",
+    "audit",
+    "configured",
+    "grade",
+    "jax_loss",
+    "parametrize_with_checks",
+    "scan",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in ("grade", "parametrize_with_checks"):
+        import_module(f"{__name__}.scanning.reading")  # reads what they cannot call
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 

@@ -67,6 +67,7 @@ class ConfiguredTargets(pytest.File):
 
     def collect(self) -> Iterator[pytest.Item]:
         """Yield an item for each configured target and check."""
+        import kltest.scanning.reading  # noqa: F401  which reads what cannot be called
         from kltest.errors import KltestWarning, UsageError
         from kltest.grading.configuration import read
         from kltest.grading.options import merged

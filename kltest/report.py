@@ -19,6 +19,9 @@ READABLE = ("kltest.grade/1", SCHEMA)
 Verdict = Literal["confirmed", "refuted", "inconclusive", "error"]
 Status = Literal["pass", "fail", "skip", "inconclusive"]
 Level = Literal["error", "warning"]
+LOCAL = ("seconds", "calling", "source", "beside")
+"""Attributes of a report that its JSON leaves out."""
+WORST_FIRST: tuple[Verdict, ...] = ("error", "refuted", "inconclusive", "confirmed")
 EXIT_CODES: dict[str, int] = {"confirmed": 0, "refuted": 1, "error": 3, "inconclusive": 4}
 
 
@@ -257,6 +260,23 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
 FORMS: "dict[str, Callable[..., str]]" = {}
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Another variant of a loss that was read: what it follows, or why it was not graded, and why it does not count."""
+
+    target: str
+    verdict: Verdict
+    follows: str
+    why: str
+
+    @property
+    def words(self) -> str:
+        """The same as a sentence."""
+        configuration = self.target.partition(" ")[2] or self.target
+        counts = f" does not count ({self.why})" if self.why else ""
+        return f"{configuration}{counts}: {self.verdict}, {self.follows}"
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """Everything that grading found about one target.
@@ -278,6 +298,9 @@ class Report:
         reach: How far the gradient was compared with the declared one; None if it was not.
         fixes: Changes of the source that are confirmed, the smallest first; empty if none was asked for or found.
         read: How the source of the loss was read, if it was not called.
+        variants: Other variants of what was read. Those that decide nothing say why: they are neither the default nor
+            used by a call site.
+        beside: Why this is such a variant; not in the JSON.
         advice: Why no fix was found, if one was asked for.
         filled: What each parameter of the loss got, in words: a field, a value, or its default.
         smallest: The smallest environment in which the gradient differs from the declared one, if one was found.
@@ -314,6 +337,8 @@ class Report:
     fixes: list[Fix] = field(default_factory=list)
     advice: str = ""
     read: str = ""
+    variants: list[Variant] = field(default_factory=list)
+    beside: str = ""
     unfinished: str = ""
     calls: int = 0
     seconds: float = field(default=0.0, compare=False)
@@ -354,7 +379,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and lists; non-finite numbers are None."""
         found = {"schema": SCHEMA, **mapped(asdict(self), _finite)}
-        return {key: value for key, value in found.items() if key not in ("seconds", "calling", "source")}
+        return {key: value for key, value in found.items() if key not in LOCAL}
 
     def to_json(self) -> str:
         """Return the report as JSON: keys in a fixed order, the same bytes for the same findings."""

@@ -23,6 +23,10 @@ from kltest.version import VERSION
 COMMANDS = {
     "grade": ("grade", "Identify the gradient of a loss and compare it with the claim."),
     "scan": ("scan", "Find every KL term in a source tree and grade it; nothing of the tree is imported."),
+    "init": (
+        "init",
+        "Write the continuous integration of a checkout: workflow, hook, configuration, baseline and test.",
+    ),
     "pin": ("pin", "Write one test file, without kltest, that pins the gradients that losses follow today."),
     "audit": ("audit", "Measure the gradient that a loss follows on a language model, by sampling."),
     "list": ("listing", "List estimators, named gradients, environments, fields and checks."),
@@ -39,6 +43,7 @@ EPILOGS = {
     "grade; of several targets the worst.",
     "scan": "Exit code: 0 no finding, 1 a finding, 2 usage, 4 no term that was found could be graded (with --strict: "
     "not all), 5 no term.",
+    "init": "Exit code: 0 written and green, or nothing to write, 1 red, 2 usage, 5 no KL term that can be held.",
     "pin": "Exit code: 0 written and green, 2 usage or a loss that cannot be pinned, 3 a loss failed or the file is "
     "not green; then nothing is written.",
     "audit": "Exit code: as of grade. Start with: kltest audit k3-loss --model tiny",

@@ -6,7 +6,6 @@ The options come from `kltest.grading.options`.
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -23,10 +22,9 @@ from kltest.grading.isolated import terminated_as_interrupted
 from kltest.grading.jobs import Job, graded
 from kltest.grading.options import OPTIONS, merged
 from kltest.render.changes import compare, read
-from kltest.report import EXIT_CODES, Report
+from kltest.report import EXIT_CODES, WORST_FIRST, Report
 
 NOTHING = 5
-WORST_FIRST = ("error", "refuted", "inconclusive", "confirmed")
 # The file of an earlier report, and its contents.
 Old = tuple[str, list[dict[str, Any]]]
 
@@ -146,18 +144,25 @@ class _Reader:
     folder: Path
     never: bool
 
-    def read(self, job: Job, why: str = "") -> list[Job]:
+    def read(self, job: Job) -> list[Job]:
         from kltest.scanning.reading import read
 
-        return read(job, self.folder, why)
+        return read(job, self.folder)
+
+    @staticmethod
+    def folded(reports: Sequence[Report]) -> list[Report]:
+        """Return the reports of what decides, each with the variants that do not."""
+        if not any(report.beside for report in reports):
+            return list(reports)
+        from kltest.scanning.reading import folded
+
+        return folded(reports)
 
     def instead(self, job: Job, report: Report) -> list[Job]:
-        """Return what is graded of a loss that could not be called; nothing if it cannot be read either."""
-        if self.never or not report.error or job.given.get("arguments"):
-            return []
-        with suppress(UsageError):
-            return self.read(job, "--call says why")
-        return []
+        """Return what is graded of a loss that could not be called; nothing if it must be."""
+        from kltest.scanning.reading import instead
+
+        return [] if self.never else instead(job, report, self.folder)
 
 
 def _nothing(configuration: Configuration) -> str:
@@ -183,10 +188,10 @@ def _run(
         with terminated_as_interrupted():
             for number, report, kind in graded(jobs, reader.instead):
                 found[number] = report
-                misused |= kind == "usage"
+                misused |= kind == "usage" and not report.beside
     except KeyboardInterrupt:
         interrupted = True
-    reports = [report for _, report in sorted(found.items(), key=itemgetter(0))]
+    reports = reader.folded([report for _, report in sorted(found.items(), key=itemgetter(0))])
     if reports:
         write(reports, where, None if old is None else compare(*old, reports), **verbosity)
     for line in fixes.applied(reports) if apply else ():

@@ -9,7 +9,7 @@ from typing import Any
 
 from kltest.errors import UsageError, did_you_mean
 from kltest.grading.forms import outputs, switch
-from kltest.grading.options import KEYS, RENAMED, checked
+from kltest.grading.options import KEYS, RENAMED, checked, merged
 
 OWN = ("targets", "output", "verbose", "quiet", "cache", "scan")
 """Keys of `[tool.kltest]` that are no options of a grading."""
@@ -50,6 +50,19 @@ def nearest(start: Path) -> Configuration:
     start = start.resolve()
     found = next((folder / "pyproject.toml" for folder in (start, *start.parents) if _there(folder)), None)
     return Configuration() if found is None else read(found)
+
+
+def configured(start: str | Path = ".") -> dict[str, dict[str, Any]]:
+    """Return the targets of `[tool.kltest]` with their options, as `kltest.grade` takes them.
+
+    Args:
+        start: A file or folder; pyproject.toml is looked for there and in the folders above it.
+
+    Raises:
+        UsageError: The file cannot be read, or has an unknown key or a wrong value.
+    """
+    found = nearest(Path(start))
+    return {target.text: merged(found.options, target.options) for target in found.targets}
 
 
 def read(path: Path) -> Configuration:

@@ -1,5 +1,6 @@
 """Grading of one loss: resolve it, measure its expected gradient, check it, and report."""
 
+import inspect
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,8 +16,9 @@ from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
 from kltest.errors import TargetError, UsageError
 from kltest.grading.branches import without_optional_fields
+from kltest.grading.forms import switch
 from kltest.grading.isolated import TimeIsUp, time_limit
-from kltest.grading.options import OPTIONS, RENAMED, Options, documented, without_effect
+from kltest.grading.options import OPTIONS, RENAMED, Options, checked, documented, without_effect
 from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
@@ -29,6 +31,7 @@ from kltest.loss.frames import Frame, own_frame
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Calls
 from kltest.loss.resolve import resolve
+from kltest.loss.results import ACCEPTED
 from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.truth import plain
@@ -47,6 +50,11 @@ SIZES_GIVEN = (
     "time, grade a function that calls it with each row and returns the mean"
 )
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
+
+Reader = Callable[[str, str, Mapping[str, Any], str], Report | None]
+READERS: list[Reader] = []
+"""What grades a function from its source: by its target, its name, checked options, and why it is not called (empty
+where reading was asked for). None if there is no such function. `kltest.scanning.reading`, a layer above, sets it."""
 
 
 @documented
@@ -76,6 +84,8 @@ def grade(
     expected_failures: Mapping[str, str] | None = None,
     allow_unexpected_passes: bool = False,
     name: str | None = None,
+    call: bool = False,
+    read: bool = False,
     allow_stale_excuses: bool = False,
 ) -> Report:
     """Identify the exact expected gradient of a loss and compare it with the claimed one.
@@ -89,6 +99,8 @@ def grade(
             "package.module:function", "path/to/file.py:function", or a library's setting ("verl:kl_penalty/k1"). Or
             what `kltest.loss.resolve` returned.
         {options}
+        call: Call the loss; never read its source instead.
+        read: Read the source of the loss, and do not call it. By default it is read where it cannot be called.
         allow_stale_excuses: Deprecated name of `allow_unexpected_passes`.
 
     Returns:
@@ -96,16 +108,60 @@ def grade(
         environment and sampler, `checks` a result for each check.
 
     Raises:
-        UsageError: An option has a wrong value, the loss cannot be found, or a parameter of it cannot be filled.
+        UsageError: An option has a wrong value, the loss cannot be found, or a parameter of it cannot be filled and
+            its source cannot be read either.
     """
-    given = {option: value for option, value in locals().items() if option != "loss"}
+    given = {option: value for option, value in locals().items() if option not in ("loss", "call", "read")}
+    if all([switch(call, "call"), switch(read, "read")]):
+        raise UsageError("call and read exclude each other; give one of them")
     if isinstance(loss, str) and named(loss):
         loss, given = _setting(loss, given)
     options = Options.of(**given)
     grading = Grading.of(options.name or (loss if isinstance(loss, str) else name_of(loss)), options)
-    for _ in grading.steps(loss):
-        pass
-    return grading.report()
+    if read:
+        if (found := _read(loss, given)) is None:
+            raise UsageError(f"{grading.blank.target}: only a function of a file can be read")
+        return found
+    error = None
+    try:
+        for _ in grading.steps(loss):
+            pass
+    except UsageError as raised:
+        error = raised
+    report = grading.report()
+    unmade = bool(error) and not report.calls
+    if not call and (unmade or cannot_be_called(report)) and not options.arguments:
+        try:
+            found = _read(loss, given, "call=True says why")
+        except UsageError as why:
+            found, report = None, replace(report, error=f"{report.error}\n{why}")
+            error = error and UsageError(f"{error}\n{why}")
+        if found is not None:
+            return found
+    if error:
+        raise error
+    return report
+
+
+def cannot_be_called(report: Report) -> bool:
+    """Return True for a loss that was not measured: it took no rollouts, or returned what is no loss of them."""
+    understood = not report.error or not any(words in report.error for words in (SIZES_GIVEN, ACCEPTED))
+    return bool(report.error) and not report.gradients and not (report.calls and understood)
+
+
+def _read(loss: Any, given: Mapping[str, Any], why: str = "") -> Report | None:
+    """Return the report of a function's source, None if it has none; UsageError if that cannot be read."""
+    target = loss if isinstance(loss, str) else _target(loss)
+    changed = {name: given[name] for name, option in OPTIONS.items() if given[name] not in (None, option.default)}
+    chosen = checked(changed, lambda option: option.name)
+    name = chosen.pop("name", None) or (loss if isinstance(loss, str) else name_of(loss))
+    return READERS[0](target, name, chosen, why) if READERS and target else None
+
+
+def _target(function: Any) -> str:
+    """Return a function of a module or a class as the command line names it; the empty string for anything else."""
+    names, file = getattr(function, "__qualname__", ""), source_file(function)
+    return f"{file}:{names}" if inspect.isfunction(function) and file and "<" not in names else ""
 
 
 @dataclass

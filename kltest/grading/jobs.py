@@ -25,7 +25,7 @@ class Job:
     """One target to be graded: its name in reports, what is resolved, and its checked options by their Python names.
 
     Modules are looked for in `folder` too. If `fix`, a change of the source is looked for with which it is confirmed.
-    `read` says how its source was read, if it is not called.
+    `read` says how its source was read, if it is not called, and `beside` why what is read decides nothing.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Job:
     folder: str | None = None
     fix: bool = False
     read: str = ""
+    beside: str = ""
 
     @property
     def timeout(self) -> float:
@@ -63,14 +64,17 @@ class Graded(NamedTuple):
     kind: Kind
 
 
-# What is graded in the place of a job that could not be called: nothing, or other jobs.
+# What is graded in the place of a job that could not be called: nothing, or other jobs. UsageError says why none.
 Otherwise = Callable[[Job, Report], Sequence[Job]]
 
 
-def graded(jobs: Sequence[Job], otherwise: Otherwise = lambda job, report: []) -> Iterator[Graded]:
+def graded(
+    jobs: Sequence[Job], otherwise: Otherwise = lambda job, report: [], *, refuses: bool = True
+) -> Iterator[Graded]:
     """Yield the report of each job as it is finished; as many are graded at once as there are cores.
 
     Where a target cannot be called, `otherwise` may return jobs in the place of its own; their numbers follow its own.
+    Without `refuses`, one that cannot be called ends with its report and not all grading.
 
     Raises:
         UsageError: A target does not exist, and nothing was graded; or it cannot be called, and all grading ends.
@@ -80,19 +84,22 @@ def graded(jobs: Sequence[Job], otherwise: Otherwise = lambda job, report: []) -
             sys.path.append(job.folder)
         named_loss(job.target)  # refuses unknown names, missing files and modules before torch is imported
     # Imported before children are forked, so that each has torch already.
-    import kltest.grading.grader  # noqa: F401
+    from kltest.grading.grader import cannot_be_called
 
     with Children(cores()) as children:
         for number, job in enumerate(jobs):
             children.add(number, in_child(job, f" ({number + 1} of {len(jobs)})" if len(jobs) > 1 else ""))
         for number, (report, kind) in children.finished():
-            refused = kind in ("usage", "failed") and not report.calls and number in range(len(jobs))
-            others = otherwise(jobs[number], report) if refused else []
+            refused = kind in ("usage", "failed", "value") and cannot_be_called(report) and number in range(len(jobs))
+            try:
+                others = otherwise(jobs[number], report) if refused else []
+            except UsageError as error:
+                others, report = [], replace(report, error=f"{report.error}\n{error}")
             for place, other in enumerate(others, 1):
                 children.add(number + place / (1 + len(others)), in_child(other))
             if others:
                 continue
-            if kind == "usage" and not report.calls:
+            if kind == "usage" and refuses and not report.calls:
                 raise UsageError(report.error)
             yield Graded(number, report, kind)
 
@@ -151,11 +158,13 @@ def _report(job: Job, step: Step, report: Report | None, output: Output) -> Repo
     """Return the report of a child that came to its end, or of one that was ended: what it had reached stands."""
     if step.kind == "value" and report is not None:
         report = replace(report, read=job.read, filled={}, source=None) if job.read else report
+        report = replace(report, beside=job.beside)
         return _with_output(report, output)
     message = f"{job.name} {step.message}" if step.kind == "ended" else step.message
     if step.kind == "crashed":
         message = note_bug(message, step.trace)
     report = failed(job, message) if report is None else replace(report, verdict="error", error=message)
+    report = replace(report, beside=job.beside)
     if frame := re.search(r", in \S+ at (.+):(\d+)$", message):
         report = replace(report, source=(frame[1], int(frame[2])))
     return _with_output(report, output)

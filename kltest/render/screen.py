@@ -58,6 +58,7 @@ def screen(report: Report, *, brief: bool = False) -> dict[str, list[str]]:
         "warnings": [_warnings(report)],
         "open": _at_most(MOST_OPEN, _open(report)),
         "read": [report.read] if report.read else [],
+        "variants": [one.words for one in report.variants],
         "filled": [words.filled(report)] if report.filled else [],
         "looked at": [reach(report)] if report.reach else [],
     }

@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -88,10 +88,12 @@ class Place:
 class Tree:
     """The files of a tree, by the paths that their functions are known by; `lost` are functions that were not read.
 
+    Functions of the files `looked_at` are entered, of all if there are none; others are followed where they are called.
     `interrupted` is true if not all of them were. `seen` are lines of what other functions put into losses or metrics.
     """
 
     sources: Mapping[str, Source]
+    looked_at: Collection[str] = ()
     evaluator: Evaluator = field(init=False)
     interrupted: bool = False
 
@@ -106,15 +108,13 @@ class Tree:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Defaults of options: the constants of classes and of modules, where all of one name agree."""
+        """Defaults of options: the constants of classes, modules and arguments, where all of one name agree."""
         found: dict[str, set[Any]] = {}
         for source in self.sources.values():
             for node in ast.walk(source.tree):
-                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    fields = node.value.keywords if isinstance(node.value, ast.Call) else []
-                    default = next((one.value for one in fields if one.arg == "default"), node.value)
-                    if isinstance(default, ast.Constant):
-                        found.setdefault(node.target.id, set()).add(default.value)
+                name, default = _option(node)
+                if isinstance(default, ast.Constant):
+                    found.setdefault(name, set()).add(default.value)
         return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
 
     @cached_property
@@ -136,7 +136,7 @@ class Tree:
     @cached_property
     def places(self) -> dict[str, list[Place]]:
         """The functions of each file, inner ones first."""
-        return {name: _places(source.tree) for name, source in self.sources.items()}
+        return {name: places_in(source.tree) for name, source in self.sources.items()}
 
     def end_of(self, file: str, line: int) -> int:
         """Return the last line of a call that begins on a line; the line itself if none does."""
@@ -171,7 +171,8 @@ class Tree:
 
     def entries(self) -> Iterator[Entry]:
         """Yield each function of the tree that speaks of log-probs or of a KL, but tests of it."""
-        for file, source in self.sources.items():
+        for file in self.looked_at or self.sources:
+            source = self.sources[file]
             wanted = [
                 node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             ]
@@ -270,6 +271,21 @@ def _names(node: ast.AST) -> Iterator[str]:
                 yield name
 
 
+def _option(node: ast.AST) -> tuple[str, ast.expr | None]:
+    """Return the name and the default of an option: of an annotated variable, or of `add_argument("--name")`."""
+    match node:
+        case ast.AnnAssign(target=ast.Name(id=name), value=value):
+            fields = value.keywords if isinstance(value, ast.Call) else []
+            return name, next((one.value for one in fields if one.arg == "default"), value)
+        case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(flag)), *_]):
+            given = {one.arg: one.value for one in node.keywords}
+            switch = getattr(given.get("action"), "value", None)
+            default = ast.Constant(False) if switch == "store_true" else given.get("default")
+            return flag.rpartition(".")[2].lstrip("-").replace("-", "_"), default
+        case _:
+            return "", None
+
+
 def _literals(annotation: ast.expr) -> list[Any]:
     """Return the constants that an annotation names with `Literal`; none if it allows something else."""
     match annotation:
@@ -299,7 +315,7 @@ def functions(variables: Mapping[str, Any], file: str) -> Iterator[tuple[Functio
                     yield inner, None if static else value
 
 
-def _places(tree: ast.Module) -> list[Place]:
+def places_in(tree: ast.Module) -> list[Place]:
     """Return the functions of a file, inner ones first."""
     found: list[Place] = []
 

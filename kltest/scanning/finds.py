@@ -105,6 +105,9 @@ def _settled(tree: Tree, known: dict[Any, list[Find]]) -> list[Find]:
         uses = [each for one in group for each in one.made if each.place != "helper"]
         used = any(each.entry == title for each in uses)
         worths = {each.worth for each in uses if each.program}
+        for alone in (each for one in group for each in one.made if each.place == "helper"):
+            for each in (each for each in uses if each.worth == alone.worth):
+                each.learn(alone)  # the helper knows its defaults
         for one in group:
             one.made = [each for each in one.made if each.place != "helper" or each.worth not in worths]
             # What others return of it is told only if nothing else is known; what a loss returns beside itself never.

@@ -24,7 +24,7 @@ from kltest.scanning.measured import (
 from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
 from kltest.scanning.rows import UNMASKED
 from kltest.scanning.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
-from kltest.symbolic.computed import UnknownError
+from kltest.symbolic.computed import UnknownError, evaluate, truth
 from kltest.symbolic.roles import INFINITE, MASK, MOVES, PADDING, own_name
 from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached, under, values_of
 from kltest.symbolic.words import says
@@ -35,6 +35,8 @@ MASKS = (MASK, PADDING)
 FAR = 1e4
 """What stands for a limit that nothing says, so that it limits nothing."""
 TOLERANCE = 1e-9
+OPTIONS = (INPUT, "attribute", "item")
+"""Operations that read an option."""
 TRIED = 6
 """Configurations of what becomes of a term that are tried until one can be computed."""
 
@@ -364,6 +366,27 @@ def choices(case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, b
         if left and found[name] == f"{name} otherwise":
             found[name] = _one_of(name, left)
     return found
+
+
+def contradicted(
+    case: Sequence[tuple[Node, bool]], graph: Graph, settings: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return the options of a configuration that are others by default, and those without a known default, in words.
+
+    `settings` are defaults beside those of the graph.
+    """
+    others: dict[str, None] = {}
+    unknown: dict[str, None] = {}
+    for condition, holds in (one for pair in case for one in plain(*pair)):
+        options = [one for one in reached(condition) if one.operation in OPTIONS]
+        known = {one: graph.defaults.get(one, settings.get(own_name(one), UNSET)) for one in options}
+        known = {one: default for one, default in known.items() if default is not UNSET}
+        try:
+            if truth(evaluate([condition], known)[condition]) is not holds:
+                others |= dict.fromkeys(f"{name_of(one)} is {default!r} by default" for one, default in known.items())
+        except FAILURES:
+            unknown[text(condition) if holds else f"not {text(condition)}"] = None
+    return list(others), list(unknown)
 
 
 def _one_of(name: str, values: Sequence[Any]) -> str:

@@ -1,25 +1,37 @@
 """Functions that cannot be called, read instead: their KL terms as the scan finds them, a job of grading each."""
 
 import ast
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kltest.errors import UsageError
+from kltest.grading.grader import READERS, grade
 from kltest.grading.jobs import Job
 from kltest.loss.importing import source_of
 from kltest.loss.target import named
+from kltest.render.screen import followed
+from kltest.report import WORST_FIRST, Report, Variant
+from kltest.scanning.entries import places_in
 from kltest.scanning.judge import NORMALISED, options
 from kltest.scanning.rows import NAME, Row
 from kltest.scanning.search import Search
+from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 
-# Modules of the same checkout that a file imports, which are read with it, at most.
-MOST = 40
+# Modules of the same checkout that are read with a file, at most: its callers, and what it and they import.
+MOST, CALLERS = 40, 8
+# Files by which the folder of a checkout is known.
+MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 
 
 def read(job: Job, folder: Path, why: str = "") -> list[Job]:
     """Return a job for each variant of the KL terms that a function computes, or puts into its loss.
+
+    The variants that decide come first: the default ones, and those that a call site uses. Where nothing says which is
+    the default, all of them decide. A job of each of the others says in `beside` why it does not.
 
     Args:
         job: of a function of a file or a module.
@@ -33,63 +45,222 @@ def read(job: Job, folder: Path, why: str = "") -> list[Job]:
     path, name = loss.path or (source_of(loss.module) if loss.module else None), loss.names
     if path is None:
         raise UsageError(f"{job.name}: only a function of a file can be read")
-    every = [row for row in Search(list(_files(path)), Store(None)) if row.place != "logged"]
-    rows = [row for row in every if _is_of(row, name, path)] or list(_called(every, name, path))
-    open_ = [row for row in rows if row.why]
+    reader = _Reader(path, name)
+    rows = reader.rows()
     found = [row for row in rows if not row.why]
     if not found:
-        reason = open_[0].why if open_ else "no KL term was found in it"
+        reason = rows[0].why if rows else "no KL term was found in it"
         raise UsageError(f"{job.name} cannot be read from its source either: {reason}")
-    return list(_jobs(job, found, folder, why))
+    told = [
+        (row, *reader.told(row, [one for one in rows if (one.file, one.spot) == (row.file, row.spot)])) for row in found
+    ]
+    told.sort(key=lambda one: bool(one[1]))
+    return list(_jobs(job, told, folder, why))
 
 
-def _jobs(job: Job, rows: list[Row], folder: Path, why: str) -> Iterator[Job]:
+def instead(job: Job, report: Report, folder: Path) -> list[Job]:
+    """Return what is graded of a loss that could not be called; nothing if it has arguments, or is not there.
+
+    Raises:
+        UsageError: it cannot be read either.
+    """
+    if not report.error or job.given.get("arguments") or not is_defined(job.target):
+        return []
+    return read(job, folder, "--call says why")
+
+
+def folded(reports: Iterable[Report]) -> list[Report]:
+    """Return the reports of what decides, and with each the variants behind it that decide nothing."""
+    found: list[Report] = []
+    for report in reports:
+        if not report.beside:
+            found.append(report)
+        elif found:
+            follows = report.error.partition("\n")[0] or followed(report)
+            variant = Variant(report.target, report.verdict, follows, report.beside)
+            found[-1] = replace(found[-1], variants=[*found[-1].variants, variant])
+    return found
+
+
+def graded(target: str, name: str, given: Mapping[str, Any], why: str) -> Report | None:
+    """Grade a function from its source in this process, as `kltest.grading.grader.READERS` say.
+
+    Of several variants that decide, the report is that of the worst, with the others among its variants.
+    """
+    if why and not is_defined(target):
+        return None
+    with tempfile.TemporaryDirectory(prefix="kltest-read-") as folder:
+        reports = []
+        for job in read(Job(name, target, given), Path(folder), why):
+            report = grade(job.target, name=job.name, call=True, **job.given)
+            reports.append(replace(report, read=job.read, filled={}, source=None, beside=job.beside))
+    worst, *others = sorted(folded(reports), key=lambda one: WORST_FIRST.index(one.verdict))
+    more = [Variant(one.target, one.verdict, followed(one), "") for one in others]
+    return replace(worst, variants=[*more, *(each for one in (worst, *others) for each in one.variants)])
+
+
+def is_defined(target: str) -> bool:
+    """Return True for a function or method that stands in a file."""
+    loss = named(target)
+    path = loss.path or (source_of(loss.module) if loss.module else None)
+    tree = _tree(path) if path else None
+    return tree is not None and loss.names in {place.title for place in places_in(tree)}
+
+
+READERS[:] = [graded]
+
+
+def _jobs(job: Job, told: Sequence[tuple[Row, str, str]], folder: Path, why: str) -> Iterator[Job]:
     before = sum(1 for _ in folder.iterdir())
-    for number, row in enumerate(rows, before):
+    for number, (row, beside, which) in enumerate(told, before):
         program = folder / f"read_{number}.py"
         program.write_text(row.source, encoding="utf-8")
         ignored = [*job.given.get("ignore", ()), *NORMALISED["ignore"]]
         given = {name: value for name, value in job.given.items() if name != "arguments"}
-        given = {**options(row.place), "sampler": "current" if row.fresh else "both", **given, "ignore": tuple(ignored)}
+        given = {**options(row.place), **given, "ignore": tuple(ignored)}
         name = f"{job.name} [{row.variant}]" if row.variant else job.name
-        read = f"from its source, not called{why and f' ({why})'}: {row.formula} ({row.spot})"
-        yield replace(job, name=name, target=f"{program}:{NAME}", given=given, fix=False, read=read)
+        read = f"from its source, not called{why and f' ({why})'}: {row.formula} ({row.spot}){which and f'; {which}'}"
+        yield replace(job, name=name, target=f"{program}:{NAME}", given=given, fix=False, read=read, beside=beside)
 
 
-def _is_of(row: Row, name: str, path: Path) -> bool:
-    """Return True for a term that a function computes, or that it puts into its loss."""
-    own = row.function == name and Path(row.file).resolve() == path.resolve()
-    return own or any(use.startswith((f"{name}, {path.resolve()}", f"{name}, {path}")) for use in row.used)
+class _Reader:
+    """Reads one function of a file, with its callers and the modules that it and they import."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
+        self._known: dict[Path, dict[str, set[str]]] = {}
+
+    def rows(self) -> list[Row]:
+        """Return the terms that the function computes or puts into its loss; else those of functions that it calls."""
+        callers = list(_callers(self.path, self.name.partition(".")[0]))
+        files = {self.path: self.path.read_bytes()} | dict(callers)
+        waiting = list(files)
+        for one in waiting:  # it grows
+            new = [each for each in dict.fromkeys(_imported(one, files[one])) if each not in files]
+            new = new[: max(MOST - len(files), 0)]
+            files |= {each: each.read_bytes() for each in new}
+            waiting += new
+        search = Search(list(files.items()), Store(None), entered=[self.path, *(one for one, _ in callers)])
+        every = [row for row in search if row.place != "logged"]
+        own = [row for row in every if self._computes(row) or any(map(self._is_own, row.used))]
+        reached = self._reached(self.path, self.name.rpartition(".")[2])
+        return own or [row for row in every if self._is_here(row) and row.function.rpartition(".")[2] in reached]
+
+    def told(self, row: Row, term: Sequence[Row]) -> tuple[str, str]:
+        """Return why a variant of a term decides nothing, and what is said of one that does decide.
+
+        Args:
+            row: the variant.
+            term: all variants of its term.
+        """
+        uses = {use: self._against(row, use, term) for use in row.against}
+        own = [against for use, (against, _) in uses.items() if self._is_own(use)]
+        mine = min(own or [against for against, _ in uses.values()], key=len, default=[])
+        sites = [use for use, found in uses.items() if not any(found) and self._is_call_site(use, row)]
+        others = [one for one in term if one is not row and self._may_be_default(one, term)]
+        if (mine or not own) and sites:
+            return "", f"used by {sites[0].replace(f'{self.path.parent}/', '')}"
+        if len(term) == 1:
+            return "", ""
+        if mine and others:
+            return ", ".join(mine), ""
+        if mine or len(others) + 1 == len(term):
+            return "", "nothing says which variant is the default: each decides"
+        return "", "the default" if not others else "as far as it is known, the default"
+
+    def _may_be_default(self, row: Row, term: Sequence[Row]) -> bool:
+        """Return True for a variant that can be graded, and that no known default excludes where it is defined."""
+        own = [use for use in row.against if self._is_own(use)] or list(row.against)
+        return not row.why and any(not self._against(row, use, term)[0] for use in own)
+
+    def _against(self, row: Row, use: str, term: Sequence[Row]) -> list[list[str]]:
+        """Return the options of a variant whose default is another at a use, and those without a known default.
+
+        What holds of all variants of the term says nothing.
+        """
+        there = [one.against[use] for one in term if use in one.against]
+        return [
+            [words for words in row.against[use][at] if any(words not in one[at] for one in there)] for at in (0, 1)
+        ]
+
+    def _computes(self, row: Row) -> bool:
+        return row.function == self.name and self._is_here(row)
+
+    def _is_here(self, row: Row) -> bool:
+        return Path(row.file).resolve() == self.path
+
+    def _is_own(self, use: str) -> bool:
+        """Return True for a use by the function itself."""
+        return use.startswith((f"{self.name}, {self.path}:", f"{self.name}, {_shown(self.path)}:"))
+
+    def _is_call_site(self, use: str, row: Row) -> bool:
+        """Return True for a use by another function: of a term that the function holds, or by way of the function."""
+        if self._is_own(use):
+            return False
+        title, _, place = use.rpartition(", ")
+        reached = self._reached(Path(place.rpartition(":")[0]), title.rpartition(".")[2])
+        return self._computes(row) or self.name.rpartition(".")[2] in reached
+
+    def _reached(self, path: Path, name: str) -> set[str]:
+        """Return the names that a function of a file calls, directly or through others of its file, and its own."""
+        if path not in self._known:
+            self._known[path] = _calls(path)
+        reached, left = set(), [name]
+        while left:
+            one = left.pop()
+            if one not in reached:
+                reached.add(one)
+                left += self._known[path].get(one, ())
+        return reached
 
 
-def _called(rows: Sequence[Row], name: str, path: Path) -> Iterator[Row]:
-    """Yield the terms of those functions of the same file that a function calls, directly or through others."""
-    calls: dict[str, set[str]] = {}
-    for node in ast.walk(ast.parse(path.read_bytes())):
+def _shown(path: Path) -> Path:
+    """Return a path as the scan writes it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _tree(path: Path) -> ast.Module | None:
+    """Return the syntax tree of a file; None if it cannot be read."""
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _calls(path: Path) -> dict[str, set[str]]:
+    """Return the names that each function of a file calls; nothing of one that cannot be read."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(_tree(path) or ast.Module([], [])):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
             names = {getattr(one, "attr", getattr(one, "id", "")) for one in called}
-            calls.setdefault(node.name, set()).update(names)
-    reached, left = set(), [name.rpartition(".")[2]]
-    while left:
-        one = left.pop()
-        if one in calls and one not in reached:
-            reached.add(one)
-            left += calls[one]
-    for row in rows:
-        if row.function.rpartition(".")[2] in reached and Path(row.file).resolve() == path.resolve():
-            yield row
+            found.setdefault(node.name, set()).update(names)
+    return found
 
 
-def _files(path: Path) -> Iterator[tuple[Path, bytes]]:
-    """Yield a file, and those of its checkout that it imports."""
-    content = path.read_bytes()
-    yield path, content
+def _callers(path: Path, name: str) -> Iterator[tuple[Path, bytes]]:
+    """Yield files of the same checkout that speak of a function or class by its name."""
+    root = next((one for one in path.parents if any((one / mark).exists() for mark in MARKS)), None)
+    files = contents([root] if root else sorted(path.parent.glob("*.py")), [])
+    number = 0
+    for file, content in files:
+        if name.encode() in content and file.suffix == ".py" and file.resolve() != path and not _is_test(file):
+            yield file.resolve(), content
+            number += 1
+        if number == CALLERS:
+            return
+
+
+def _is_test(file: Path) -> bool:
+    return file.name.startswith("test_") or "tests" in file.parts
+
+
+def _imported(path: Path, content: bytes) -> Iterator[Path]:
+    """Yield the files of its checkout that a file imports."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError):
         return
-    found: dict[Path, None] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names)]
@@ -101,7 +272,4 @@ def _files(path: Path) -> Iterator[tuple[Path, bytes]]:
         roots = [path.parents[level - 1]] if 0 < level <= len(path.parents) else list(path.parents)[:6]
         for name, root in ((name, root) for name in names if name for root in roots):
             module = root.joinpath(*name.split("."))
-            found |= dict.fromkeys(one for one in (module.with_suffix(".py"), module / "__init__.py") if one.is_file())
-    for one in list(found)[:MOST]:
-        if one.resolve() != path.resolve():
-            yield one, one.read_bytes()
+            yield from (one for one in (module.with_suffix(".py"), module / "__init__.py") if one.is_file())

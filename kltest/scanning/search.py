@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +26,8 @@ class Search:
     """The terms of some files. Iterating lifts them one by one; `left` terms of them are not lifted yet.
 
     `loose` are comments that stand on no term, with their places, and `unread` names that say KL of which nothing was
-    found. With `logged` what is only logged is a term, too. `reading` is called with the file of each function that is
+    found. With `logged` what is only logged is a term, too. Functions of the files `entered` are looked at, of all if
+    there are none, and others where those call them. `reading` is called with the file of each function that is
     followed, its number, and how many there are. Interrupted, it yields what it has found before it raises that.
     """
 
@@ -36,12 +37,14 @@ class Search:
         store: Store,
         *,
         logged: bool = False,
+        entered: Collection[Path] = (),
         reading: Callable[[str, int, int], None] = lambda file, number, total: None,
     ) -> None:
         self._reading = reading
         self._files, self._root, self._store, self._logged = files, Path.cwd(), store, logged
+        self._entered = [str(path) for path in entered]
         digests = [(str(path), hashlib.sha256(content).hexdigest()) for path, content in files]
-        self._key = store.key("terms", str(self._root), digests, logged)
+        self._key = store.key("terms", str(self._root), digests, logged, self._entered)
         self.known = store.read(self._key)
         self.left, self.lines = 0, 0
         self.left_out: list[str] = []
@@ -62,7 +65,7 @@ class Search:
 
     def _searched(self) -> Iterator[Row]:
         sources = {str(source.path): source for source in parsed(self._files, self.left_out)}
-        tree = Tree(sources)
+        tree = Tree(sources, [file for file in self._entered if file in sources])
         found = finds(
             tree,
             logged=self._logged,
@@ -108,6 +111,7 @@ class Search:
                 form=variant.form,
                 used=[use for use in variant.used if not use.startswith(f"{find.function.title}, ")],
                 called=variant.called,
+                against=variant.against,
                 comments=[(source.place(line), words) for line, words in said],
                 parts=list(_spans(tree, find)),
                 depends=list(_depends(tree, find)),

@@ -7,7 +7,7 @@ from typing import Any
 from kltest.errors import KltestError
 from kltest.scanning.entries import Entry
 from kltest.scanning.forms import form_of, signature, worth
-from kltest.scanning.lifting import REWARDS, Lifted, Lifting, asked, choices, names
+from kltest.scanning.lifting import REWARDS, Lifted, Lifting, asked, choices, contradicted, names
 from kltest.scanning.parts import Part
 from kltest.scanning.rows import NAME, UNMASKED
 from kltest.scanning.unfolding import Assumed
@@ -32,6 +32,8 @@ class Variant:
         program: a function of rollout fields; the empty string if there is none, and `why` says so.
         used: functions of the tree that put it there.
         called: false if others of the term reach a loss, and this one does not.
+        against: by the function from which it was found, the options that have another default there, in words, and
+            those without a known one.
     """
 
     place: str
@@ -45,11 +47,17 @@ class Variant:
     notes: list[str] = field(default_factory=list)
     used: list[str] = field(default_factory=list)
     called: bool = True
+    against: dict[str, tuple[list[str], list[str]]] = field(default_factory=dict)
     choices: dict[str, str] = field(default_factory=dict)
     sides: frozenset[str] = frozenset()
     assumed: Assumed = ()
     entry: str = ""
     whole: bool = True
+
+    def learn(self, other: "Variant") -> None:
+        """Take over what is known of the defaults of another variant that is this one: its nearest ones of each use."""
+        for use, against in other.against.items():
+            self.against[use] = min(self.against.get(use, against), against, key=lambda one: tuple(map(len, one)))
 
 
 def told(made: Sequence[Variant]) -> list[Variant]:
@@ -82,6 +90,8 @@ def _best(group: list[Variant]) -> Variant:
         own.setdefault(one.entry, []).append(one.choices)
     best.choices = min(map(_common, own.values()), key=len)
     best.used = sorted({use for one in group for use in one.used})
+    for one in group:
+        best.learn(one)
     return best
 
 
@@ -123,6 +133,7 @@ def made(
             assumed=one.assumed,
         )
         variant.used = [use] if place not in ("helper", "logged") else []
+        variant.against = {use: contradicted(one.assumed, entry.graph, settings)}
         variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
         _write(variant, one)
         if entry.failure:

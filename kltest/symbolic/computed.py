@@ -108,6 +108,8 @@ def _computed(node: Node, values: Mapping[Node, Any]) -> Any:
         return OPERATORS[node.operation](*arguments)
     if node.operation in FUNCTIONS:
         return _called(node.operation, arguments, named)
+    if node.operation == "method" and isinstance(arguments[0], str):  # of an option, which is text
+        return getattr(arguments[0], arguments[1])(*arguments[2:], **named)
     raise UnknownError(node)
 
 

@@ -1,11 +1,17 @@
 """`kltest grade FILE:Class.method`: what cannot be called is read; where both can be done, they agree."""
 
+import importlib.util
 import json
+import re
+import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import kltest
 from kltest.cli import app
+from kltest.errors import UsageError
 
 TRAINER = """from utils import masked_mean
 
@@ -100,3 +106,219 @@ def test_what_is_read_and_what_is_called_agree(checkout, name):
         assert (one[2] or {}).keys() == (other[2] or {}).keys()
         assert one[3] == pytest.approx(other[3], abs=1e-9)
     assert (called[2], bool(read[2])) == ("", True)
+
+
+PENALTY = """def penalty(logprobs, ref_logprobs, kind="k1"):
+    delta = logprobs - ref_logprobs
+    if kind == "k1":
+        return delta
+    if kind == "k2":
+        return delta.square() / 2
+    return (-delta).exp() + delta - 1
+"""
+CONFIGURED = """from config import Config
+from penalties import penalty
+
+
+class Trainer:
+    def __init__(self, config: Config):
+        self.config = config
+
+    def compute_loss(self, model, inputs):
+        logprobs = model(inputs["input_ids"]).logits.log_softmax(-1)
+        logprobs = logprobs.gather(-1, inputs["labels"].unsqueeze(-1)).squeeze(-1)
+        kl = penalty(logprobs, inputs["ref_logprobs"], self.config.kl_kind)
+        return self.config.kl_coef * (kl * inputs["mask"]).sum(-1).mean()
+"""
+CONFIG = """from dataclasses import dataclass
+
+
+@dataclass
+class Config:
+    kl_coef: float = 0.1
+    kl_kind: str = {default}
+"""
+ARGUMENTS = """import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--kl-coef", type=float, default=0.1)
+parser.add_argument("--kl-kind", default={default})
+
+
+class Config:
+    pass
+"""
+LOSS = ("--expect", "local_reverse_kl", "--environment", "sequence", "--select", "KL1")
+
+
+@pytest.fixture
+def configured(checkout):
+    """A trainer whose term is one of three by an option, in a checkout of its own."""
+    (checkout / "pyproject.toml").write_text("", encoding="utf-8")
+    (checkout / "penalties.py").write_text(PENALTY, encoding="utf-8")
+    (checkout / "configured.py").write_text(CONFIGURED, encoding="utf-8")
+
+    def with_default(default: str, text: str = CONFIG) -> None:
+        (checkout / "config.py").write_text(text.format(default=default), encoding="utf-8")
+
+    return with_default
+
+
+@pytest.mark.parametrize("text", [CONFIG, ARGUMENTS], ids=["dataclass", "argparse"])
+@pytest.mark.parametrize(("default", "code"), [("'k2'", 0), ("'k3'", 1)])
+def test_the_default_variant_decides(configured, default, text, code):
+    configured(default, text)
+    found, result = graded("configured.py:Trainer.compute_loss", *LOSS)
+    assert found == code, result.output
+    assert result.stdout.count("REFUTED") + result.stdout.count("CONFIRMED") == 1
+    words = " ".join(result.stdout.split())
+    assert "the default" in words
+    assert f"does not count (config.kl_kind is {default} by default)" in words or "does not count (kl_kind" in words
+
+
+def test_what_does_not_decide_is_one_line_each_and_in_the_json(configured):
+    configured("'k2'")
+    _, result = graded("configured.py:Trainer.compute_loss", "--output", "json", *LOSS)
+    report = json.loads(result.stdout)
+    assert [one["verdict"] for one in report["variants"]] == ["refuted", "refuted"]
+    assert all("by default" in one["why"] for one in report["variants"])
+    _, result = graded("configured.py:Trainer.compute_loss", "--quiet", *LOSS)
+    assert len(result.stdout.splitlines()) == 1
+
+
+def test_without_a_default_every_variant_decides_and_that_is_said(configured):
+    configured("None", "class Config:\n    pass  # {default}\n")
+    code, result = graded("configured.py:Trainer.compute_loss", *LOSS)
+    assert code == 1
+    assert "nothing says which variant is the default: each decides" in " ".join(result.stdout.split())
+    assert "3 targets" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("call", "code"), [("", 0), ("penalty(logprobs, ref, 'k3')", 1), ("penalty(logprobs, ref)", 0)]
+)
+def test_a_variant_that_a_call_site_uses_decides(checkout, call, code):
+    (checkout / "pyproject.toml").write_text("", encoding="utf-8")
+    (checkout / "penalties.py").write_text(PENALTY.replace('kind="k1"', 'kind="k2"'), encoding="utf-8")
+    loss = f"def policy_loss(logprobs, ref, mask):\n    loss = ({call or 0} * mask).sum(-1).mean()\n    return loss\n"
+    (checkout / "losses.py").write_text(f"from penalties import penalty\n\n\n{loss}", encoding="utf-8")
+    found, result = graded("penalties.py:penalty", "--read", *LOSS)
+    assert found == code, result.output
+    assert ("used by policy_loss, losses.py:4" in " ".join(result.stdout.split())) == ("k3" in call)
+
+
+@pytest.mark.parametrize(("own", "code"), [("'k2'", 0), ("'k3'", 1)])
+def test_a_call_site_that_leaves_it_open_uses_no_variant(configured, own, code):
+    configured("None", "class Config:\n    pass  # {default}\n")
+    Path("penalties.py").write_text(PENALTY.replace('kind="k1"', f"kind={own}"), encoding="utf-8")
+    found, result = graded("penalties.py:penalty", "--read", *LOSS)
+    assert found == code, result.output
+    assert result.stdout.count("does not count (kind is") == 2
+
+
+def test_what_cannot_be_called_nor_read_says_both(checkout):
+    code, result = graded("trainer.py:Trainer.no_kl")
+    assert code == 2
+    assert "cannot be filled" in result.stderr
+    assert "no KL term was found in it" in result.stderr
+    assert len(result.stderr.splitlines()) <= 5
+
+
+def loaded(file):
+    """Return the module of a file as its users import it."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+OPTIONS = {"expect": "local_reverse_kl", "environment": "sequence", "select": "KL1"}
+
+
+@pytest.mark.parametrize(("default", "verdict"), [("'k2'", "confirmed"), ("'k3'", "refuted")])
+def test_python_reads_a_method_that_it_cannot_call(configured, default, verdict, monkeypatch):
+    configured(default)
+    monkeypatch.syspath_prepend(".")
+    for name in ("config", "penalties"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    report = kltest.grade(loaded(Path("configured.py")).Trainer.compute_loss, **OPTIONS)
+    assert report.verdict == verdict
+    assert report.target.startswith("Trainer.compute_loss")
+    assert "not called (call=True says why)" in report.read
+    assert len(report.variants) == 2
+
+
+def test_python_takes_read_and_call_as_the_command_line_does(checkout):
+    both = loaded(Path("both.py"))
+    assert kltest.grade(both.k2, **OPTIONS).read == ""
+    read = kltest.grade(both.k2, read=True, **OPTIONS)
+    assert (read.verdict, bool(read.read)) == ("confirmed", True)
+    trainer = "trainer.py:Trainer.compute_loss"
+    assert kltest.grade(trainer, expect="local_forward_kl", environment="sequence", select="KL1").verdict == "confirmed"
+    with pytest.raises(UsageError, match="cannot be filled"):
+        kltest.grade(trainer, call=True)
+    for option in ("call", "read"):
+        with pytest.raises(UsageError, match=option):
+            kltest.grade(trainer, **{option: "yes"})
+    with pytest.raises(UsageError, match="exclude"):
+        kltest.grade(trainer, call=True, read=True)
+    with pytest.raises(UsageError, match="only a function of a file can be read"):
+        kltest.grade(lambda logp: logp, read=True)
+
+
+def test_python_says_why_neither_was_possible(checkout):
+    with pytest.raises(UsageError) as error:
+        kltest.grade("trainer.py:Trainer.no_kl")
+    assert re.search(r"cannot be filled[\s\S]*no KL term was found in it", str(error.value))
+    assert len(str(error.value).splitlines()) <= 5
+
+
+@pytest.mark.parametrize("target", ["trainer.py:Trainer.compute_los", "k3-los"])
+def test_of_what_is_not_there_nothing_is_said_of_reading(checkout, target):
+    _, result = graded(target)
+    assert "did you mean" in result.stderr
+    assert "cannot be read" not in result.stderr
+
+
+REWARDS = """def stale_rewards(token_level_scores, old_logprobs, ref_logprobs, kl_coef):
+    return token_level_scores - kl_coef * (old_logprobs - ref_logprobs)
+
+
+def fresh_rewards(token_level_scores, logprobs, ref_logprobs, kl_coef):
+    return token_level_scores - kl_coef * (logprobs - ref_logprobs)
+"""
+
+
+@pytest.mark.parametrize(("name", "codes"), [("stale_rewards", ["KL305"]), ("fresh_rewards", [])])
+@pytest.mark.parametrize("way", ["--call", "--read"])
+def test_a_reward_from_the_rollouts_own_log_probs_is_one_however_it_is_looked_at(checkout, name, codes, way):
+    Path("rewards.py").write_text(REWARDS, encoding="utf-8")
+    _, result = graded(f"rewards.py:{name}", way, "--output", "json", "--environment", "sequence", "--select", "KL3")
+    checks = json.loads(result.stdout)["checks"]
+    assert [check["code"] for check in checks if check["status"] == "fail"] == codes
+
+
+FORMS = """def of_a_thousand(logprobs, ref_logprobs, mask):
+    assert logprobs.shape[1] == 1000
+    return ((logprobs - ref_logprobs) ** 2 / 2 * mask).sum(-1).mean()
+
+
+def three(logprobs, ref_logprobs, mask):
+    kl = (logprobs - ref_logprobs) ** 2 / 2 * mask
+    return kl, 2 * kl, kl + 1
+
+
+def crashes(logprobs, ref_logprobs, mask):
+    raise RuntimeError("a bug")
+    return ((logprobs - ref_logprobs) ** 2 / 2 * mask).sum(-1).mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "read"), [("of_a_thousand", 0, True), ("three", 0, True), ("crashes", 3, False)]
+)
+def test_what_takes_other_sizes_or_returns_no_loss_is_read_and_what_crashes_is_not(checkout, name, code, read):
+    Path("forms.py").write_text(FORMS, encoding="utf-8")
+    found, result = graded(f"forms.py:{name}", *LOSS)
+    assert found == code, result.output
+    assert ("not called" in result.stdout) == read

@@ -27,6 +27,7 @@ LAYERS = (
     ("render", "adapters"),
     ("grading",),
     ("training", "reproduce", "scoreboard", "scanning", "auditing", "finetune", "parametrize"),
+    ("integration",),
     ("pytest_plugin", "cli"),
     ("", "__main__"),
 )

@@ -21,10 +21,11 @@ from kltest.parametrize import GradedCheck
 
 def test_grades_signature_is_the_table():
     parameters = dict(list(inspect.signature(kltest.grade).parameters.items())[1:])
-    assert list(parameters) == [*OPTIONS, *RENAMED]
+    assert list(parameters) == [*OPTIONS, "call", "read", *RENAMED]
     assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in parameters.values())
     assert {name: parameters[name].default for name in OPTIONS} == {o.name: o.default for o in OPTIONS.values()}
-    assert Options.of(**{name: parameter.default for name, parameter in parameters.items()}) == Options()
+    given = {name: parameters[name].default for name in (*OPTIONS, *RENAMED)}
+    assert Options.of(**given) == Options()
 
 
 def test_grades_documentation_explains_every_option():
