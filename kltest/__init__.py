@@ -45,9 +45,15 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("grade", "parametrize_with_checks"):
-        import_module(f"{__name__}.scanning.reading")  # reads what they cannot call
+        import_module(f"{__name__}.grading.grader").READERS[:] = [_from_source]
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _from_source(*given: Any) -> "Report | None":
+    """Grade the source of a function that cannot be called; what reads it is imported then."""
+    report: Report | None = import_module(f"{__name__}.scanning.reading").graded(*given)
+    return report

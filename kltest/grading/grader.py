@@ -54,7 +54,7 @@ SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "s
 Reader = Callable[[str, str, Mapping[str, Any], str], Report | None]
 READERS: list[Reader] = []
 """What grades a function from its source: by its target, its name, checked options, and why it is not called (empty
-where reading was asked for). None if there is no such function. `kltest.scanning.reading`, a layer above, sets it."""
+where reading was asked for). None if there is no such function. `kltest`, a layer above, sets it."""
 
 
 @documented

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kltest.errors import UsageError
-from kltest.grading.grader import READERS, grade
+from kltest.grading.grader import grade
 from kltest.grading.jobs import Job
 from kltest.loss.importing import source_of
 from kltest.loss.target import named
@@ -105,9 +105,6 @@ def is_defined(target: str) -> bool:
     path = loss.path or (source_of(loss.module) if loss.module else None)
     tree = _tree(path) if path else None
     return tree is not None and loss.names in {place.title for place in places_in(tree)}
-
-
-READERS[:] = [graded]
 
 
 def _jobs(job: Job, told: Sequence[tuple[Row, str, str]], folder: Path, why: str) -> Iterator[Job]:
