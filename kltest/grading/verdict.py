@@ -214,6 +214,18 @@ def _examined(check: Check, findings: Findings) -> Found | None:
             CHECKS["KL507"].examine(findings)
         if findings.observed.unrepeatable:
             return Found("the loss gives different results for the same batch (KL507)", "inconclusive")
+    draws = findings.loss.calls.draws()
+    found, observed = _made(check, findings), findings.observed
+    observed.draws_far |= bool(draws.changed())
+    if found and found.status == "fail" and observed.draws_far and not (observed.draws or observed.nondeterministic):
+        if CHECKS["KL507"].examine(findings) is None:
+            why = f"it draws random numbers there, and none where its gradient was measured: {found.message}"
+            return Found(why, "inconclusive", level=found.level)
+    return found
+
+
+def _made(check: Check, findings: Findings) -> Found | None:
+    """Return what a check finds; what cannot be made is inconclusive, since what was not looked at is not passed."""
     try:
         if findings.noisy and check.code in ON_AVERAGE:
             return check.examine(findings.on_average())
@@ -221,7 +233,7 @@ def _examined(check: Check, findings: Findings) -> Found | None:
             why = "it draws random numbers (KL507), and others in batches of another shape or precision"
             return Found(why, "inconclusive", level="warning")
         return check.examine(findings)
-    except KltestError as error:  # what was not looked at is not passed
+    except KltestError as error:
         return Found(f"the experiment could not be made: {error}", "inconclusive")
 
 

@@ -102,6 +102,7 @@ class Record:
         form: the form in which it last took its fields.
         per_token: True if it wants rewards as (B, T), False if as (B,), None if that is not known.
         traced: the types in which the first call computed, those of steps without a gradient among them.
+        returns: True if a call returned a tensor with a gradient.
         reads_beta: True if β was read in a call.
         writes: the change, in words, of each field that it wrote into.
         made_trainable: the constants whose gradient it switched on.
@@ -111,6 +112,7 @@ class Record:
     form: InputForm | None = None
     per_token: bool | None = None
     traced: list[torch.dtype] | None = None
+    returns: bool = False
     reads_beta: bool = False
     writes: dict[str, str] = field(default_factory=dict)
     made_trainable: set[str] = field(default_factory=set)
@@ -336,14 +338,25 @@ class Loss:
             if unambiguous(rollout):
                 self.record.per_token = form.per_token
             self._check_inputs(rollout, view, clean)
-            if beta == 0 and isinstance(answer, int | float) and not isinstance(answer, bool):
-                # A loss without its KL term may be the number 0.
-                answer = torch.tensor(float(answer), dtype=torch.float64)
+            answer = self._as_tensor(answer, beta)
             result = self.reader.read(self.name, answer, rollout, view, self._call)
+            self.record.returns |= result.loss.requires_grad
             if result.note and result.note not in self.notes:
                 self.record.notes.append(result.note)
             return (replace(result, loss=-result.loss) if self.shaped else result), view
         raise self._failure(errors[0], beta) from errors[0]
+
+    def _as_tensor(self, answer: Any, beta: float) -> Any:
+        """Return what a call returned, a number as a tensor, and None as zero.
+
+        That is a loss without its KL term, or one that has returned tensors and leaves a step out.
+        """
+        if type(answer) is tuple and answer:
+            return (self._as_tensor(answer[0], beta), *answer[1:])
+        number = isinstance(answer, int | float) and not isinstance(answer, bool)
+        if (number and beta == 0) or (self.record.returns and (number or answer is None)):
+            return torch.tensor(float(answer or 0.0), dtype=torch.float64)
+        return answer
 
     def _call(self, view: RolloutView) -> Any:
         positional, named = self.arguments.of(view)

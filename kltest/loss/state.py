@@ -137,7 +137,7 @@ def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
     seen: dict[int, Any] = {}
     bare = without_partials(function)
     itself = getattr(bare, "__self__", None if isinstance(bare, FunctionType) else bare)
-    for name, value in {**objects, "self": itself}.items():
+    for name, value in {"self": itself, **objects}.items():
         yield from _inside(name, value, seen)
     for one in reached(function, _in_same_module):
         yield from _inside(f"attributes of {one.__name__}", vars(one), seen)

@@ -67,7 +67,9 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, 
 def _noise(loss: Loss, copies: int, batch: Rollout, adds_up: bool, seeds: Sequence[int]) -> float:
     """Standard error of a mean gradient, relative to it, from several that were drawn apart."""
     drawn = [_gradients(_average(loss, copies, seed, adds_up), batch.replace()) for seed in seeds]
-    vectors = torch.stack([torch.cat([one[name].flatten() for name in sorted(one)]) for one in drawn])
+    names = sorted(set().union(*drawn))  # which leaves it reads may be a matter of chance
+    parts = ([one.get(name, torch.zeros_like(batch.peek(name))).flatten() for name in names] for one in drawn)
+    vectors = torch.stack([torch.cat(part) for part in parts])
     size = float(vectors.mean(dim=0).norm())
     return math.sqrt(float(vectors.var(dim=0).sum())) / size if size else math.inf
 
@@ -89,10 +91,11 @@ def _average(loss: Loss, copies: int, seed: int, adds_up: bool) -> Loss:
         with loss.calls.holding(), preserved(seed):
             found = [_mean_of_copies(own, rollout, each, adds_up) for _ in range(calls)]
         objective = torch.stack([outcome.objective.detach() for outcome, _ in found]).mean()
-        for name in found[0][1]:
+        for name in sorted({name for _, gradients in found for name in gradients}):
             leaf = rollout.peek(name)
             # Its value is zero, its gradient the mean one.
-            towards = torch.stack([gradients[name] for _, gradients in found]).mean(dim=0)
+            zeros = torch.zeros_like(leaf)
+            towards = torch.stack([gradients.get(name, zeros) for _, gradients in found]).mean(dim=0)
             objective = objective + ((leaf - leaf.detach()) * towards).sum()
         reports = {}
         for name in ("value", "metric"):

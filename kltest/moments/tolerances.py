@@ -95,7 +95,7 @@ _COLUMNS: dict[str, tuple[Any, ...]] = {
     "search": (0.0, 0.0, 0.0, 1e-4, 1e-6),
     "head": (1e-1, 1e-3, 1e-3, 1e-6, 1e-10),
     "narrow": (None, 0.04, 0.25, None, None),
-    "log_ratio": (0.0, 0.01, 0.05, 0.0, 0.0),
+    "log_ratio": (0.05, 0.01, 0.05, 0.0, 0.0),
     "far": (1e-1, None, None, 1e-2, 1e-2),
     "far_sampler": (1e-1, None, None, 1e-3, 1e-3),
 }
