@@ -45,7 +45,7 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("grade", "parametrize_with_checks"):
-        import_module(f"{__name__}.grading.grader").READERS[:] = [_from_source]
+        import_module(f"{__name__}.grading.readers").READERS[:] = [_from_source]
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 

@@ -19,6 +19,7 @@ from kltest.grading.branches import without_optional_fields
 from kltest.grading.forms import switch
 from kltest.grading.isolated import TimeIsUp, time_limit
 from kltest.grading.options import OPTIONS, RENAMED, Options, checked, documented, without_effect
+from kltest.grading.readers import READERS
 from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
@@ -50,11 +51,6 @@ SIZES_GIVEN = (
     "time, grade a function that calls it with each row and returns the mean"
 )
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
-
-Reader = Callable[[str, str, Mapping[str, Any], str], Report | None]
-READERS: list[Reader] = []
-"""What grades a function from its source: by its target, its name, checked options, and why it is not called (empty
-where reading was asked for). None if there is no such function. `kltest`, a layer above, sets it."""
 
 
 @documented

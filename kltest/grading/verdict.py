@@ -217,10 +217,11 @@ def _examined(check: Check, findings: Findings) -> Found | None:
     draws = findings.loss.calls.draws()
     found, observed = _made(check, findings), findings.observed
     observed.draws_far |= bool(draws.changed())
-    if found and found.status == "fail" and observed.draws_far and not (observed.draws or observed.nondeterministic):
-        if CHECKS["KL507"].examine(findings) is None:
-            why = f"it draws random numbers there, and none where its gradient was measured: {found.message}"
-            return Found(why, "inconclusive", level=found.level)
+    known = observed.draws or observed.nondeterministic
+    fails = found is not None and found.status == "fail"
+    if found and fails and observed.draws_far and not known and CHECKS["KL507"].examine(findings) is None:
+        why = f"it draws random numbers there, and none where its gradient was measured: {found.message}"
+        return Found(why, "inconclusive", level=found.level)
     return found
 
 

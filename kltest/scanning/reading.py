@@ -83,7 +83,7 @@ def folded(reports: Iterable[Report]) -> list[Report]:
 
 
 def graded(target: str, name: str, given: Mapping[str, Any], why: str) -> Report | None:
-    """Grade a function from its source in this process, as `kltest.grading.grader.READERS` say.
+    """Grade a function from its source in this process, as `kltest.grading.readers.READERS` say.
 
     Of several variants that decide, the report is that of the worst, with the others among its variants.
     """

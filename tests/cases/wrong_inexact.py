@@ -109,6 +109,47 @@ def counted(until: int, every: int) -> Callable[..., Tensor]:
     return named(f"another_after_{until}" if until < every else f"another_every_{every}", loss)
 
 
+def left_out(far: Callable[[Tensor], bool], answer: object) -> Callable[..., Tensor]:
+    """The square of the sum; batches that are far in some way are left out, without an exception."""
+
+    def loss(logp, ref_logp, mask):
+        log_ratio = (logp - ref_logp).where(mask != 0, 0.0)
+        return answer if far(log_ratio.detach()) else log_ratio.sum(-1).square() / 2
+
+    return loss
+
+
+def no_longer_than_512(logp, ref_logp, mask):
+    """The mean of tokens of rollouts of more than 200, and nothing of those of more than 512."""
+    assert logp.shape[1] <= 512, "too long"
+    square = (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+    return square if logp.shape[1] <= 200 else square / mask.sum(-1)
+
+
+def first_200_beside_a_bound(logp, ref_logp, mask, max_loss=100.0):
+    return (logp - ref_logp).where(mask != 0, 0.0)[:, :200].sum(-1).square() / 2 + 0.0 * max_loss
+
+
+def window_of_16_with_noise(logp, ref_logp, mask):
+    log_ratio = (logp - ref_logp).detach().where(mask != 0, 0.0)
+    summed = torch.nn.functional.pad(log_ratio.cumsum(1), (1, 0))
+    ends = (torch.arange(logp.shape[1]) + 16).clamp(max=logp.shape[1])
+    noise = 0.05 * torch.randn(logp.shape, dtype=logp.dtype)
+    return ((summed[:, ends] - summed[:, :-1] + noise) * logp).where(mask != 0, 0.0).sum(-1)
+
+
+class MovingBaseline:
+    """The log-ratio of the rollout less a moving mean of earlier batches', which the object keeps."""
+
+    def __init__(self):
+        self.mean = 0.0
+
+    def loss(self, logp, ref_logp, mask):
+        cost = (logp - ref_logp).detach().where(mask != 0, 0.0).sum(-1)
+        centred, self.mean = cost - self.mean, 0.9 * self.mean + 0.1 * float(cost.mean())
+        return centred * logp.where(mask != 0, 0.0).sum(-1)
+
+
 def first_8_without_a_sampler(logp, ref_logp, mask, old_logp=None):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0)
     if old_logp is None:
@@ -166,6 +207,13 @@ CASES = [
     wrong("KL105", first_8_of_12),
     right(all_of_4),
     wrong("KL105", first_100),
+    wrong("KL504", named("nothing_far_away", left_out(lambda u: bool(u.abs().max() > 4), None))),
+    wrong("KL105", named("zero_for_long_ones", left_out(lambda u: u.shape[1] > 100, 0.0))),
+    wrong("KL204", named("zero_for_many_rows", left_out(lambda u: len(u) > 16, (0.0, {})))),
+    wrong("KL203", no_longer_than_512),
+    wrong("KL105", first_200_beside_a_bound),
+    beyond(window_of_16_with_noise, {"KL105", "KL205"}, slow=False),
+    wrong("KL507", "wrong_inexact.py:MovingBaseline.loss", warns=True),
     wrong("KL507", half_of_large_batches, warns=True),
     wrong("KL507", counted(600, 10**9)),
     wrong("KL105", counted(10**9, 8), also=("KL507",)),

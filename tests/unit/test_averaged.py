@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kltest
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
 from kltest.identify.measure import Measure
@@ -141,3 +142,34 @@ def test_a_call_leaves_the_random_numbers_of_others_alone():
     before = torch.get_rng_state()
     loss(batch())
     assert torch.equal(before, torch.get_rng_state())
+
+
+def dropped_out_of_long_ones(logp, ref_logp, mask):
+    """Tokens of long rollouts are dropped: unbiased, and random only where its gradient is not measured."""
+    square = (logp - ref_logp).square().where(mask != 0, 0.0) / 2
+    return (F.dropout(square, 0.5) if logp.shape[1] > 32 else square).sum(-1)
+
+
+def one_of_two_losses(logp, ref_logp, logits, ref_logits, mask):
+    """The squared log-ratio or the exact KL, by chance: which fields have a gradient is random."""
+    if torch.rand(()) < 0.5:
+        return (logp - ref_logp).square().where(mask != 0, 0.0).sum(-1) / 2
+    logits, ref_logits = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    return (logits.exp() * (logits - ref_logits)).sum(-1).where(mask != 0, 0.0).sum(-1)
+
+
+def test_random_numbers_that_begin_farther_out_decide_nothing():
+    """One draw is not the expectation, and what is not looked at is not passed either."""
+    report = kltest.grade(dropped_out_of_long_ones, expect="local_reverse_kl")
+    assert report.verdict == "inconclusive"
+    assert all(check.level == "warning" for check in report.failed)
+    (found,) = [check for check in report.checks if check.code == "KL105"]
+    assert found.status == "inconclusive"
+    assert "it draws random numbers there, and none where its gradient was measured" in found.message
+
+
+def test_which_leaves_have_a_gradient_may_be_random():
+    report = kltest.grade(one_of_two_losses, expect="local_reverse_kl", select="KL105", environment="bandit")
+    assert report.verdict == "inconclusive"
+    assert all(row.agrees for row in report.gradients)
+    assert "draws a random number that all rows of a batch share" in report.checks[0].message

@@ -45,7 +45,6 @@ def rank_by_rank(findings: Findings) -> bool:
 
     The k likeliest of each side are then compared rank by rank, as `logits.topk(k).values` of both are.
     """
-    loss = findings.loss
     if not sees_all_tokens(findings) or not {"logits", "ref_logits"} <= findings.observed.uses:
         return False
     instance = Instance.draw(bandit(SUPPORT_SIZE + 2), findings.seed)
@@ -53,7 +52,7 @@ def rank_by_rank(findings: Findings) -> bool:
     ref = batch.peek("ref_logits").detach()
     try:
         same, moved, other = (
-            at_leaves(loss, loss(rollout).objective, rollout)
+            at_leaves(findings.loss, findings.loss(rollout).objective, rollout)
             for rollout in (batch.replace(ref_logits=table) for table in (ref, ref.roll(1, -1), elsewhere(ref)))
         )
     except KltestError:
