@@ -178,7 +178,7 @@ def own_beta(loss: Loss, batches: list[Rollout]) -> Loss:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return loss
     batch, _ = _first_taken(loss, batches, float(value))
-    if batch is None or _is_coefficient(loss, batch):
+    if batch is None or _is_coefficient(loss, batch, float(value)):
         return loss
     return loss.changed(
         OWN.format(name=name, value=value),
@@ -188,16 +188,26 @@ def own_beta(loss: Loss, batches: list[Rollout]) -> Loss:
     )
 
 
-def _is_coefficient(loss: Loss, batch: Rollout) -> bool:
-    """True if the gradient is affine in β and, where β matters, does not move with the reference at β = 0."""
+def _is_coefficient(loss: Loss, batch: Rollout, value: float) -> bool:
+    """True if the gradient is affine in β and, where β matters, does not move with the reference at β = 0.
+
+    Or if what β adds is another multiple of one KL term, and no longer proportional at its own value, as with
+    min(β, 0.02): then it is no weight of a mixture, and the term has not the coefficient that is asked for.
+    """
     try:
-        at = [_gradient(loss, batch, beta) for beta in COEFFICIENTS]
-        line = [at[0] + beta * (at[2] - at[0]) for beta in COEFFICIENTS]
+        at = [_gradient(loss, batch, beta) for beta in (*COEFFICIENTS, value / 100, value)]
         limit = _limit(loss, batch)
-        if not _close(torch.stack(at), torch.stack(line), limit):
-            return False
-        near = _gradient(loss, batch.near_reference(), 0.0)
-        return _close(at[0], near, limit) or _close(at[0], at[2], limit)
+        near, one_more = (_gradient(loss, batch.near_reference(), beta) for beta in (0.0, 1.0))
+        line = [at[0] + beta * (at[2] - at[0]) for beta in COEFFICIENTS]
+        if _close(torch.stack(at[: len(line)]), torch.stack(line), limit):
+            return _close(at[0], near, limit) or _close(at[0], at[2], limit)
+        added = torch.stack(at) - at[0]
+        shares = (added * added[2]).flatten(1).sum(1) / added[2].square().sum()
+        multiples = torch.stack([share * added[2] for share in shares])
+        of_one_term = bool((shares >= 0).all()) and _close(added, multiples, limit)
+        # A KL term has no gradient in any rollout where the policy is the reference.
+        of_one_term &= _close(at[0], near, limit) and _close(one_more, near, limit)
+        return of_one_term and abs(100 * float(shares[-2] / shares[-1]) - 1) > SLOPE
     except KltestError:  # it is not even defined at all of them
         return False
 

@@ -54,6 +54,17 @@ def scaled_by_a_constant(logp, ref_logp, mask):
     return 0.1 * total.detach() * torch.where(mask.bool(), logp, 0.0).sum(-1)
 
 
+def capped_coefficient(most):
+    """The coefficient of the KL term is at most this."""
+
+    def loss(logp, ref_logp, mask, beta=0.1):
+        total = torch.where(mask.bool(), logp - ref_logp, 0.0).sum(-1)
+        return min(beta, most) * total.square() / 2
+
+    loss.__name__ = loss.__qualname__ = f"coefficient_of_at_most_{most:g}"
+    return loss
+
+
 REWARD = {"placement": "reward"}
 
 CASES = [
@@ -67,5 +78,7 @@ CASES = [
     wrong("KL104", k3_in_the_reward, also=("KL503",), options=REWARD),
     wrong("KL105", square_root),
     wrong("KL106", doubled, warns=True),
+    wrong("KL510", capped_coefficient(0.02)),
+    wrong("KL106", capped_coefficient(1.0), warns=True),
     wrong("KL106", scaled_by_a_constant, warns=True),
 ]
