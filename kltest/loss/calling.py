@@ -15,7 +15,7 @@ from kltest.loss.building import ObjectOf
 from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.filling import Arguments, fill, fixed_beta
 from kltest.loss.frames import describe, failure
-from kltest.loss.global_state import eagerly, preserved, settings_preserved, unusual_input
+from kltest.loss.global_state import eagerly, preserved, repeatable_generators, settings_preserved, unusual_input
 from kltest.loss.jax.bridge import CALLED as CALLED_WITH_JAX
 from kltest.loss.jax.bridge import JaxLoss, jax_loss
 from kltest.loss.outcome import Call, Calls, Outcome
@@ -361,7 +361,7 @@ class Loss:
     def _call(self, view: RolloutView) -> Any:
         positional, named = self.arguments.of(view)
         unusual = unusual_input() if self.exploring else nullcontext()
-        with settings_preserved(), torch.enable_grad(), eagerly(), unusual, self.calls:
+        with settings_preserved(), repeatable_generators(), torch.enable_grad(), eagerly(), unusual, self.calls:
             return self.function(*positional, **named)
 
     def _check_inputs(self, rollout: Rollout, view: RolloutView, clean: set[str]) -> None:

@@ -56,6 +56,21 @@ def settings_preserved() -> Iterator[None]:
             torch.set_default_device(None)
 
 
+@contextmanager
+def repeatable_generators() -> Iterator[None]:
+    """Seed `np.random.default_rng()` from NumPy's global generator, which is held and restored, not from the system."""
+    make = np.random.default_rng
+
+    def seeded(seed: Any = None) -> np.random.Generator:
+        return make(np.random.randint(2**31) if seed is None else seed)  # noqa: NPY002
+
+    np.random.default_rng = seeded  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        np.random.default_rng = make
+
+
 def _on_cpu() -> bool:
     try:
         # Of whole numbers, so that nobody who watches for float32 takes it for the loss's own.

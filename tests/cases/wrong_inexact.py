@@ -6,6 +6,7 @@ it draws random numbers, else without one.
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from cases.table import Case, right, wrong
@@ -138,6 +139,12 @@ def window_of_16_with_noise(logp, ref_logp, mask):
     return ((summed[:, ends] - summed[:, :-1] + noise) * logp).where(mask != 0, 0.0).sum(-1)
 
 
+def dropped_by_a_fresh_generator(logp, ref_logp, mask):
+    """Half of the rollouts, by a generator that is made, without a seed, in each call."""
+    keep = torch.from_numpy(np.random.default_rng().random(len(logp)) < 0.5)
+    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square().where(keep, 0.0)
+
+
 class MovingBaseline:
     """The log-ratio of the rollout less a moving mean of earlier batches', which the object keeps."""
 
@@ -213,6 +220,7 @@ CASES = [
     wrong("KL203", no_longer_than_512),
     wrong("KL105", first_200_beside_a_bound),
     beyond(window_of_16_with_noise, {"KL105", "KL205"}, slow=False),
+    wrong("KL507", dropped_by_a_fresh_generator, warns=True),
     wrong("KL507", "wrong_inexact.py:MovingBaseline.loss", warns=True),
     wrong("KL507", half_of_large_batches, warns=True),
     wrong("KL507", counted(600, 10**9)),
