@@ -76,7 +76,7 @@ def imported(function: Callable[..., Any], target: str, folder: Path, taken: fro
     """Return an import of the loss by the name that its users have for it, for a file in a folder.
 
     A loss in a file is imported with `load(ROOT, MODULE)`: the path of the folder above its package, as seen from the
-    folder, and the dotted name there. One whose file cannot be imported is lifted: `Lifted(PATH)[NAME]`.
+    folder, and the dotted name there. One whose file cannot be imported is lifted: `Lifted(PATH)`.
 
     Raises:
         NoSourceError: It belongs to kltest, or importing its module failed and its file is not known.
@@ -88,9 +88,9 @@ def imported(function: Callable[..., Any], target: str, folder: Path, taken: fro
         if (file := named.path or source_of_module(named.module)) is None:
             raise NoSourceError("importing its module fails here, and its file was not found")
         head, dot, rest = named.names.partition(".")
-        alias = f"graded_{head}" if head in taken else head
         path = Path(os.path.relpath(file, folder.resolve())).as_posix()
-        return Definition((f"{alias} = Lifted({json.dumps(path)})[{json.dumps(head)}]",), f"{alias}{dot}{rest}")
+        alias = re.sub(r"\W+", "_", f"lifted_{file.stem}")
+        return Definition((f"{alias} = Lifted({json.dumps(path)})",), f'{alias}["{head}"]{dot}{rest}')
     if named.path is None:
         module = alias = named.module
         line = "import {module} as {alias}"
