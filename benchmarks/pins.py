@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,9 +22,9 @@ FIELDS = ("repository", "name", "arguments", "commit", "date", "page", "label", 
 TEST = "test_pins.py"
 # Settings in one file: long paths of lifted functions leave room for two.
 TOGETHER = 2
+Standing = dict[tuple[str, str, tuple[str, ...]], str]
 SENTENCE = re.compile(r"\((?P<place>[^()]*)\) followed (?P<before>.*?); now it follows (?P<now>.*?)\. It is off")
 CALL = re.compile(r"it can no longer be called as it was: |it returned a ")
-Standing = dict[tuple[str, str, tuple[str, ...]], str]
 MEANING = re.compile(r" \([^()]*\)")
 
 
@@ -33,18 +33,8 @@ def main(folders: Sequence[str]) -> None:
     for label in csv.DictReader(LABELS.open(encoding="utf-8")):
         clone = next(path for one in folders if (path := Path(one, label["repository"].replace("/", "+"))).is_dir())
         clone = next(path for path in (clone / ".git", clone / "repo", clone) if path.is_dir())
-        values = label["arguments"].split()
-        told = [
-            answered(
-                clone,
-                label["commit"],
-                label["file"],
-                label["name"],
-                tuple(values[start : start + TOGETHER]),
-                standing if label["page"] == "months" else Standing(),
-            )
-            for start in range(0, max(len(values), 1), TOGETHER)
-        ]
+        stands = standing if label["page"] == "months" else Standing()
+        told = list(answers(clone, label, label["arguments"].split(), stands))
         answer = " ".join(dict.fromkeys(answer for answer, _ in told if answer != "same")) or "same"
         says = "; ".join(dict.fromkeys(says for _, says in told if says))
         rows.append({name: {**label, "answer": answer, "says": says}[name] for name in FIELDS})
@@ -56,10 +46,24 @@ def main(folders: Sequence[str]) -> None:
         writer.writerows(rows)
 
 
+def answers(
+    clone: Path, label: Mapping[str, str], values: Sequence[str], standing: Standing
+) -> Iterator[tuple[str, str]]:
+    """Yield the answer of the pins of one function to one commit, and what they say, for each file that they need."""
+    where = clone, label["commit"], label["file"], label["name"]
+    for start in range(0, max(len(values), 1), TOGETHER):
+        some = tuple(values[start : start + TOGETHER])
+        found = answered(*where, some, standing)
+        if "write several files" in found[1]:
+            yield from (answered(*where, (one,), standing) for one in some)
+        else:
+            yield found
+
+
 def answered(
     clone: Path, commit: str, file: str, name: str, values: tuple[str, ...], standing: Standing
 ) -> tuple[str, str]:
-    """Return the answer of the pins of one function to one commit, and what they say."""
+    """Return the answer of one file of pins to one commit, and what it says."""
     text = standing.pop((file, name, values), "")
     with TemporaryDirectory() as folder:
         before, after = Path(folder, "before"), Path(folder, "after")

@@ -379,7 +379,40 @@ def test_a_loss_that_overflows_far_from_the_reference_is_pinned_without_that(fol
     loss = "def loss(logp, ref_logp):\n    return (40 * (ref_logp - logp)).exp() + (logp - ref_logp) ** 2\n"
     (folder / "losses.py").write_text(loss, encoding="utf-8")
     pin("losses.py:loss", "--output", "test_kl.py")
-    assert '"far": [[' not in Path("test_kl.py").read_text(encoding="utf-8").partition("ENVIRONMENTS")[0]
+    assert '"far"' not in Path("test_kl.py").read_text(encoding="utf-8")
+
+
+BLOCKED = """
+import torch
+
+
+@torch.no_grad()
+def cost(logp, ref_logp, kind="k1"):
+    u = logp - ref_logp
+    return {"k1": u, "k2": u**2 / 2}[kind]
+"""
+
+
+def test_a_value_without_a_gradient_is_pinned_as_a_cost_in_the_reward(folder):
+    """Another value is red, and so is a gradient that the value gets."""
+    (folder / "losses.py").write_text(BLOCKED, encoding="utf-8")
+    assert "losses.py:cost follows reverse_kl\n" in pin("losses.py:cost", "--output", "test_kl.py")
+    text = Path("test_kl.py").read_text(encoding="utf-8")
+    assert run(folder, text, BLOCKED) == ""
+    assert "followed 1 × reverse_kl" in run(folder, text, BLOCKED.replace('kind="k1"', 'kind="k2"'))
+    pin("losses.py:cost", "--arg", "kind=k2", "--output", "test_k2.py")
+    text = Path("test_k2.py").read_text(encoding="utf-8")
+    assert "followed" in run(folder, text, BLOCKED.replace("@torch.no_grad()\n", ""))
+    pin("losses.py:cost", "--placement", "loss", "--output", "test_loss.py")
+    assert '"sequence": {"zero": 1.0}' in Path("test_loss.py").read_text(encoding="utf-8")
+
+
+def test_a_mixture_of_names_is_one_in_all_environments(folder):
+    """In a small environment alone two names nearly add up to a small gradient that is none of them."""
+    loss = "import torch\ndef loss(logits, ref_logits, mask):\n    p, q = logits.softmax(-1), ref_logits.softmax(-1)\n"
+    loss += "    kl = lambda a: (a * (a / ((p + q) / 2)).log()).sum(-1)\n    return (kl(p) + kl(q)) / 2 * mask\n"
+    (folder / "losses.py").write_text(loss, encoding="utf-8")
+    assert "follows a gradient without a name\n" in pin("losses.py:loss", "--output", "test_kl.py")
 
 
 LIFTED = """
