@@ -279,8 +279,7 @@ def _pins(page: str) -> list[dict[str, str]]:
             "settings": ", ".join(f"`{value.partition('=')[2]}`" for value in row["arguments"].split()) or "–",
             "what changed": label["change"],
             "label": row["label"],
-            "pins": words.get(row["answer"])
-            or f"red{', far' * (row['answer'] == 'far')}: {moved(row['says'])}",
+            "pins": words.get(row["answer"]) or f"red{', far' * (row['answer'] == 'far')}: {moved(row['says'])}",
         }
         for label, row in zip(labels, answers, strict=True)
         if row["page"] == page

@@ -437,7 +437,7 @@ def half_square(x):
 class Trainer(Base):
     unused: int = textwrap.dedent("0")
 
-    def method(self, limit=textwrap.dedent("1")):
+    def method(self):
         pass
 
     @staticmethod
