@@ -249,6 +249,43 @@ def trainers() -> list[dict[str, str]]:
     ]
 
 
+def pins_commits() -> list[dict[str, str]]:
+    """What pins of functions of public libraries said of commits that were labelled before."""
+    return _pins("commits")
+
+
+def pins_months() -> list[dict[str, str]]:
+    """The same of each commit to two files in twelve months."""
+    return _pins("months")
+
+
+def _pins(page: str) -> list[dict[str, str]]:
+    import csv
+
+    labels, answers = (
+        csv.DictReader((ROOT / "benchmarks" / f"pins{name}.csv").open(encoding="utf-8")) for name in ("_labels", "")
+    )
+    words = {"same": "green", "call": "red: it cannot be called as it was", "new": "not pinned: it raised before"}
+
+    def moved(says: str) -> str:
+        parts = (part.partition(": ")[2].replace("1 × ", "") for part in says.split("; "))
+        return "; ".join(dict.fromkeys(parts))
+
+    return [
+        {
+            "library": row["repository"].partition("/")[2],
+            "date": row["date"],
+            "commit": f"`{row['commit']}`",
+            "settings": ", ".join(f"`{value.partition('=')[2]}`" for value in row["arguments"].split()) or "–",
+            "what changed": label["change"],
+            "label": row["label"],
+            "pins": words.get(row["answer"]) or f"red{', far' * (row['answer'] == 'far')}: {moved(row['says'])}",
+        }
+        for label, row in zip(labels, answers, strict=True)
+        if row["page"] == page
+    ]
+
+
 def scan() -> list[dict[str, str]]:
     """What `kltest scan` found and named, by which of the labelled repositories it was written with."""
     import pandas
@@ -379,6 +416,8 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         scan,
         scan_variants,
         trainers,
+        pins_commits,
+        pins_months,
         libraries,
     )
 }

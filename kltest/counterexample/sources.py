@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from kltest.loss.importing import package_of
+from kltest.loss.importing import source_of as source_of_module
 from kltest.loss.lifting import compiled
 from kltest.loss.reach import MISSING, cells, content, names_read
 from kltest.loss.target import named as target_named
@@ -75,16 +76,21 @@ def imported(function: Callable[..., Any], target: str, folder: Path, taken: fro
     """Return an import of the loss by the name that its users have for it, for a file in a folder.
 
     A loss in a file is imported with `load(ROOT, MODULE)`: the path of the folder above its package, as seen from the
-    folder, and the dotted name there.
+    folder, and the dotted name there. One whose file cannot be imported is lifted: `Lifted(PATH)`.
 
     Raises:
-        NoSourceError: It belongs to kltest, or importing its module failed.
+        NoSourceError: It belongs to kltest, or importing its module failed and its file is not known.
     """
     named = target_named(target)
     if named.estimator is not None or named.module.split(".")[0] in OURS:
         raise NoSourceError("it is part of kltest, which the file must not need")
     if _module_name(inspect.unwrap(function)).startswith(LIFTED):
-        raise NoSourceError("importing its file fails here, and the file imports it as its users do")
+        if (file := named.path or source_of_module(named.module)) is None:
+            raise NoSourceError("importing its module fails here, and its file was not found")
+        head, dot, rest = named.names.partition(".")
+        path = Path(os.path.relpath(file, folder.resolve())).as_posix()
+        alias = re.sub(r"\W+", "_", f"lifted_{file.stem}")
+        return Definition((f"{alias} = Lifted({json.dumps(path)})",), f'{alias}["{head}"]{dot}{rest}')
     if named.path is None:
         module = alias = named.module
         line = "import {module} as {alias}"

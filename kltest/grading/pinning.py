@@ -3,7 +3,8 @@
 import os
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,10 @@ def _steps(job: Job, folder: Path) -> Iterator[Any]:
     options = Options(**{**job.given, "name": job.name})
     try:
         findings = Grading.of(job.name, options).measured(job.target)
+        if findings.observed.blocked and options.placement is None:
+            # A value without a gradient is a cost in the reward. As a loss it would be pinned as nothing.
+            with suppress(TargetError):  # a number for a whole batch cannot be one
+                findings = Grading.of(job.name, replace(options, placement="both")).measured(job.target)
         yield pin(findings, job.name, job.target, folder)
     except NotPinnedError as reason:
         raise UsageError(f"{job.name} cannot be pinned: {reason}; nothing was written") from None

@@ -152,7 +152,8 @@ def test_the_sentence_says_how_far_off_and_where_and_what_to_write(folder, pinne
 
 def test_what_the_sentence_asks_for_makes_it_green(folder, pinned):
     changed = pinned.replace('"sequence": {"local_reverse_kl": 1.0}', '"sequence": {"local_reverse_kl": 2.0}', 1)
-    changed = changed.replace('"ragged": {"local_reverse_kl": 1.0}', '"ragged": {"local_reverse_kl": 2.0}', 1)
+    for each in ("ragged", "far"):
+        changed = changed.replace(f'"{each}": {{"local_reverse_kl": 1.0}}', f'"{each}": {{"local_reverse_kl": 2.0}}', 1)
     assert run(folder, changed, LOSSES.replace("** 2 / 2", "** 2")) == ""
 
 
@@ -221,10 +222,6 @@ REFUSED = {
         "    def loss(self, logp, ref_logp):\n        return (logp - ref_logp) ** 2 + 0 * self.scale.bias\n"
         "def loss(logp, ref_logp, model: Model):\n    return model.loss(logp, ref_logp)",
         "cannot be written down",
-    ),
-    "no import": (
-        "import missing_module\ndef loss(logp, ref_logp):\n    return logp - ref_logp",
-        "importing its file fails",
     ),
 }
 
@@ -351,6 +348,120 @@ def test_other_forms_of_losses_are_pinned(folder, name):
     assert run(folder, text, OTHERS) == ""
     assert before in OTHERS
     assert f"losses.py:{name}" in run(folder, text, OTHERS.replace(before, after))
+
+
+CLAMPED = """
+def loss(logp, ref_logp, kind="k3"):
+    r = (ref_logp - logp)
+    return {"k1": -r, "k2": r**2 / 2, "k3": r.exp() - 1 - r}[kind]
+"""
+# A setting, what is clamped, a limit that some log-ratio of `far` is beyond, and one that none is (of another length,
+# as Python would take the bytecode of the file before).
+CLAMPS = (
+    ("k1", "[kind]", "-10, 10", "-30.0, 30.0"),
+    ("k2", "(ref_logp - logp)", "-20, 20", "-30.0, 30.0"),
+    ("k3", "[kind]", "None, 10", "None, 1e12"),
+    ("k3", "(ref_logp - logp)", "None, 6", "None, 30"),
+)
+
+
+@pytest.mark.parametrize(("kind", "clamped", "limit", "beyond"), CLAMPS)
+def test_a_clamp_is_red_far_from_the_reference_and_nowhere_else(folder, kind, clamped, limit, beyond):
+    (folder / "losses.py").write_text(CLAMPED, encoding="utf-8")
+    pin("losses.py:loss", "--arg", f"kind={kind}", "--output", "test_kl.py")
+    text = Path("test_kl.py").read_text(encoding="utf-8")
+    message = run(folder, text, CLAMPED.replace(clamped, f"{clamped}.clamp({limit})"))
+    assert re.findall(r"\((\w+)\) followed", message) == ["far"]
+    assert run(folder, text, CLAMPED.replace(clamped, f"{clamped}.clamp({beyond})")) == ""
+
+
+def test_a_loss_that_overflows_far_from_the_reference_is_pinned_without_that(folder):
+    loss = "def loss(logp, ref_logp):\n    return (40 * (ref_logp - logp)).exp() + (logp - ref_logp) ** 2\n"
+    (folder / "losses.py").write_text(loss, encoding="utf-8")
+    pin("losses.py:loss", "--output", "test_kl.py")
+    assert '"far":' not in Path("test_kl.py").read_text(encoding="utf-8")
+
+
+BLOCKED = """
+import torch
+
+
+@torch.no_grad()
+def cost(logp, ref_logp, kind="k1"):
+    u = logp - ref_logp
+    return {"k1": u, "k2": u**2 / 2}[kind]
+"""
+
+
+def test_a_value_without_a_gradient_is_pinned_as_a_cost_in_the_reward(folder):
+    """Another value is red, and so is a gradient that the value gets."""
+    (folder / "losses.py").write_text(BLOCKED, encoding="utf-8")
+    assert "losses.py:cost follows reverse_kl\n" in pin("losses.py:cost", "--output", "test_kl.py")
+    text = Path("test_kl.py").read_text(encoding="utf-8")
+    assert run(folder, text, BLOCKED) == ""
+    assert "followed 1 × reverse_kl" in run(folder, text, BLOCKED.replace('"k1": u,', '"k1": u**2,'))
+    pin("losses.py:cost", "--arg", "kind=k2", "--output", "test_k2.py")
+    text = Path("test_k2.py").read_text(encoding="utf-8")
+    assert "followed" in run(folder, text, BLOCKED.replace("@torch.no_grad()\n", ""))
+    pin("losses.py:cost", "--placement", "loss", "--output", "test_loss.py")
+    assert '"sequence": {"zero": 1.0}' in Path("test_loss.py").read_text(encoding="utf-8")
+
+
+def test_a_mixture_of_names_is_one_in_all_environments(folder):
+    """In a small environment alone two names nearly add up to a small gradient that is none of them."""
+    loss = "import torch\ndef loss(logits, ref_logits, mask):\n    p, q = logits.softmax(-1), ref_logits.softmax(-1)\n"
+    loss += "    kl = lambda a: (a * (a / ((p + q) / 2)).log()).sum(-1)\n    return (kl(p) + kl(q)) / 2 * mask\n"
+    (folder / "losses.py").write_text(loss, encoding="utf-8")
+    assert "follows a gradient without a name\n" in pin("losses.py:loss", "--output", "test_kl.py")
+
+
+LIFTED = """
+from missing_module import Base, decorator
+import textwrap
+import torch
+
+LIMIT = {}
+LIMIT["low"] = -10
+try:
+    from another_missing_module import clamp
+except ImportError:
+    def clamp(x):
+        return x.clamp(min=LIMIT["low"])
+
+
+@decorator
+def half_square(x):
+    return x**2 / 2
+
+
+class Trainer(Base):
+    unused: int = textwrap.dedent("0")
+
+    def method(self):
+        pass
+
+    @staticmethod
+    def loss(logp, ref_logp) -> torch.Tensor:
+        return half_square(clamp(logp - ref_logp))
+
+
+def used_elsewhere(x: Base):
+    return Base(x)
+"""
+
+
+def test_a_function_of_a_file_that_cannot_be_imported_is_lifted(folder):
+    """A missing package, or another function of the file that changes, is no alarm; a gradient that moves is one."""
+    (folder / "losses.py").write_text(LIFTED, encoding="utf-8")
+    assert "follows local_reverse_kl" in pin("losses.py:Trainer.loss", "--output", "test_kl.py")
+    text = Path("test_kl.py").read_text(encoding="utf-8")
+    ast.parse(text, feature_version=(3, 10))
+    assert len(text.encode()) < MOST_BYTES
+    assert run(folder, text, LIFTED) == ""
+    assert run(folder, text, LIFTED.replace("return Base(x)", "return missing(x)")) == ""
+    assert "now it follows 2 × local_reverse_kl" in run(folder, text, LIFTED.replace("x**2 / 2", "x**2"))
+    assert "(far) followed" in run(folder, text, LIFTED.replace("= -10", "= -5"))
+    assert "can no longer be called" in run(folder, text, LIFTED.replace("clamp(logp", "Base(logp"))
 
 
 def test_batches_of_one_and_of_groups_stand_in_one_file(folder):
