@@ -17,6 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.trainers import checkout
+from kltest.files import as_csv, write
+
 LABELS, RESULTS = (Path(__file__).with_name(f"pins{name}.csv") for name in ("_labels", ""))
 FIELDS = ("repository", "name", "arguments", "commit", "date", "page", "label", "answer", "says")
 TEST = "test_pins.py"
@@ -31,7 +34,7 @@ MEANING = re.compile(r" \([^()]*\)")
 def main(folders: Sequence[str]) -> None:
     rows, standing = [], Standing()
     for label in csv.DictReader(LABELS.open(encoding="utf-8")):
-        clone = next(path for one in folders if (path := Path(one, label["repository"].replace("/", "+"))).is_dir())
+        clone = checkout(folders, label["repository"])
         clone = next(path for path in (clone / ".git", clone / "repo", clone) if path.is_dir())
         stands = standing if label["page"] == "months" else Standing()
         told = list(answers(clone, label, label["arguments"].split(), stands))
@@ -40,10 +43,7 @@ def main(folders: Sequence[str]) -> None:
         rows.append({name: {**label, "answer": answer, "says": says}[name] for name in FIELDS})
         agrees = "agrees" if answer == label["label"] else f"IS NOT {label['label']}"
         print(f"{agrees}: {label['repository']} {label['commit']} {label['arguments']}: {answer} {says}", flush=True)
-    with RESULTS.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write(RESULTS, as_csv(rows))
 
 
 def answers(

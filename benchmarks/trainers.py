@@ -10,9 +10,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from kltest.files import as_csv, write
+from kltest.report import WORST_FIRST
 
 LABELS, RESULTS = (Path(__file__).with_name(f"trainers{name}.csv") for name in ("_labels", ""))
 FIELDS = ("repository", "file", "name", "follows", "verdict", "found", "graded", "answer", "seconds")
@@ -22,28 +25,27 @@ SECONDS = 240
 def main(folders: list[str]) -> None:
     rows = []
     for label in csv.DictReader(LABELS.open(encoding="utf-8")):
-        checkout = next(path for one in folders if (path := Path(one, label["repository"].replace("/", "+"))).is_dir())
         began = time.monotonic()
-        reports, error = graded(checkout, f"{label['file']}:{label['name']}")
+        reports, error = graded(checkout(folders, label["repository"]), f"{label['file']}:{label['name']}")
         row = {**label, **answered(label, reports), "seconds": round(time.monotonic() - began)}
         rows.append({name: row[name] for name in FIELDS})
         print(
             f"{row['answer']:<10}{label['repository']} {label['name']}: {row['graded']}, {row['found']} {error}",
             flush=True,
         )
-    with RESULTS.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write(RESULTS, as_csv(rows))
 
 
-def graded(checkout: Path, target: str) -> tuple[list[dict[str, Any]], str]:
+def checkout(folders: Sequence[str], repository: str) -> Path:
+    """Return the folder that is named after a repository, in one of some folders."""
+    return next(path for one in folders if (path := Path(one, repository.replace("/", "+"))).is_dir())
+
+
+def graded(folder: Path, target: str) -> tuple[list[dict[str, Any]], str]:
     """Return the reports of a target that is graded in its checkout, and the last line of what went wrong."""
     command = [sys.executable, "-m", "kltest", "grade", target, "--output", "json"]
     try:
-        done = subprocess.run(
-            command, cwd=checkout, capture_output=True, encoding="utf-8", timeout=SECONDS, check=False
-        )
+        done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return [], f"more than {SECONDS} s"
     found = json.loads(done.stdout) if done.stdout else []
@@ -54,8 +56,7 @@ def graded(checkout: Path, target: str) -> tuple[list[dict[str, Any]], str]:
 
 def answered(label: Mapping[str, str], reports: list[dict[str, Any]]) -> dict[str, str]:
     """Return the verdict and the names that were found, and whether they are the labelled ones."""
-    order = ("error", "refuted", "inconclusive", "confirmed")
-    verdict = min((one["verdict"] for one in reports), key=order.index, default="error")
+    verdict = min((one["verdict"] for one in reports), key=WORST_FIRST.index, default="error")
     names = list(dict.fromkeys(name for report in reports for name in followed(report)))
     wanted = {one.rpartition("*")[2] for one in label["follows"].split(" or ")}
     if verdict in ("error", "inconclusive") or not names:

@@ -64,9 +64,9 @@ SHORTER = (512, 256, 128, 96, 64, 48, 32, 24, 20, 16, 14, 12, 11, 10, 9, 8, 7, 6
 # rollouts they are nearer.
 CHOICES = {1: (0, 5, 19, 42, 63), 2: (0, 19, 63)}
 CHOICES_OF_GROUPS = (0, 42)
-# Half of the largest log-ratio of a token there, if each call is a mean over many: a credit that ends after 8 or 32
-# tokens is off by a fifth then, well above what noise hides.
-WIDE = 2.0
+# Half of the largest log-ratio of a token there; wide if each call is a mean over many: a credit that ends after 8 or
+# 32 tokens is off by a fifth then, well above what noise hides.
+NARROW, WIDE = 0.4, 2.0
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
 SMALL, ALIKE = 1e-3, 0.1
 # Share of what is allowed below which a mean over few draws, whose noise is part of the bias, needs no more.
@@ -394,7 +394,7 @@ def choices_of(batch: int, length: int = LENGTH) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def long_instance(batch: int, seed: int, length: int = LENGTH, width: float = 0.4) -> Instance:
+def long_instance(batch: int, seed: int, length: int = LENGTH, width: float = NARROW) -> Instance:
     """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time.
 
     Log-ratios of a token lie within twice the width; wide ones make the credit of later tokens large beside noise.
@@ -492,7 +492,7 @@ STRESS = {
         _long_rows,
         _lengths,
         lambda findings, row, settings: long_instance(
-            row.batch, findings.seed, *settings, width=WIDE if findings.observed.dtype == AVERAGED else 0.4
+            row.batch, findings.seed, *settings, width=WIDE if findings.observed.dtype == AVERAGED else NARROW
         ),
         "gradient",
         lambda off: f"In rollouts of {off.setting} tokens, {off.row.sampler} sampler,",

@@ -120,7 +120,7 @@ def _looked(plan: "Plan") -> tuple["Scan", list["Held"]]:
                 Path(),
                 cache=cache_folder("KLTEST_SCAN_CACHE", "scan"),
                 rules=plan.rules,
-                progress=lambda row, done, total: _advance(bar, row.spot, total),
+                progress=lambda row, done, total: bar.advance(row.spot, total=total),
             )
         wanted = [] if plan.configured else declared(found.rows)
         with Progress("grading", len(wanted)) as bar:
@@ -128,11 +128,6 @@ def _looked(plan: "Plan") -> tuple["Scan", list["Held"]]:
     for text, why in left.items():
         print(f"  not held: {text}: {why}")
     return found, losses
-
-
-def _advance(bar: Progress, words: str, total: int) -> None:
-    bar.total = total
-    bar.advance(words)
 
 
 def _counted(failures: int, findings: int) -> str:

@@ -102,7 +102,9 @@ def command(
                 changed=changed,
                 logged=logged,
                 reading=lambda file, number, total: bar.say(f"reading {file} ({number} of {total})"),
-                progress=lambda row, done, total: _advance(bar, f"{row.spot}: {row.follows[0]}", total),
+                progress=lambda row, done, total: bar.advance(
+                    words := f"{row.spot}: {row.follows[0]}", stays=words, total=total
+                ),
             )
             if fix:
                 _fix(found.findings, bar, timeout, jobs)
@@ -152,8 +154,3 @@ def _fix(rows: Sequence["Row"], bar: Progress, timeout: float, jobs: int | None)
         for row in rows:
             bar.say(f"looking for a fix of {row.spot}")
             fixing.fix(row, judge)
-
-
-def _advance(bar: Progress, words: str, total: int) -> None:
-    bar.total = total
-    bar.advance(words, stays=words)

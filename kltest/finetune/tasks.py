@@ -151,13 +151,9 @@ class Lines:
                 split, problem = _problem_of(line, f"{path}, line {number}", dict(pairs))
                 said |= split is not None
                 problems[split or ("held-out" if is_held_out(problem.prompt) else "train")].append(problem)
-        train, held_out = problems["train"], problems["held-out"]
-        if not said and len({one.prompt for one in (*train, *held_out)}) > 1:  # few lines may all fall into one of them
-            for full, empty in ((train, held_out), (held_out, train)):
-                if not empty:
-                    moved = max(full, key=lambda one: blake2b(one.prompt.encode()).digest()).prompt
-                    empty += [one for one in full if one.prompt == moved]
-                    full[:] = [one for one in full if one.prompt != moved]
+        if not said:  # few lines may all fall into one of them
+            _fill(problems["held-out"], problems["train"])
+            _fill(problems["train"], problems["held-out"])
         if not problems["train"]:
             raise UsageError(f"task jsonl:{path}: there is no problem in it to train on")
         return cls(f"jsonl:{blake2b(content, digest_size=8).hexdigest()}", problems)
@@ -175,6 +171,15 @@ class Lines:
         lines = completion.strip().splitlines() or [""]
         wanted = (FINAL.findall(problem.answer) or [problem.answer])[-1]
         return float(_plain(marked[-1] if marked else lines[-1]) == _plain(wanted))
+
+
+def _fill(empty: list[Problem], full: list[Problem]) -> None:
+    """Move the problems of one prompt, chosen by its hash, into a split that has none; not the last prompt of all."""
+    if empty or len({one.prompt for one in full}) < 2:
+        return
+    moved = max(full, key=lambda one: blake2b(one.prompt.encode()).digest()).prompt
+    empty += [one for one in full if one.prompt == moved]
+    full[:] = [one for one in full if one.prompt != moved]
 
 
 def _problem_of(line: bytes, where: str, names: Mapping[str, str]) -> tuple[Split | None, Problem]:

@@ -27,9 +27,13 @@ class Progress:
         if self._bar:
             self._bar.stop()
 
-    def advance(self, what: str = "", *, by: int = 1, stays: str = "") -> None:
-        """Count `by` more steps as finished; `what` names the last, and the line `stays` is left above the bar."""
+    def advance(self, what: str = "", *, by: int = 1, stays: str = "", total: int | None = None) -> None:
+        """Count `by` more steps as finished, of a `total` that may have become known since.
+
+        `what` names the last, and the line `stays` is left above the bar.
+        """
         self.done += by
+        self.total = self.total if total is None else total
         if self._bar:
             if stays:
                 self._bar.console.print(stays, markup=False, highlight=False, soft_wrap=True)

@@ -692,7 +692,7 @@ def test_a_term_that_stands_twice_is_graded_once_and_a_lasting_report_is_kept(tm
 
 
 def test_ctrl_c_shows_and_keeps_what_was_graded(tmp_path, monkeypatch):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
@@ -701,7 +701,7 @@ def test_ctrl_c_shows_and_keeps_what_was_graded(tmp_path, monkeypatch):
         Path(name).write_text(K2.replace("** 2", f"** {power}"))
     answering(monkeypatch, *[{**report(RIGHT), "lasts": True}] * 2)
     with monkeypatch.context() as patched:
-        patched.setattr("kltest.cli.scan._advance", interrupt)
+        patched.setattr("kltest.sweeps.progress.Progress.advance", interrupt)
         code, text = scan("--output", "json:scan.json")
     assert (code, "interrupted; 0 of 1 variants found so far not graded; the rest is kept" in text) == (130, True)
     assert [term["status"] for term in json.loads(Path("scan.json").read_text())["terms"]] == ["passed"]
