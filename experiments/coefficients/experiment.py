@@ -233,7 +233,7 @@ def by_context(label: str, policy: np.ndarray) -> np.ndarray:
     reached = here.start_distribution() > 0
     for stage in policy:
         merged[reached] = stage[reached]
-        reached = here.transition.T @ np.repeat(reached.astype(float), here.vocabulary) > 0
+        reached = here.products[1] @ np.repeat(reached.astype(float), here.vocabulary) > 0
     return merged
 
 

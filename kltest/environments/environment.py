@@ -10,15 +10,21 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy import sparse
 
 from kltest.environments.paths import Level, Paths, Tree
 from kltest.errors import InvalidEnvironmentError
 
+if TYPE_CHECKING:
+    from scipy import sparse
+
+    Matrix = np.ndarray | sparse.csr_array | sparse.csc_array
+
 END = -1
+# Entries of a transition matrix that is multiplied as a dense one.
+DENSE = 2**15
 # Steps whose prefixes are shared by at least this many rollouts, on average, form one level of the tree.
 FEW_ROWS = 32
 
@@ -104,18 +110,33 @@ class Environment:
         return self.successors.shape[2]
 
     @cached_property
-    def transition(self) -> sparse.csr_array:
+    def transition(self) -> "sparse.csr_array":
         """Transition matrix (C·V, C), row c·V + v; the rest of a row's sum to 1 is the probability of ending."""
-        contexts, vocabulary, branches = self.successors.shape
-        successors = self.successors.reshape(contexts * vocabulary, branches)
-        live = successors != END
-        pointers = np.concatenate([[0], np.cumsum(live.sum(axis=1))])
-        matrix = sparse.csr_array(
-            (self.probabilities.reshape(successors.shape)[live], successors[live], pointers),
-            shape=(contexts * vocabulary, contexts),
-        )
+        from scipy import sparse  # slow to import, and most environments that are graded are small
+
+        rows, columns, chances = self._transitions
+        pointers = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=self.n_contexts * self.vocabulary))])
+        matrix = sparse.csr_array((chances, columns, pointers), shape=(len(pointers) - 1, self.n_contexts))
         matrix.sum_duplicates()
         return matrix
+
+    @cached_property
+    def products(self) -> "tuple[Matrix, Matrix]":
+        """The transition matrix and its transpose, each in the form that multiplies fastest: dense if it is small."""
+        shape = self.n_contexts * self.vocabulary, self.n_contexts
+        if shape[0] * shape[1] > DENSE:
+            return self.transition, self.transition.T
+        rows, columns, chances = self._transitions
+        dense = np.bincount(rows * shape[1] + columns, chances, shape[0] * shape[1]).reshape(shape)
+        return dense, np.ascontiguousarray(dense.T)
+
+    @property
+    def _transitions(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Row, column and probability of each entry of the transition matrix, row by row."""
+        cells, branches = np.nonzero(self.successors.reshape(-1, self.branches) != END)
+        at = cells, branches
+        columns, chances = (one.reshape(-1, self.branches)[at] for one in (self.successors, self.probabilities))
+        return cells, columns, chances
 
     def start_distribution(self) -> np.ndarray:
         """Return the probability (C,) of each context at the first time step."""
@@ -127,7 +148,7 @@ class Environment:
         for _ in range(self.horizon - 1):
             yield here
             if not settled:
-                following = self.transition.T @ np.repeat(here.astype(float), self.vocabulary) > 0
+                following = self.products[1] @ np.repeat(here.astype(float), self.vocabulary) > 0
                 here, settled = following, np.array_equal(following, here)
         yield here
 
@@ -241,7 +262,7 @@ class Environment:
         chances, shape = np.exp(log_probs), self.reward.shape
 
         def step(value: np.ndarray) -> np.ndarray:
-            return (chances * (self.reward + (self.transition @ value).reshape(shape))).sum(axis=1)
+            return (chances * (self.reward + (self.products[0] @ value).reshape(shape))).sum(axis=1)
 
         return self.backwards(step, np.zeros(self.n_contexts))[self.start]
 

@@ -33,7 +33,7 @@ SEEDS = tuple(range(1, 9))
 FEWER = 4
 # Copies with which noise is measured first, and the most of them; numbers in one field of all calls, and of each call:
 # memory of tens of megabytes is got from the system, page by page, every time.
-FIRST, COPIES, NUMBERS, AT_ONCE = 64, 2**14, 2**25, 2**20
+FIRST, COPIES, NUMBERS, AT_ONCE = 64, 2**14, 2**25, 2**18
 
 
 def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, Loss]:

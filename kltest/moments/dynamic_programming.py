@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from math import isqrt
 
 import numpy as np
-from scipy import sparse
 
 from kltest.environments import Instance, Tree
 from kltest.environments.paths import Level
@@ -211,6 +210,8 @@ def second_moment(instance: Instance, behaviour: np.ndarray, visits: np.ndarray,
             f"the visits between all pairs of them, and at most {isqrt(MEMORY // 8)} contexts fit. Use a smaller "
             "environment, or sampling"
         )
+    from scipy import sparse  # slow to import, and most losses never come here
+
     mean = softmax_gradient(chances * moved, policy)
     inner = chances * moved * (mean - (np.exp(policy) * mean).sum(axis=1, keepdims=True))
     cell = np.arange(policy.size)

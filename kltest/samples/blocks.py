@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from scipy.special import stdtrit
 
 Statistic = Callable[[np.ndarray], np.ndarray]
 # Blocks that are kept; with more, pairs of them are averaged.
@@ -46,6 +45,8 @@ class Interval:
 
 def reach(rate: float, blocks: int) -> float:
     """Standard errors on either side of an interval that misses with probability `rate`."""
+    from scipy.special import stdtrit  # slow to import, and what is enumerated needs none
+
     return -float(stdtrit(blocks - 1, rate / 2))
 
 

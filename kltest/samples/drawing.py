@@ -22,8 +22,8 @@ ROWS, BATCHES = 200_000, 10_000
 UNIT_ROWS, UNIT_BATCHES = 8, 2
 # Batches on which is tried how a loss combines rows.
 PROBED = 16
-# Rollouts of one call at least, each of them many times, if noise alone is drawn.
-ROWS_OF_NOISE = 4096
+# Rollouts of one call at least, each of them many times, if noise alone is drawn; and the most of such calls.
+ROWS_OF_NOISE, CALLS_OF_NOISE = 2048, 20_000
 # Fewest and most batches of each of two sizes whose mean gradients are compared.
 COMPARED, MOST_COMPARED = 128, 4096
 # Standard errors between these means that count as a difference: chance exceeds six less than once in 10⁸ times.
@@ -93,7 +93,7 @@ class EveryRollout:
         self.leaves: frozenset[str] = frozenset()
         paths, instance = drawing.instance.paths, drawing.instance
         self.unit = -(-ROWS_OF_NOISE // len(paths))
-        self.most = BATCHES * self.unit
+        self.most = CALLS_OF_NOISE * self.unit
         tiled = paths.take(np.tile(np.arange(len(paths)), self.unit))
         self._weights = instance.rollout_weights(drawing.sampler) * (1.0 if reduction == "sum" else len(tiled))
         self.caller = Caller(drawing.loss, drawing.rollout(tiled), logs=False)

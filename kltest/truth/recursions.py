@@ -25,8 +25,8 @@ def start(environment: Environment, moments: int = 1) -> np.ndarray:
 def forward(environment: Environment, weights: np.ndarray, state: np.ndarray) -> np.ndarray:
     """Advance a state (C, k) by one step, Σ_{c,v} x(c)·weights(c, v)·P(·|c, v), with weights (C, V)."""
     if state.shape[1] == 1:
-        return (environment.transition.T @ (state * weights).ravel())[:, None]
-    return environment.transition.T @ (state[:, None, :] * weights[:, :, None]).reshape(-1, state.shape[1])
+        return (environment.products[1] @ (state * weights).ravel())[:, None]
+    return environment.products[1] @ (state[:, None, :] * weights[:, :, None]).reshape(-1, state.shape[1])
 
 
 def carry(environment: Environment, chances: np.ndarray, cost: np.ndarray, state: np.ndarray) -> np.ndarray:
@@ -38,7 +38,7 @@ def carry(environment: Environment, chances: np.ndarray, cost: np.ndarray, state
 
 def onward(environment: Environment, values: np.ndarray) -> np.ndarray:
     """Return the expected value (C, V) after each token, of values (C,); the end of a rollout counts 0."""
-    return (environment.transition @ values).reshape(environment.n_contexts, environment.vocabulary)
+    return (environment.products[0] @ values).reshape(environment.n_contexts, environment.vocabulary)
 
 
 def visits(environment: Environment, weights: np.ndarray) -> Iterator[np.ndarray]:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import logsumexp
 
 from kltest.environments import Environment
 from kltest.environments.policies import table
@@ -39,7 +38,7 @@ def optimum(environment: Environment, reference: np.ndarray, beta: float) -> Opt
 
     def solve(action_values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         energies = reference + action_values / beta
-        return table(energies), beta * logsumexp(energies, axis=1)
+        return table(energies), beta * np.logaddexp.reduce(energies, axis=1)
 
     policy, first_values = solve_backwards(environment, reference, solve)
     return Optimum(policy, float(environment.start_distribution() @ first_values))
