@@ -78,7 +78,10 @@ def serve(address):
 
 
 if __name__ == "__main__":
-    kind, *sys.argv = serve(sys.argv[1])
+    arguments = serve(sys.argv[1])
+    safe = arguments[0] == "-P"  # no folder of the script or of the call on the path
+    kind, *sys.argv = arguments[safe:]
     assert kind == "-m"
-    sys.path[0] = os.getcwd()
+    sys.path[:1] = [] if safe else [os.getcwd()]
+    sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

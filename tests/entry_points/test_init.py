@@ -6,6 +6,7 @@ import tomllib
 
 import pytest
 from typer.testing import CliRunner
+from warm_python import started
 
 from kltest.cli import app, init
 from kltest.errors import INTERRUPTED
@@ -25,10 +26,19 @@ WRONG = """def wrong_loss(logprobs, ref_logprobs, mask):
 PROJECT = '[project]\nname = "tiny"  # a comment\n'
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A folder for what was scanned, and a `python` that has loaded torch, for all tests."""
+    folder = tmp_path_factory.mktemp("shared")
+    with started(folder):
+        yield folder
+
+
 @pytest.fixture
-def checkout(tmp_path, monkeypatch):
+def checkout(tmp_path, shared, monkeypatch):
     """A checkout, in a folder with a space in its name, with a right loss and a wrong one."""
-    monkeypatch.setenv("KLTEST_SCAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("KLTEST_SCAN_CACHE", str(shared / "cache"))
+    monkeypatch.setattr(sys, "executable", str(shared / "python"))
     monkeypatch.setattr(sys, "dont_write_bytecode", sys.dont_write_bytecode)
     folder = tmp_path / "my checkout"
     (folder / "tests").mkdir(parents=True)
