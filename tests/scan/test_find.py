@@ -664,10 +664,10 @@ def test_our_own_estimators_are_found() -> None:
 
 
 def test_what_is_found_does_not_depend_on_how_words_are_hashed() -> None:
-    command = [sys.executable, "-c", LISTED, str(PACKAGE / "checks"), str(PACKAGE / "adapters")]
+    command = [sys.executable, "-c", LISTED, str(PACKAGE / "checks" / "sequences"), str(PACKAGE / "adapters" / "trl")]
     told = {
         subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
         for seed in ("1", "2")
     }
     assert len(told) == 1
-    assert b"sequence_kl" in told.pop()
+    assert told.pop().count(b"'function'") >= 5
