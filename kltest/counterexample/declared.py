@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from kltest.truth import mixture_named, support_named, together
+from kltest.truth import MixtureName, mixture_named, support_named, together
 
 WHOLE = {
     "reverse_kl": "(p * u.sum(-1)).sum()",
@@ -73,6 +73,8 @@ def _term(name: str) -> str:
         "mean_ratio": "(({logp} - {old_logp}) / mask.sum(-1))[:, None].exp() * ",
     }.get(at, "")
     chance = "{old_logp}.exp()" if at else "p.detach()"
+    if (mixture := mixture_named(base)) is not None and mixture.whole:
+        return f"(lambda p, q: {_mixed(mixture)})(p, (p * (-u.sum(-1)).exp()).detach())"
     if base not in WEIGHTS:
         return f"({chance} * ({_next_token(base)}[at]{{live}}).sum(-1)).sum()"
     return f"({chance} * (logp * ({ratio}{WEIGHTS[base]}).detach()).sum(-1)).sum()"
@@ -92,14 +94,7 @@ def _next_token(base: str) -> str:
     """Return a divergence of next-token distributions (C,), or a sum over a support, from `logits` and `ref`."""
     policy = "logits.log_softmax(-1)"
     if (mixture := mixture_named(base)) is not None:
-        own, rest = mixture.weight, round(1 - mixture.weight, 2)
-        if mixture.kind == "skewed_reverse_kl":
-            total = f"(p * (p / ({own} * p + {rest} * q)).log()).sum(-1)"
-        else:
-            total = f"(q * (q / ({own} * q + {rest} * p)).log()).sum(-1)"
-        if mixture.kind == "jensen_shannon":
-            total = f"{own} * {total} + {rest} * (p * (p / ({own} * q + {rest} * p)).log()).sum(-1)"
-        return f"(lambda p, q: {total})({policy}.exp(), ref.exp())"
+        return f"(lambda p, q: {_mixed(mixture)})({policy}.exp(), ref.exp())"
     stated = support_named(base)
     assert stated is not None
     deciding = "ref" if stated.whose == "top" else "logits"
@@ -115,6 +110,17 @@ def _next_token(base: str) -> str:
         a, b = (f"({outside.format(side)})" for side in "ab")
         total = f"{total} + {a} * ({a} / {b}).log()"
     return f"(lambda a, b: {total})({one}, {other})"
+
+
+def _mixed(mixture: MixtureName) -> str:
+    """Return a divergence from a mixture as an expression of probabilities `p` of the policy and `q`."""
+    own, rest = mixture.weight, round(1 - mixture.weight, 2)
+    if mixture.kind == "skewed_reverse_kl":
+        return f"(p * (p / ({own} * p + {rest} * q)).log()).sum(-1)"
+    total = f"(q * (q / ({own} * q + {rest} * p)).log()).sum(-1)"
+    if mixture.kind == "jensen_shannon":
+        total = f"{own} * {total} + {rest} * (p * (p / ({own} * q + {rest} * p)).log()).sum(-1)"
+    return total
 
 
 def support_tokens(k: int) -> str:

@@ -32,7 +32,7 @@ from kltest.moments.tolerances import TOLERANCES
 from kltest.names import SUPPORT_FIELDS, SUPPORT_SIZE
 from kltest.rollout import Rollout
 from kltest.samples.sampled import Sampled
-from kltest.truth import of_mixtures, of_support
+from kltest.truth import ATLAS, of_mixtures, of_support
 
 STALE_ONLY = "means something only when the sampler is not the policy"
 # Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
@@ -105,9 +105,10 @@ class Measure:
             support = SupportOf("topk_ids", SUPPORT_SIZE, "ref_")
         numbers = [one for one in self.loss.arguments.stated.values() if isinstance(one, float)]
         further: tuple[str, ...] = of_mixtures(numbers) if {"logits", "ref_logits"} <= reads else ()
+        further += of_support(support.k, support.of) if support else ()
+        further += tuple(name for name in self.declared if "@" not in name and name not in {*ATLAS, *further})
         if support is None:
             return Case(environment, sampler, self.seed, group, further=further)
-        further += of_support(support.k, support.of)
         return Case(environment, sampler, self.seed, group, min(support.k, SUPPORT_SIZE) + 2, further)
 
     def rows(self, environment: str, sampler: str) -> list[Row]:

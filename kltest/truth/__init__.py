@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kltest.truth.atlas import (
     ATLAS,
     FURTHER,
+    MixtureName,
     NamedGradient,
     counts_alone,
     is_of_lengths,
@@ -41,6 +42,7 @@ __all__ = [
     "ATLAS",
     "FURTHER",
     "VALUES",
+    "MixtureName",
     "NamedGradient",
     "Optimum",
     "combine",

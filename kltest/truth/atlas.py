@@ -214,17 +214,19 @@ class MixtureName:
         kind: "jensen_shannon", w·KL(ref‖m) + (1 − w)·KL(π‖m), or "skewed_forward_kl", KL(ref‖m), with m = w·ref +
             (1 − w)·π; or "skewed_reverse_kl", KL(π‖m) with m = w·π + (1 − w)·ref.
         weight: w.
+        whole: It is of whole rollouts, else of each next token.
     """
 
     kind: str
     weight: float
+    whole: bool
 
 
-_MIXTURE = re.compile(r"local_(?:(jensen_shannon)|(jensen_shannon|skewed_forward_kl|skewed_reverse_kl)([1-9]\d?))")
+_MIXTURE = re.compile(r"(local_)?(?:(jensen_shannon)|(jensen_shannon|skewed_forward_kl|skewed_reverse_kl)([1-9]\d?))")
 _OF_MIXTURES = {
-    "jensen_shannon": ("JS_w(π, ref), w = {:g}", "the Jensen-Shannon divergence with weight {:g} of the reference"),
-    "skewed_forward_kl": ("KL_t(ref‖{:g}·ref + {:g}·π)", "the KL of the reference from a mixture, {:g} of it its own"),
-    "skewed_reverse_kl": ("KL_t(π‖{:g}·π + {:g}·ref)", "the KL of the policy from a mixture, {:g} of it its own"),
+    "jensen_shannon": ("JS{t}_w(π, ref), w = {:g}", "the Jensen-Shannon divergence with weight {:g} of the reference"),
+    "skewed_forward_kl": ("KL{t}(ref‖{:g}·ref + {:g}·π)", "the KL of the reference from a mixture, {:g} of it its own"),
+    "skewed_reverse_kl": ("KL{t}(π‖{:g}·π + {:g}·ref)", "the KL of the policy from a mixture, {:g} of it its own"),
 }
 _WEIGHTS = (10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90)
 
@@ -232,7 +234,7 @@ _WEIGHTS = (10, 20, 25, 30, 40, 50, 60, 70, 75, 80, 90)
 def mixture_named(base: str) -> MixtureName | None:
     """Return what a name without a sampler says of a mixture; None if it says nothing."""
     found = _MIXTURE.fullmatch(base)
-    return found and MixtureName(found[1] or found[2], int(found[3] or 50) / 100)
+    return found and MixtureName(found[2] or found[3], int(found[4] or 50) / 100, whole=found[1] is None)
 
 
 def of_mixtures(stated: Iterable[float]) -> tuple[str, ...]:
@@ -246,7 +248,8 @@ def of_mixtures(stated: Iterable[float]) -> tuple[str, ...]:
 def counts_alone(name: str) -> bool:
     """Return True for a name that is fitted alone: beside others a gradient would have several spellings, or nearly."""
     stated = mixture_named(name.partition("@")[0])
-    return name == "future_reverse_kl" or (stated is not None and name.partition("@")[0] != "local_jensen_shannon")
+    usual = ("jensen_shannon", "local_jensen_shannon")
+    return name == "future_reverse_kl" or (stated is not None and name.partition("@")[0] not in usual)
 
 
 _TOGETHER = re.compile(r"inverse_length(?:_of([2-9]|[1-9]\d{1,3}))?")
@@ -264,7 +267,13 @@ def is_of_lengths(name: str) -> bool:
 
 
 def on_rollouts_of_the_sampler(name: str) -> str:
-    """Return the name that one of a support, or of lengths, has with rollouts of another sampler."""
+    """Return the name that one of a support, or of lengths, has with rollouts of another sampler.
+
+    A divergence of whole rollouts is a function of the policy alone, and keeps its name.
+    """
+    mixture = mixture_named(name)
+    if mixture is not None and mixture.whole:
+        return name
     return f"{name}@{'rollouts' if is_of_lengths(name) else 'sampler'}"
 
 
@@ -284,12 +293,12 @@ class _Atlas(dict[str, NamedGradient]):
         mixture = mixture_named(base)
         if at not in ("", "sampler") or (stated is None and mixture is None):
             raise KeyError(name)
-        if base == "local_jensen_shannon":
-            formula, meaning = "JS_t(π, ref)", f"the Jensen-Shannon divergence {_FIXED}"
-        elif mixture is not None:
-            numbers = mixture.weight, 1 - mixture.weight
-            formula, meaning = (text.format(*numbers) for text in _OF_MIXTURES[mixture.kind])
-            meaning = f"{meaning}, {_FIXED}"
+        if mixture is not None:
+            if mixture.whole and at:
+                raise KeyError(name)
+            formula, meaning = _of_mixture(base, mixture)
+            if mixture.whole:
+                return NamedGradient(name, f"∇{formula}", meaning)
         elif stated is not None:
             a, b = ("π", "ref") if stated.direction == "reverse" else ("ref", "π")
             whose = f"the {stated.k} likeliest tokens of the {'reference' if stated.whose == 'top' else 'policy'}"
@@ -301,6 +310,16 @@ class _Atlas(dict[str, NamedGradient]):
             words = f"{base} with the prefixes weighted by the sampler"
             return NamedGradient(name, f"E_μ[Σ_t ∇{formula}]", words, field=False, on_policy={base: 1.0})
         return NamedGradient(name, f"E_π[Σ_t ∇{formula}]", meaning, field=False)
+
+
+def _of_mixture(base: str, mixture: MixtureName) -> tuple[str, str]:
+    """Return the formula of a divergence from a mixture, without its gradient, and its meaning."""
+    place, over = ("", "of whole rollouts") if mixture.whole else ("_t", _FIXED)
+    if base.endswith("jensen_shannon"):
+        return f"JS{place}(π, ref)", f"the Jensen-Shannon divergence {over}"
+    formula, meaning = _OF_MIXTURES[mixture.kind]
+    numbers = mixture.weight, 1 - mixture.weight
+    return formula.format(*numbers, t=place), f"{meaning.format(*numbers)}, {over}"
 
 
 def _of_lengths(base: str, many: int, at: str) -> NamedGradient:
@@ -319,6 +338,7 @@ def _of_lengths(base: str, many: int, at: str) -> NamedGradient:
 ATLAS: dict[str, NamedGradient] = _Atlas({row.name: row for row in _rows()})
 FURTHER = (
     *("local_jensen_shannon", "local_jensen_shannon10", "local_skewed_forward_kl10", "local_skewed_reverse_kl10"),
+    *("jensen_shannon", "jensen_shannon10", "skewed_forward_kl10", "skewed_reverse_kl10"),
     *(*of_support(2, "ref_"), "inverse_length_of2"),
 )
 """Names of next-token distributions: of mixtures with a weight of 10 %, of supports of two tokens, and of lengths of

@@ -24,6 +24,9 @@ def gradient_again(name: str, instance: Instance) -> np.ndarray:
     rollouts = Enumerated(instance, logits - torch.logsumexp(logits, dim=1, keepdim=True))
     if not at and base in FUNCTIONS:
         objective = FUNCTIONS[base](rollouts)
+    elif (mixture := mixture_named(base)) is not None and mixture.whole:
+        of_policy, of_reference = map(rollouts.probability, (rollouts.logp, rollouts.ref))
+        objective = _from_mixture(mixture.kind, mixture.weight, of_policy[None], of_reference[None])[0]
     elif many := together(base):
         objective = _inverse_total(rollouts, many, at)
     else:

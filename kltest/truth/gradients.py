@@ -13,8 +13,8 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError
 from kltest.truth import divergences
-from kltest.truth.atlas import canonical, named, together
-from kltest.truth.next_tokens import is_of_next_tokens
+from kltest.truth.atlas import MixtureName, canonical, mixture_named, named, together
+from kltest.truth.next_tokens import is_of_next_tokens, of_mixture
 from kltest.truth.off_policy import OF_OWN, OFF_POLICY, along, less_the_likeliest, next_token, of_rollouts
 from kltest.truth.recursions import (
     backwards,
@@ -47,7 +47,7 @@ def gradient(name: str, instance: Instance) -> np.ndarray:
     Raises:
         UsageError: The name is unknown.
         InvalidEnvironmentError: The result exceeds float64, or there are too many rollouts to enumerate, as
-            `total_variation`, `…@mean_ratio` and some of `…@rollouts` need.
+            `total_variation`, mixtures of whole rollouts, `…@mean_ratio` and some of `…@rollouts` need.
     """
     base, _, at = named(name).name.partition("@")
     with np.errstate(over="ignore", invalid="ignore"):
@@ -59,6 +59,8 @@ def gradient(name: str, instance: Instance) -> np.ndarray:
         elif rollouts := together(base):
             weights = inverse_total(instance.environment, instance.policy, rollouts)
             result = from_signal(of_length(instance.environment, instance.policy, weights)[0], instance.policy)
+        elif (mixture := mixture_named(base)) is not None:
+            result = _from_mixture(instance, mixture)
         else:
             result = _WHOLE[base](instance)
     return finite(result, name, instance)
@@ -167,10 +169,18 @@ def chi_square(instance: Instance) -> tuple[np.ndarray, float]:
 
 def _total_variation(instance: Instance) -> np.ndarray:
     """∇½Σ_y|π − ref| = ½E_π[sign(U)·Σ_t g_t]: signs do not factor over time, so all rollouts are visited."""
-    paths = instance.paths
-    chance = np.exp(paths.log_probability(instance.policy))
-    sign = np.sign(along(instance, instance.policy - instance.reference).sum(axis=1))
-    return of_rollouts(instance, (0.5 * chance * less_the_likeliest(sign, instance, chance))[:, None])
+    return _of_whole(instance, lambda policy, reference: 0.5 * np.sign(policy - reference))
+
+
+def _from_mixture(instance: Instance, mixture: MixtureName) -> np.ndarray:
+    return _of_whole(instance, lambda policy, reference: of_mixture(mixture, policy, reference))
+
+
+def _of_whole(instance: Instance, weight: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+    """E_π[weight·Σ_t g_t], with a weight (N,) of the log-probs of each rollout under policy and reference."""
+    chance = np.exp(instance.paths.log_probability(instance.policy))
+    totals = (along(instance, table).sum(axis=1) for table in (instance.policy, instance.reference))
+    return of_rollouts(instance, (chance * less_the_likeliest(weight(*totals), instance, chance))[:, None])
 
 
 _WHOLE: dict[str, Callable[[Instance], np.ndarray]] = {

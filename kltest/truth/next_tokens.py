@@ -15,13 +15,13 @@ from kltest.truth.recursions import from_signal
 
 def is_of_next_tokens(base: str) -> bool:
     """Return True for a name, without a sampler, that this module computes."""
-    return mixture_named(base) is not None or support_named(base) is not None
+    return base.startswith("local_") and (mixture_named(base) is not None or support_named(base) is not None)
 
 
 def gradient_of_next_token(base: str, policy: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """Return the gradient (C, V) with respect to the logits of each row, from tables of log-probs."""
     if (mixture := mixture_named(base)) is not None:
-        return from_signal(_of_mixture(mixture, policy, reference), policy)
+        return from_signal(of_mixture(mixture, policy, reference), policy)
     if (name := support_named(base)) is None:
         raise KeyError(base)
     p, q, inside = np.exp(policy), np.exp(reference), _support(name, policy, reference)
@@ -42,8 +42,8 @@ def gradient_of_next_token(base: str, policy: np.ndarray, reference: np.ndarray)
     return truncated
 
 
-def _of_mixture(name: MixtureName, policy: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Return the derivative (C, V) with respect to the probabilities, up to a constant in each row."""
+def of_mixture(name: MixtureName, policy: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Return the derivative with respect to each probability, up to a constant that all have, from log-probs."""
     weight = name.weight
     if name.kind == "skewed_reverse_kl":
         mixed = _mixture(policy, reference, weight)

@@ -256,6 +256,26 @@ def test_a_divergence_from_a_mixture_is_named_with_its_weight(loss, name):
         assert row.identified == pytest.approx({name: 1.0})
 
 
+def of_whole_rollouts(logp, ref_logp, mask):
+    """Each rollout's score, weighed by the derivative of JS(π, ref) at its probability."""
+    log_ratio = ((logp - ref_logp) * mask).sum(-1)
+    weight = -0.5 * (0.5 + 0.5 * (-log_ratio).exp()).log()
+    return weight.detach() * (logp * mask).sum(-1)
+
+
+def test_a_divergence_of_whole_rollouts_is_confirmed_where_it_is_declared_and_its_local_form_is_not():
+    for name, verdict in {"jensen_shannon": "confirmed", "local_jensen_shannon": "refuted"}.items():
+        report = kltest.grade(of_whole_rollouts, environment="bandit,ragged", expect=name, select="KL1,KL2")
+        assert report.verdict == verdict
+    assert report.smallest is not None
+    row = kltest.grade(of_whole_rollouts, environment="ragged", expect="jensen_shannon", select="KL1").gradients[0]
+    assert row.identified == pytest.approx({"jensen_shannon": 1.0})
+    other = kltest.grade("k2-loss", environment="ragged", expect="jensen_shannon", select="KL1")
+    assert other.verdict == "refuted"
+    assert other.smallest is not None
+    assert other.smallest.code
+
+
 def of_a_batch(rollout):
     return summed(rollout["topk_logp"], rollout["teacher_topk_logprobs"])
 

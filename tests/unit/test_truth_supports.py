@@ -31,6 +31,7 @@ EXACT = 1e-11
 NAMES = [name for k in (1, 2, 3, 4, 9) for name in of_support(k, "ref_")] + [
     *("local_jensen_shannon", "local_jensen_shannon30", "local_skewed_forward_kl10", "local_skewed_reverse_kl35"),
     *("local_jensen_shannon50", "local_skewed_forward_kl99", "local_skewed_reverse_kl1"),
+    *("jensen_shannon", "jensen_shannon30", "skewed_forward_kl10", "skewed_reverse_kl35"),
 ]
 
 
@@ -70,6 +71,11 @@ PLANTED = {
         "_mixture",
         lambda one, other, weight: mixture(one, other, 1 - weight),
         "local_skewed_forward_kl10",
+    ),
+    "the weights of whole rollouts exchanged": (
+        "_mixture",
+        lambda one, other, weight: mixture(one, other, 1 - weight),
+        "skewed_reverse_kl10",
     ),
     "half for every weight": (
         "_mixture",
@@ -130,6 +136,7 @@ def test_names_of_any_size_are_read_and_written():
     [
         *("local_forward_kl_top0", "local_forward_kl_top", "forward_kl_top2", "local_forward_kl_top2@rollouts"),
         *("local_jensen_shannon0", "local_jensen_shannon100", "local_skewed_kl10", "local_skewed_reverse_kl"),
+        *("jensen_shannon0", "jensen_shannon@sampler", "skewed_forward_kl10@rollouts"),
         *("inverse_length_of1", "inverse_length_of0", "inverse_length_of2@sampler", "inverse_length_of"),
     ],
 )
@@ -144,5 +151,6 @@ def test_what_is_listed_is_described():
         assert row.name == name
         assert not row.stale
         assert "∇" in row.formula
-        assert row.local == (not row.field) == row.meaning.endswith("held fixed") == (not is_of_lengths(name))
+        whole = is_of_lengths(name) or not name.startswith("local_")
+        assert row.local == (not row.field) == row.meaning.endswith("held fixed") == (not whole)
     assert len({named(name).formula for name in FURTHER}) == len(FURTHER)
