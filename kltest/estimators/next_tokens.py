@@ -27,6 +27,32 @@ def full_loss(logits, ref_logits):
 
 @register(
     Spec(
+        name="full-loss-prefix-ratio",
+        formula="Σ_t sg(ρ_(1:t−1)) KL(π(·|s_t)‖ref(·|s_t)),  ρ_(1:t−1) = Π_(s<t) ρ_s",
+        source=(
+            "per-decision importance weights after Precup, Sutton & Singh 2000 (Eligibility Traces for Off-Policy "
+            "Policy Evaluation), before the exact KL of a token"
+        ),
+        placement="loss",
+        claims="the exact KL(π‖ref) of the next token as if on-policy, whatever the sampler",
+        known_false=(
+            "the sampler is corrected for in full, yet how the policy chooses its prefixes gets no gradient; the "
+            "weights' variance grows with the length"
+        ),
+        identified={"current": local("reverse_kl"), "stale": local("reverse_kl")},
+    )
+)
+def full_loss_prefix_ratio(logits, ref_logits, logp, old_logp, mask):
+    """sg(ρ_(1:t−1))·KL(π‖ref) per token. Gradient: the reverse KL's, with π's prefixes fixed. (B, T, V) → (B, T).
+
+    The token itself needs no ratio, since its whole distribution stands in its place.
+    """
+    log_ratio = (logp - old_logp).where(mask != 0, 0.0).detach()
+    return (log_ratio.cumsum(dim=1) - log_ratio).exp() * _where_live(logits, ref_logits, mask)
+
+
+@register(
+    Spec(
         name="full-reward",
         formula="Σ_t log π_t · sg(Σ_(s>t) KL(π(·|s_s)‖ref(·|s_s)))",
         source="Amini, Vieira & Cotterell 2025 (arXiv 2504.10637), the score-function part of their gradient",
@@ -48,11 +74,15 @@ def full_reward(logits, ref_logits, mask):
 
     The KL itself is logged: the cost leaves out the first prefix's, to which no token led.
     """
-    live = (mask != 0).unsqueeze(-1)
-    log_pi, log_ref = logits.where(live, 0.0).log_softmax(-1), ref_logits.where(live, 0.0).log_softmax(-1)
-    kl = (log_pi.exp() * (log_pi - log_ref)).sum(dim=-1).where(mask != 0, 0.0)
+    kl = _where_live(logits, ref_logits, mask)
     following = _to_the_token_before(kl, mask)
     return following, {"kl": kl.detach()}
+
+
+def _where_live(logits, ref_logits, mask):
+    """Return the KL of each next token, 0 at padding whatever stands there. (B, T, V) → (B, T)."""
+    live = (mask != 0).unsqueeze(-1)
+    return full_loss(logits.where(live, 0.0), ref_logits.where(live, 0.0))
 
 
 def _to_the_token_before(kl, mask):
@@ -89,9 +119,7 @@ def rao_blackwell(logits, ref_logits, mask):
 
     Gradient as placed: Σ_t [∇KL_t + g_t Σ_(s>t) KL_s], the reverse KL's.
     """
-    live = (mask != 0).unsqueeze(-1)
-    log_pi, log_ref = logits.where(live, 0.0).log_softmax(-1), ref_logits.where(live, 0.0).log_softmax(-1)
-    kl = (log_pi.exp() * (log_pi - log_ref)).sum(dim=-1).where(mask != 0, 0.0)
+    kl = _where_live(logits, ref_logits, mask)
     following = _to_the_token_before(kl.detach(), mask)
     return kl - kl.detach() + following, {"kl": kl.detach()}
 
