@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kltest import files
 from kltest.errors import KltestError, UsageError
 from kltest.render import FORMATS, PLAIN, Terminal, known, render, render_changes
 from kltest.render.changes import Changes
@@ -113,17 +114,21 @@ def deliver(where: Iterable[Destination], text: Callable[[Destination, Terminal]
             written = _no_command(written)
         data = written.encode("utf-8", "backslashreplace")
         try:
-            if destination.path is not None:
-                with destination.path.open("ab" if destination.adds else "wb") as file:
-                    file.write(data)
-            else:
+            if destination.path is None:
                 print_bytes(data)
+            elif destination.adds or (destination.path.exists() and not destination.path.is_file()):
+                with destination.path.open("ab" if destination.adds else "wb") as file:  # a pipe or a device, too
+                    file.write(data)
+            else:  # an earlier report stays if there is no room for this one
+                files.write(destination.path.resolve() if destination.path.is_symlink() else destination.path, data)
         except BrokenPipeError:
             raise
         except OSError as error:
-            failed.append(f"{destination.path or 'standard output'}: {error.strerror or error}")
+            failed.append(f"cannot write {destination.path or 'standard output'}: {error.strerror or error}")
+        except KltestError as error:
+            failed.append(str(error))
     if failed:
-        raise KltestError("the report could not be written to " + "; ".join(failed))
+        raise KltestError("the report is not written: " + "; ".join(failed))
 
 
 def print_bytes(data: bytes) -> None:

@@ -1,5 +1,6 @@
 """The command line: every exit code, every bad input answered with one message, nothing lost, nothing heavy loaded."""
 
+import errno
 import importlib
 import inspect
 import json
@@ -179,8 +180,9 @@ def test_a_report_is_opened_as_a_page(given, starts, monkeypatch, folder):
 
 
 def without_a_folder(jobs, *others):
-    """The folder of a report goes while losses are graded."""
+    """A file takes the place of a report's folder while losses are graded."""
     Path("gone").rmdir()
+    Path("gone").touch()
     yield from canned()(jobs)
 
 
@@ -197,7 +199,7 @@ def interrupted(jobs, *others):
 @pytest.mark.parametrize(
     ("grading", "code", "says", "written"),
     [
-        (without_a_folder, 3, "gone/a.json: No such file", ["one", "two"]),
+        (without_a_folder, 3, "gone/a.json: ", ["one", "two"]),
         (interrupted, 130, "1 of 2 graded, not graded: two", ["one"]),
         (broken, 3, "bug in kltest", []),
     ],
@@ -212,6 +214,19 @@ def test_what_is_finished_is_written_whatever_happens(grading, code, says, writt
     if trace := re.search("the traceback in (.*)", result.stderr):
         assert "ZeroDivisionError: planted" in Path(trace[1]).read_text()
         Path(trace[1]).unlink()
+
+
+def test_an_earlier_report_stays_if_there_is_no_room_for_the_new_one(monkeypatch, folder):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (folder / "out.json").write_text("earlier")
+    monkeypatch.setattr(GRADED, canned())
+    monkeypatch.setattr(os, "fsync", full)
+    result = call("grade", "one", "--output", "json:out.json", code=3)
+    assert result.stderr == "kltest: the report is not written: cannot write out.json: No space left on device\n"
+    assert sorted(path.name for path in folder.iterdir()) == ["losses.py", "out.json"]
+    assert (folder / "out.json").read_text() == "earlier"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only a forked child sees the planted bug")
