@@ -1,8 +1,8 @@
 """A loss without its noise: each call is the mean over many draws of the random numbers that it makes.
 
 Copies of a batch stand side by side in one call, each with groups of its own, so that every row meets other random
-numbers in each copy and a mean, a sum, or a divisor that counts the tokens of the batch stays as it is. What else couples
-rows, as a baseline of the others does, would couple copies, whose own row would be among the others: it is refused.
+numbers in each copy and a mean, a sum, or a divisor that counts the tokens of the batch stays as it is. What else
+couples rows, as a baseline of the others does, would couple copies as well: it is refused.
 """
 
 import math
@@ -78,7 +78,9 @@ def _copies_meet(loss: Loss, batch: Rollout) -> bool:
     kept = torch.arange(len(copies)) < len(copies) // 2
     for others in (copies, copies.near_reference()):
         changed = {
-            name: torch.where(kept.reshape(-1, *[1] * (copies.peek(name).dim() - 1)), copies.peek(name), others.peek(name))
+            name: torch.where(
+                kept.reshape(-1, *[1] * (copies.peek(name).dim() - 1)), copies.peek(name), others.peek(name)
+            )
             for name in ("ref_logp", "ref_logits", "ref_topk_logp")
             if name in copies
         }
