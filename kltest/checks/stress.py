@@ -383,11 +383,6 @@ def _long_rows(findings: Findings) -> list[Row]:
     return [max(rows, key=lambda row: row.batch) for rows in several if rows]
 
 
-def _lengths(findings: Findings, row: Row) -> list[int]:
-    """A mean over draws takes too long for long rollouts."""
-    return [LENGTH] if findings.loss.instead else [LENGTH, LONGER]
-
-
 def choices_of(batch: int, length: int = LENGTH) -> tuple[int, ...]:
     """Return the positions of the tokens that are not certain, for batches of this size."""
     return tuple(dict.fromkeys(place * length // LENGTH for place in CHOICES.get(batch, CHOICES_OF_GROUPS)))
@@ -490,7 +485,7 @@ STRESS = {
     ),
     "long rollouts": Stress(
         _long_rows,
-        _lengths,
+        lambda findings, row: (LENGTH, LONGER),
         lambda findings, row, settings: long_instance(
             row.batch, findings.seed, *settings, width=WIDE if findings.observed.dtype == AVERAGED else NARROW
         ),

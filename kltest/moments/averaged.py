@@ -1,8 +1,8 @@
 """A loss without its noise: each call is the mean over many draws of the random numbers that it makes.
 
 Copies of a batch stand side by side in one call, each with groups of its own, so that every row meets other random
-numbers in each copy and what couples the rows of a batch stays as it is: a mean, a sum, or a divisor that counts the
-tokens of the batch.
+numbers in each copy and a mean, a sum, or a divisor that counts the tokens of the batch stays as it is. What else
+couples rows, as a baseline of the others does, would couple copies as well: it is refused.
 """
 
 import math
@@ -34,6 +34,8 @@ FEWER = 4
 # Copies with which noise is measured first, and the most of them; numbers in one field of all calls, and of each call:
 # memory of tens of megabytes is got from the system, page by page, every time.
 FIRST, COPIES, NUMBERS, AT_ONCE = 64, 2**14, 2**25, 2**18
+# Share of a copy's gradient by which other copies may move it, also in half the usual precision.
+MOVED = 1e-3
 
 
 def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, Loss]:
@@ -45,8 +47,14 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, 
         adds_up: True if it sums over rows.
 
     Raises:
-        TargetError: Copies in one call do not take the noise away, as if all of them share a random number.
+        TargetError: Copies in one call do not take the noise away, as if all of them share a random number, or they
+            change each other.
     """
+    if _copies_meet(loss, batch):
+        raise TargetError(
+            f"{loss.name} draws random numbers and couples the rows of a batch: copies of it in one call, over which "
+            "the noise would be averaged, change each other. Switch the noise off"
+        )
     first, more = (_noise(loss, many, batch, adds_up, SEEDS) for many in (FIRST, SHARED * FIRST))
     if more > MOST and more > first / SHARED**0.5 * 2:
         raise TargetError(
@@ -62,6 +70,29 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, 
         )
     few = max(FIRST, copies // FEWER)
     return _average(loss, copies, 0, adds_up), _average(loss, copies, 3, adds_up), _average(loss, few, 4, adds_up)
+
+
+def _copies_meet(loss: Loss, batch: Rollout) -> bool:
+    """Return True if the gradient of some copies changes with the log-ratios of the others, at the same draws."""
+    copies, found = side_by_side(batch, FIRST), []
+    kept = torch.arange(len(copies)) < len(copies) // 2
+    for others in (copies, copies.near_reference()):
+        changed = {
+            name: torch.where(
+                kept.reshape(-1, *[1] * (copies.peek(name).dim() - 1)), copies.peek(name), others.peek(name)
+            )
+            for name in ("ref_logp", "ref_logits", "ref_topk_logp")
+            if name in copies
+        }
+        both = copies.replace(**changed)
+        with loss.calls.holding(), preserved(0):
+            gradients = _gradients(loss.for_experiments(), both)
+        found.append({name: gradient[kept] for name, gradient in gradients.items()})
+    one, other = found
+    return any(
+        float((gradient - other.get(name, 0.0)).norm()) > MOVED * float(gradient.norm())
+        for name, gradient in one.items()
+    )
 
 
 def _noise(loss: Loss, copies: int, batch: Rollout, adds_up: bool, seeds: Sequence[int]) -> float:

@@ -97,6 +97,22 @@ def half_of_large_batches(logp, ref_logp, mask):
     return square[torch.randperm(len(square))[: len(square) // 2]].mean() if len(square) > 4 else square.mean()
 
 
+def rows_dropped(logp, ref_logp, mask, *, chunked):
+    """The square of each chunk of 256 tokens, or of all of them."""
+    chunks = (logp - ref_logp).where(mask != 0, 0.0).split(256, dim=1)
+    sums = torch.stack([chunk.sum(-1) for chunk in chunks])
+    squares = (sums if chunked else sums.sum(0, keepdim=True)).square().sum(0) / 2
+    return F.dropout(squares, 0.1).mean()
+
+
+def rows_dropped_and_chunks(logp, ref_logp, mask):
+    return rows_dropped(logp, ref_logp, mask, chunked=True)
+
+
+def rows_dropped_and_sums_of_chunks(logp, ref_logp, mask):
+    return rows_dropped(logp, ref_logp, mask, chunked=False)
+
+
 def counted(until: int, every: int) -> Callable[..., Tensor]:
     """The square of the sum, and another estimate after so many calls, or at every so-many-th."""
     calls = [0]
@@ -220,6 +236,8 @@ CASES = [
     wrong("KL203", no_longer_than_512),
     wrong("KL105", first_200_beside_a_bound),
     beyond(window_of_16_with_noise, {"KL105", "KL205"}, slow=False),
+    beyond(rows_dropped_and_chunks, {"KL105", "KL205"}, slow=False),
+    wrong("KL507", rows_dropped_and_sums_of_chunks, warns=True, slow=True),
     wrong("KL507", dropped_by_a_fresh_generator, warns=True),
     wrong("KL507", "wrong_inexact.py:MovingBaseline.loss", warns=True),
     wrong("KL507", half_of_large_batches, warns=True),

@@ -98,6 +98,18 @@ def test_noise_that_thousands_of_copies_leave_is_told():
         averaged(bind(one_row_in_fifty), batch(), adds_up=False)
 
 
+def less_the_others(logp, ref_logp, mask):
+    """Copies of a row would be among the others."""
+    cost = ((logp - ref_logp) * mask).sum(-1).detach()
+    cost = cost - (cost.sum() - cost) / max(1, len(cost) - 1)
+    return (cost * (logp * mask).sum(-1) * (torch.rand(len(logp)) < 0.5) * 2).mean()
+
+
+def test_copies_that_change_each_other_are_refused():
+    with pytest.raises(TargetError, match="couples the rows"):
+        averaged(bind(less_the_others), batch(), adds_up=False)
+
+
 def wrong_sign(logp, ref_logp, mask):
     return -all_or_nothing(logp, ref_logp, mask)
 
