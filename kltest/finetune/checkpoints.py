@@ -22,6 +22,19 @@ CHECKPOINT = "checkpoint.pt"
 Record = dict[str, Any]
 
 
+def recorded(folder: Path) -> list[Record]:
+    """Return what the run in a folder measured; UsageError if there is no run, or a line is damaged."""
+    path, found = folder / FILES[0], list[Record]()
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            found.append(dict(json.loads(line)))
+    except OSError as error:
+        raise UsageError(f"{folder} holds no run of kltest finetune: {path.name}: {error.strerror}") from None
+    except (ValueError, TypeError):
+        raise UsageError(f"{path}, line {len(found) + 1}, is damaged; --again begins the run anew") from None
+    return found
+
+
 class RunFolder:
     """The files of a run, and the `records` in them.
 
@@ -45,14 +58,23 @@ class RunFolder:
         write(written, as_json(now))
 
     def restore(self) -> dict[str, Any] | None:
-        """Return the last checkpoint, if there is one, and cut the files to their length at that time."""
+        """Return the last checkpoint, if there is one, and cut the files to their length at that time.
+
+        Raises:
+            UsageError: The checkpoint or the records are damaged.
+        """
         path = self.folder / CHECKPOINT
-        state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True)) if path.exists() else None
+        try:
+            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True)) if path.exists() else None
+            sizes = state["files"] if state else dict.fromkeys(FILES, 0)
+        except Exception as error:  # whatever it is that the bytes of a damaged file lead to
+            raise UsageError(f"{path} is damaged; --again begins the run anew") from error
         for name in FILES:
             with (self.folder / name).open("ab") as file:
-                file.truncate(state["files"][name] if state else 0)
-        lines = (self.folder / FILES[0]).read_text(encoding="utf-8").splitlines()
-        self.records = [json.loads(line) for line in lines]
+                if file.tell() < sizes[name]:
+                    raise UsageError(f"{file.name} is damaged, since it was longer; --again begins the run anew")
+                file.truncate(sizes[name])
+        self.records = recorded(self.folder)
         return state
 
     def add(self, record: Record, samples: Sequence[Record]) -> None:

@@ -1,12 +1,11 @@
 """Runs as a picture: the reward on held-out prompts against KL(π‖ref), evaluation by evaluation."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kltest.errors import UsageError
-from kltest.finetune.checkpoints import FILES
+from kltest.finetune.checkpoints import recorded
 from kltest.finetune.settings import read
 
 if TYPE_CHECKING:
@@ -26,13 +25,11 @@ def stored(folder: Path) -> Run:
     Raises:
         UsageError: There is no run, or a line of it is broken.
     """
+    found, settings = recorded(folder), read(folder / "settings.json")
     try:
-        lines = (folder / FILES[0]).read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines]
-        settings = read(folder / "settings.json")
-        return f"{settings['kl']}, β = {settings['beta']:g}", records
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{folder} holds no run of kltest finetune: {error}") from None
+        return f"{settings['kl']}, β = {settings['beta']:g}", found
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{folder / 'settings.json'} names no KL term and β ({error})") from None
 
 
 def draw(runs: Sequence[Run], path: Path) -> Path:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -368,6 +369,23 @@ def test_the_command_line(tmp_path, finished, monkeypatch):
         refused = CliRunner().invoke(app, ["finetune", "--compare", str(finished), str(broken)])
         assert refused.exit_code == 2
         assert f"{broken} holds no run" in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("checkpoint.pt", b"x" * 100), ("metrics.jsonl", b"{\n"), ("metrics.jsonl", b"[1, 2]\n"), ("settings.json", b"{")],
+)
+def test_a_damaged_file_is_named_and_left_as_it_is(finished, name, content, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    (folder / name).write_bytes(content)
+    done = CliRunner().invoke(app, ["finetune", *ARGUMENTS, "--output", str(folder)])
+    assert done.exit_code == 2
+    assert name in done.output
+    assert (folder / name).read_bytes() == content
+    if name != "checkpoint.pt":
+        drawn_again = CliRunner().invoke(app, ["finetune", "--compare", str(folder), str(folder)])
+        assert (drawn_again.exit_code, name in drawn_again.output) == (2, True)
 
 
 def test_runs_are_drawn_as_they_were_measured():
