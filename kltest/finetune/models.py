@@ -97,8 +97,10 @@ def trained(settings: Settings, task: Task) -> tuple[Any, Any]:
     tokenizer = tiny_tokenizer(task.characters)
     if not folder.exists():
         save(_learned(settings, task, tokenizer), tokenizer, folder)
-    # Loaded even if it was trained just now, so that every run starts from the same bytes.
-    return LlamaForCausalLM.from_pretrained(folder), tokenizer
+    try:  # even if it was trained just now, so that every run starts from the same bytes
+        return LlamaForCausalLM.from_pretrained(folder), tokenizer
+    except Exception as error:  # whatever it is that the bytes of a damaged file lead to
+        raise UsageError(f"the reference that is kept in {folder} is damaged: remove that folder") from error
 
 
 def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:

@@ -42,7 +42,7 @@ def pretrained(name: str) -> tuple[Any, Any]:
 
     try:
         return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the hub, of a folder that is none, or of damaged weights
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
         if name.startswith((".", "/", "~")) and not os.path.isdir(name):
             words = "there is no such folder"

@@ -388,6 +388,20 @@ def test_a_damaged_file_is_named_and_left_as_it_is(finished, name, content, tmp_
         assert (drawn_again.exit_code, name in drawn_again.output) == (2, True)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_damaged_weights_are_no_bug(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("KLTEST_MODELS", str(tmp_path / "models"))
+    given = ("--task", "addition:1", "--steps", "0", "--set", "reference_steps=1", "--set", "eval_prompts=2")
+    for model in ("tiny:10k", "own"):
+        assert CliRunner().invoke(app, ["finetune", "--model", "tiny:10k", *given]).exit_code == 0
+        (kept,) = (tmp_path / "models").iterdir()
+        (kept / name).write_bytes((kept / name).read_bytes()[:20])
+        done = CliRunner().invoke(app, ["finetune", "--model", model if model != "own" else str(kept), *given])
+        assert done.exit_code == 2
+        assert str(kept) in done.output
+        shutil.rmtree(kept)
+
+
 def test_runs_are_drawn_as_they_were_measured():
     ends = {"": 0.0, "_low": -0.1, "_high": 0.2}
     record = {f"{name}{end}": n + far for n, name in enumerate(("kl", "reward_held_out")) for end, far in ends.items()}
