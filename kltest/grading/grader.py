@@ -50,6 +50,10 @@ SIZES_GIVEN = (
     "--batch-size N for rows that are apart, --group-size N for rollouts of one prompt. If it takes one rollout at a "
     "time, grade a function that calls it with each row and returns the mean"
 )
+OF_CHOICES = (
+    "Environments have a vocabulary of a few tokens: make the number a parameter of the function, as k=20, which is "
+    "then set to what a vocabulary has, or take min(20, logits.shape[-1])"
+)
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
 
 
@@ -141,7 +145,7 @@ def grade(
 
 def cannot_be_called(report: Report) -> bool:
     """Return True for a loss that was not measured: it took no rollouts, or returned what is no loss of them."""
-    understood = not report.error or not any(words in report.error for words in (SIZES_GIVEN, ACCEPTED))
+    understood = not report.error or not any(words in report.error for words in (SIZES_GIVEN, OF_CHOICES, ACCEPTED))
     return bool(report.error) and not report.gradients and not (report.calls and understood)
 
 
@@ -382,8 +386,10 @@ def _hangs(calls: Calls, limit: float) -> bool:
 
 
 def _on_sizes(error: TargetError, options: Options) -> str:
-    """Return a hint at the options for sizes if the loss seems to refuse the number of rows, else ""."""
+    """Return a hint if the loss seems to refuse the number of tokens to choose from, or of rows, else ""."""
     cause = error.__cause__
+    if "index k out of range" in str(cause):  # of topk
+        return f"\n{OF_CHOICES}"
     of_shapes = isinstance(cause, AssertionError) or (
         isinstance(cause, RuntimeError | ValueError | IndexError | ZeroDivisionError)
         and any(word in str(cause) for word in OF_SHAPES)

@@ -127,3 +127,15 @@ def token_mean(logp, ref_logp, mask, advantage, beta):
 def test_a_group_size_that_was_asked_for_is_no_size_of_batches():
     (check,) = kltest.grade(token_mean, expect="local_reverse_kl", select="KL206", group_size=2).checks
     assert (check.status, check.level) == ("fail", "error")
+
+
+def likeliest(logits, ref_logits):
+    chances, ids = ref_logits.softmax(-1).topk(20)
+    return (chances * (chances.log() - logits.log_softmax(-1).gather(-1, ids))).sum(-1)
+
+
+def test_more_tokens_than_a_vocabulary_has_are_answered_with_what_to_write():
+    report = kltest.grade(likeliest, environment="bandit", call=True)
+    assert "index k out of range" in report.error
+    assert "make the number a parameter of the function, as k=20" in report.error
+    assert "--group-size" not in report.error
