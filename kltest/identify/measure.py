@@ -16,6 +16,7 @@ from kltest.identify.case import Case, relative_bias, size, target
 from kltest.identify.combinations import Combination
 from kltest.identify.evaluate import evaluate, lowest_precision, name_of, not_judged
 from kltest.identify.histories import histories, rows_after
+from kltest.identify.instances import TURNS
 from kltest.identify.rows import Observed, Row
 from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.values import reported
@@ -315,8 +316,9 @@ class Measure:
 
     def _place(self, case: Case, many: int) -> Case:
         """Return the case of batches of this size: groups have environments of their own, others a name of lengths."""
-        if self.sizes.grouped or many < 2:
-            return replace(case, group=many if self.sizes.grouped else None)
+        # Pairs of rollouts of two turns are many thousands, so that they are those of groups.
+        if self.sizes.grouped or many < 2 or case.environment == TURNS:
+            return replace(case, group=many if self.sizes.grouped or many > 1 else None)
         return replace(case, group=None, further=(*case.further, f"inverse_length_of{many}"))
 
     def _over_batches(
