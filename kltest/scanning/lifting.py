@@ -9,16 +9,18 @@ from typing import Any
 import torch
 
 from kltest.errors import KltestError
+from kltest.names import SUPPORT_SIZE
 from kltest.scanning.measured import (
     FAILURES,
-    LIKELIEST,
     NUMBER,
+    SIZE,
     WORDS,
     Rollouts,
     computed_of,
     filled,
     leaves,
     supports,
+    temperatures,
     value_of,
 )
 from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
@@ -179,8 +181,8 @@ class Lifting:
         ends = leaves(self.roles, node, shaped=shaped).unknown
         unknown = [one for one in ends if self.roles.of(one).quantity != INFINITE]
         several = supports(node)
-        counts = {end: LIKELIEST for end in unknown if end in several}
-        found += [f"{name_of(end)} is taken to be {LIKELIEST}" for end in counts]
+        counts = {end: self.graph.node(INPUT, SIZE) for end in unknown if end in several}
+        found += [f"{name_of(end)} is taken to be {SUPPORT_SIZE}" for end in counts]
         slots = {end: self.graph.node(INPUT, NUMBER, at) for at, end in enumerate(unknown) if end not in several}
         open_ = filled(self.roles, node, {**slots, **counts}, shaped=shaped)
         numbers = {end: self._number(node, end, open_, slot, found) for end, slot in slots.items()}
@@ -238,6 +240,9 @@ class Lifting:
         if is_constant(known) and known is not None:
             notes.append(f"{name} keeps its default, {known!r}")
             return known
+        if number in temperatures(self.roles, node):
+            notes.append(f"{name} is taken to be 1")
+            return 1.0
         if any(_is_rest_of(number, each) for each in reached(node)):
             notes.append(f"{name} is taken to be 0.5")
             return 0.5

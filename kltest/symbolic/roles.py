@@ -64,6 +64,8 @@ SUPPORT = ("topk", "top", "support", "sparse", "candidate")
 INDEX = words_of("ids indices index idx inds tokens support")
 # Owners of every model alike, and what loads each of them.
 HOSTS = ("self", "trainer", "learner", "from_pretrained")
+# Methods that lay out rollouts of several lengths, which a tensor holds side by side, in another way.
+LAID_OUT = words_of("values to_padded_tensor")
 # Of which only the shape of a value is read.
 SHAPES = ATTRIBUTES - {"T", "mT"}
 LIKE = words_of("len size dim numel zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
@@ -337,6 +339,8 @@ class Roles:
             return NOTHING
         if node in self.graph.facts:
             return self.graph.facts[node]
+        if node.operation == "method" and node.arguments[1] in LAID_OUT and self.of(node.arguments[0]).quantity:
+            return self.of(node.arguments[0])
         rewarded = False
         if node.operation == "attribute" and _is_generated(node):
             return self._of_side(node, Side("logits", None))
