@@ -13,12 +13,15 @@ from kltest.names import SUPPORT_SIZE
 from kltest.scanning.measured import (
     FAILURES,
     NUMBER,
+    ROLLOUTS,
     SIZE,
+    TOKENS,
     WORDS,
     Rollouts,
     computed_of,
     filled,
     leaves,
+    sizes,
     supports,
     temperatures,
     value_of,
@@ -183,7 +186,10 @@ class Lifting:
         several = supports(node)
         counts = {end: self.graph.node(INPUT, SIZE) for end in unknown if end in several}
         found += [f"{name_of(end)} is taken to be {SUPPORT_SIZE}" for end in counts]
-        slots = {end: self.graph.node(INPUT, NUMBER, at) for at, end in enumerate(unknown) if end not in several}
+        lengths = {end: 1 for end in unknown if end in sizes(node) - several}
+        found += [f"{name_of(end)} is taken to be 1" for end in lengths]
+        counts |= lengths
+        slots = {end: self.graph.node(INPUT, NUMBER, at) for at, end in enumerate(unknown) if end not in counts}
         open_ = filled(self.roles, node, {**slots, **counts}, shaped=shaped)
         numbers = {end: self._number(node, end, open_, slot, found) for end, slot in slots.items()}
         by_slot = {slots[end]: value for end, value in numbers.items()}
@@ -196,7 +202,9 @@ class Lifting:
                 raise _ZeroError("it is zero")
         notes += found
         shape = computed_of(made, Rollouts(2)).shape
-        return self.graph.node("sum", made, dim=-1) if shape[-1:] == (WORDS,) else made
+        if shape[-1:] == (WORDS,):
+            return self.graph.node("sum", made, dim=-1)
+        return self.graph.node("squeeze", made, dim=1) if shape == (ROLLOUTS, 1, TOKENS) else made
 
     def _number(self, node: Node, number: Node, of_slots: Any, slot: Node, notes: list[str]) -> Any:
         """Return what stands for a number that nothing computes, by what a term is as a function of it."""

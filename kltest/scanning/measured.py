@@ -35,7 +35,7 @@ from kltest.symbolic.roles import (
     is_filled,
     parts_of,
 )
-from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached
+from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached, under
 from kltest.symbolic.words import POLICY, REFERENCE, SAMPLER, is_mask, says
 
 ROLLOUTS, TOKENS, WORDS = 3, 4, 5
@@ -114,6 +114,11 @@ def _keeps_shape(roles: Roles, node: Node) -> bool:
     """Return True for what gives a field another shape, or takes an item of it in a loop."""
     if not node.arguments or not isinstance(node.arguments[0], Node):
         return False
+    if roles.of(node).quantity in (TOP_LOG_PROBS, TOP_PROBS):
+        inner = under(node, UNDONE)  # selected with what is gathered on the other side, which no field stands for
+        selected = inner.arguments[1] if inner.operation == "item" else None
+        if isinstance(selected, Node) and roles.of(selected).quantity in (MASK, PADDING):
+            return True
     counted = node.operation == "item" and _is_counted(node.arguments[1])
     return node.operation in RESHAPES or (counted and bool(field_of(roles, node.arguments[0])))
 
@@ -257,6 +262,7 @@ def filled(
     ends = leaves(roles, value, shaped=shaped)
     graph, unknown = roles.graph, set(ends.unknown)
     several, ones = supports(value) | _exponents(value), temperatures(roles, value)
+    lengths = sizes(value)
 
     def conditioned(node: Node, at: int) -> Node:
         arguments = [graph.rewritten(one, replace) for one in node.arguments]
@@ -274,7 +280,7 @@ def filled(
         if node not in ends.fields:
             if roles.of(node).quantity == INFINITE:
                 return graph.node("!=", graph.node("tensor", 0), 0)  # rollouts have none
-            usual = LIKELIEST if node in several else 1.0 if node in ones else SOME
+            usual = LIKELIEST if node in several else 1 if node in lengths else 1.0 if node in ones else SOME
             return numbers.get(node, usual) if node in unknown else node
         name = ends.fields[node]
         stands = graph.node(INPUT, name)
@@ -297,6 +303,12 @@ def supports(value: Any) -> set[Node]:
         if node.operation == "topk":
             found |= reached([*node.arguments[1:2], *(one for name, one in node.named if name == "k")])
     return found
+
+
+def sizes(value: Any) -> set[Node]:
+    """Return what says how long a dimension is to which something is reshaped."""
+    reshaped = (one for one in reached(value) if one.operation in ("view", "reshape", "unflatten"))
+    return {size for one in reshaped for size in nodes_in(one.arguments[1:])}
 
 
 def temperatures(roles: Roles, value: Any) -> set[Node]:

@@ -52,9 +52,7 @@ def read(job: Job, folder: Path, why: str = "") -> list[Job]:
     if not found:
         reason = rows[0].why if rows else "no KL term was found in it"
         raise UsageError(f"{job.name} cannot be read from its source either: {reason}")
-    told = [
-        (row, *reader.told(row, [one for one in rows if (one.file, one.spot) == (row.file, row.spot)])) for row in found
-    ]
+    told = [(row, *reader.told(row, rows)) for row in found]
     told.sort(key=lambda one: bool(one[1]))
     return list(_jobs(job, told, folder, why))
 
@@ -145,13 +143,14 @@ class _Reader:
         reached = self._reached(self.path, self.name.rpartition(".")[2])
         return own or [row for row in every if self._is_here(row) and row.function.rpartition(".")[2] in reached]
 
-    def told(self, row: Row, term: Sequence[Row]) -> tuple[str, str]:
+    def told(self, row: Row, rows: Sequence[Row]) -> tuple[str, str]:
         """Return why a variant of a term decides nothing, and what is said of one that does decide.
 
         Args:
             row: the variant.
-            term: all variants of its term.
+            rows: all variants of all terms.
         """
+        term = [one for one in rows if (one.file, one.spot) == (row.file, row.spot)]
         uses = {use: self._against(row, use, term) for use in row.against}
         own = [against for use, (against, _) in uses.items() if self._is_own(use)]
         mine = min(own or [against for against, _ in uses.values()], key=len, default=[])
@@ -159,6 +158,8 @@ class _Reader:
         others = [one for one in term if one is not row and self._may_be_default(one, term)]
         if (mine or not own) and sites:
             return "", f"used by {sites[0].replace(f'{self.path.parent}/', '')}"
+        if excluded := self._excluded(row, rows):
+            return ", ".join(excluded), ""
         if len(term) == 1:
             return "", ""
         if mine and others:
@@ -166,6 +167,16 @@ class _Reader:
         if mine or len(others) + 1 == len(term):
             return "", "nothing says which variant is the default: each decides"
         return "", "the default" if not others else "as far as it is known, the default"
+
+    def _excluded(self, row: Row, rows: Sequence[Row]) -> Sequence[str]:
+        """Return the options that are others by default, where the function computes other lines instead by default."""
+        mine = min((against[0] for use, against in row.against.items() if self._is_own(use)), key=len, default=())
+        for one in rows if mine else ():
+            chosen = any(one.choices.get(name, words) != words for name, words in row.choices.items())
+            own = [against[0] for use, against in one.against.items() if self._is_own(use)]
+            if chosen and not one.why and one.place == row.place and own and not any(own):
+                return mine
+        return ()
 
     def _may_be_default(self, row: Row, term: Sequence[Row]) -> bool:
         """Return True for a variant that can be graded, and that no known default excludes where it is defined."""

@@ -341,6 +341,8 @@ class _Program(_Writer):
             template, kind = TEMPLATES[operation]
             words = [self.text(one).words for one in (arguments if "{1}" in template else ())]
             return Text(template.format(*words, all=self.listed(arguments, node.named)), ATOM, kind)
+        if operation == "not" and arguments[0].operation not in OPPOSITE and self.text(arguments[0]).kind == "tensor":
+            return Text(f"torch.logical_not({self.text(arguments[0]).words})")
         if operation in BINDING:
             return self.operator(operation, arguments)
         if operation in FUNCTIONS:
