@@ -1,9 +1,10 @@
 """Losses of public trainers, graded by FILE:NAME alone, against labels that were written before.
 
-`python -m benchmarks.trainers [--labels FILE] FOLDER…`, with checkouts that are named OWNER+NAME in the folders; answers are
-written beside the labels, to trainers.csv for trainers_labels.csv.
+`python -m benchmarks.trainers [--labels FILE] FOLDER…`, with checkouts that are named OWNER+NAME in the folders; the
+answers to trainers_labels.csv are written to trainers.csv beside it.
 A loss agrees if its verdict is the labelled one and the gradient that it follows in `sequence` on-policy is a positive
-multiple of the labelled one, or of one of several. It is wrong if it has another name, and not graded if it has none.
+multiple of the labelled one, or of one of several. It is wrong if it has another name, unnamed if it has none where the
+label has one, and not graded if nothing could be called or read.
 """
 
 import argparse
@@ -67,10 +68,10 @@ def answered(label: Mapping[str, str], reports: list[dict[str, Any]]) -> dict[st
         answer = "not graded"
     elif verdict == "inconclusive":
         answer = "inconclusive"
-    elif set(names) <= wanted:
+    elif set(names) <= wanted and (names != ["unnamed"] or wanted == {"unnamed"}):
         answer = "agrees" if verdict == label["verdict"] else "verdict"
     else:
-        answer = "unnamed" if "unnamed" in {*names} - wanted else "wrong"
+        answer = "unnamed" if "unnamed" in names else "wrong"
     return {"found": " or ".join(names), "graded": verdict, "answer": answer}
 
 

@@ -12,6 +12,7 @@ from kltest.errors import KltestError
 from kltest.names import SUPPORT_SIZE
 from kltest.scanning.measured import (
     FAILURES,
+    FAR,
     NUMBER,
     ROLLOUTS,
     SIZE,
@@ -21,6 +22,7 @@ from kltest.scanning.measured import (
     computed_of,
     filled,
     leaves,
+    limits,
     sizes,
     supports,
     temperatures,
@@ -37,8 +39,6 @@ from kltest.symbolic.words import says
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty", "scale", "eta")
 REWARDS = ("reward", "advantage")
 MASKS = (MASK, PADDING)
-FAR = 1e4
-"""What stands for a limit that nothing says, so that it limits nothing."""
 TOLERANCE = 1e-9
 OPTIONS = (INPUT, "attribute", "item")
 """Operations that read an option."""
@@ -215,7 +215,7 @@ class Lifting:
                 notes.append(f"{name} keeps its default, {known!r}")
                 return known
             notes.append(f"{name} is taken to limit nothing")
-            return _far(node, number)
+            return limits(node).get(number, FAR)
 
         def at(value: float) -> float:
             return value_of(of_slots, Rollouts(2), {slot: value}).item()
@@ -226,8 +226,8 @@ class Lifting:
             zero = math.nan
         try:
             half, one, two = at(0.5), at(1.0), at(2.0)
-        except FAILURES:  # it counts something
-            if not isinstance(known, int):
+        except FAILURES:  # it counts something, or has a logarithm
+            if not isinstance(known, int | float):
                 raise
             notes.append(f"{name} keeps its default, {known!r}")
             return known
@@ -273,14 +273,6 @@ def _is_limit(node: Node, number: Node) -> bool:
     """Return True for a number that a value is limited to, or that says how far from another."""
     limits = (one for one in reached(node) if one.operation in LIMITS)
     return any(number in reached((*each.arguments[1:], *(value for _, value in each.named))) for each in limits)
-
-
-def _far(node: Node, number: Node) -> float:
-    """Return what limits nothing in the place of a limit, from below or from above."""
-    clamps = [each for each in reached(node) if each.operation == "clamp"]
-    limits = [dict(zip(("min", "max"), each.arguments[1:], strict=False)) | dict(each.named) for each in clamps]
-    sides = {one for each in limits for one in ("min", "max") if each.get(one) is number}
-    return {frozenset({"min"}): -FAR, frozenset({"max"}): FAR}.get(frozenset(sides), FAR)
 
 
 def _fields(node: Node) -> set[str]:

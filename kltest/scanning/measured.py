@@ -43,6 +43,8 @@ NEAR = 1e-9
 NUMBER = "number"
 """The input that stands for a number that is not known."""
 SOME = 0.5
+FAR = 1e4
+"""What stands for a limit that nothing says, so that it limits nothing."""
 LIKELIEST = 2
 """How many tokens of a random rollout stand for the likeliest."""
 SIZE = "k"
@@ -262,7 +264,7 @@ def filled(
     ends = leaves(roles, value, shaped=shaped)
     graph, unknown = roles.graph, set(ends.unknown)
     several, ones = supports(value) | _exponents(value), temperatures(roles, value)
-    lengths = sizes(value)
+    lengths, far = sizes(value), limits(value)
 
     def conditioned(node: Node, at: int) -> Node:
         arguments = [graph.rewritten(one, replace) for one in node.arguments]
@@ -280,7 +282,7 @@ def filled(
         if node not in ends.fields:
             if roles.of(node).quantity == INFINITE:
                 return graph.node("!=", graph.node("tensor", 0), 0)  # rollouts have none
-            usual = LIKELIEST if node in several else 1 if node in lengths else 1.0 if node in ones else SOME
+            usual = LIKELIEST if node in several else 1 if node in lengths | ones else far.get(node, SOME)
             return numbers.get(node, usual) if node in unknown else node
         name = ends.fields[node]
         stands = graph.node(INPUT, name)
@@ -303,6 +305,17 @@ def supports(value: Any) -> set[Node]:
         if node.operation == "topk":
             found |= reached([*node.arguments[1:2], *(one for name, one in node.named if name == "k")])
     return found
+
+
+def limits(value: Any) -> dict[Node, float]:
+    """Return what values are clamped to, each with a number that limits nothing in its place, from below or above."""
+    sides: dict[Node, set[str]] = {}
+    for one in reached(value):
+        if one.operation == "clamp":
+            for side, limit in (*zip(("min", "max"), one.arguments[1:], strict=False), *one.named):
+                if isinstance(limit, Node):
+                    sides.setdefault(limit, set()).add(side)
+    return {limit: -FAR if each == {"min"} else FAR for limit, each in sides.items()}
 
 
 def sizes(value: Any) -> set[Node]:

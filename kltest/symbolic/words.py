@@ -21,8 +21,8 @@ _WHO = {
 _NO_SIDE = words_of(
     """
     average clamp clip coef count diff difference dtype entropies entropy eps epsilon fn func interpolated invalid kl
-    kld kls length lengths loss keep losses mask masks max min mix mixed mixture num ratio ratios scale scales scaling size
-    sizes sum temp temperature threshold total value values processor config
+    kld kls length lengths loss keep losses mask masks max min mix mixed mixture num ratio ratios scale scales scaling
+    size sizes sum temp temperature threshold total value values processor config
     """
 )
 METRICS = words_of(
