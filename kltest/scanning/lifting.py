@@ -14,9 +14,7 @@ from kltest.scanning.measured import (
     FAILURES,
     FAR,
     NUMBER,
-    ROLLOUTS,
     SIZE,
-    TOKENS,
     WORDS,
     Rollouts,
     computed_of,
@@ -204,7 +202,8 @@ class Lifting:
         shape = computed_of(made, Rollouts(2)).shape
         if shape[-1:] == (WORDS,):
             return self.graph.node("sum", made, dim=-1)
-        return self.graph.node("squeeze", made, dim=1) if shape == (ROLLOUTS, 1, TOKENS) else made
+        columns = [at for at, length in enumerate(shape) if at and length == 1]
+        return self.graph.node("squeeze", made, dim=columns[0]) if columns else made
 
     def _number(self, node: Node, number: Node, of_slots: Any, slot: Node, notes: list[str]) -> Any:
         """Return what stands for a number that nothing computes, by what a term is as a function of it."""
