@@ -1,15 +1,19 @@
 """Losses of public trainers, graded by FILE:NAME alone, against labels that were written before.
 
-`python -m benchmarks.trainers FOLDER…`, with checkouts that are named OWNER+NAME in the folders.
+`python -m benchmarks.trainers [--labels FILE] FOLDER…`, with checkouts that are named OWNER+NAME in the folders; the
+answers to trainers_labels.csv are written to trainers.csv beside it.
 A loss agrees if its verdict is the labelled one and the gradient that it follows in `sequence` on-policy is a positive
-multiple of the labelled one, or of one of several. It is wrong if it has another name, and not graded if it has none.
+multiple of the labelled one, or of one of several. It is wrong if it has another name, unnamed if it has none where the
+label has one, and not graded if nothing could be called or read.
 """
 
+import argparse
 import csv
 import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,23 +21,24 @@ from typing import Any
 from kltest.files import as_csv, write
 from kltest.report import WORST_FIRST
 
-LABELS, RESULTS = (Path(__file__).with_name(f"trainers{name}.csv") for name in ("_labels", ""))
+LABELS = Path(__file__).with_name("trainers_labels.csv")
 FIELDS = ("repository", "file", "name", "follows", "verdict", "found", "graded", "answer", "seconds")
 SECONDS = 240
 
 
-def main(folders: list[str]) -> None:
+def main(labels: Path, folders: Sequence[str]) -> None:
     rows = []
-    for label in csv.DictReader(LABELS.open(encoding="utf-8")):
+    for label in csv.DictReader(labels.open(encoding="utf-8")):
         began = time.monotonic()
         reports, error = graded(checkout(folders, label["repository"]), f"{label['file']}:{label['name']}")
         row = {**label, **answered(label, reports), "seconds": round(time.monotonic() - began)}
         rows.append({name: row[name] for name in FIELDS})
         print(
-            f"{row['answer']:<10}{label['repository']} {label['name']}: {row['graded']}, {row['found']} {error}",
+            f"{row['answer']:<13}{label['repository']} {label['name']}: {row['graded']}, {row['found']} {error}",
             flush=True,
         )
-    write(RESULTS, as_csv(rows))
+    write(labels.with_name(labels.name.replace("_labels", "")), as_csv(rows))
+    print(", ".join(f"{count} {answer}" for answer, count in Counter(row["answer"] for row in rows).most_common()))
 
 
 def checkout(folders: Sequence[str], repository: str) -> Path:
@@ -58,24 +63,40 @@ def answered(label: Mapping[str, str], reports: list[dict[str, Any]]) -> dict[st
     """Return the verdict and the names that were found, and whether they are the labelled ones."""
     verdict = min((one["verdict"] for one in reports), key=WORST_FIRST.index, default="error")
     names = list(dict.fromkeys(name for report in reports for name in followed(report)))
-    wanted = {one.rpartition("*")[2] for one in label["follows"].split(" or ")}
-    if verdict in ("error", "inconclusive") or not names:
+    wanted = {direction(combination(one)) for one in label["follows"].split(" or ")}
+    if verdict == "error" or not names:
         answer = "not graded"
-    elif set(names) <= wanted:
+    elif verdict == "inconclusive":
+        answer = "inconclusive"
+    elif set(names) <= wanted and (names != ["unnamed"] or wanted == {"unnamed"}):
         answer = "agrees" if verdict == label["verdict"] else "verdict"
     else:
-        answer = "not graded" if "unnamed" in names else "wrong"
+        answer = "unnamed" if "unnamed" in names else "wrong"
     return {"found": " or ".join(names), "graded": verdict, "answer": answer}
 
 
 def followed(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is followed on-policy where rollouts have one length: a name without a positive factor."""
+    """Yield the direction that is followed on-policy where rollouts have one length."""
     for row in report["gradients"]:
         if (row["environment"], row["sampler"]) == ("sequence", "current"):
-            found = row["identified"]
-            alone = found and len(found) == 1
-            yield "unnamed" if not found else next(iter(found)) if alone and min(found.values()) >= 0 else str(found)
+            yield direction(row["identified"]) if row["identified"] else "unnamed"
+
+
+def combination(text: str) -> dict[str, float]:
+    """Return the coefficients of named gradients: of `0.1*local_forward_kl + 0.9*local_reverse_kl`."""
+    terms = (term.rpartition("*") for term in text.split(" + "))
+    return {name: float(coefficient or 1) for coefficient, _, name in terms}
+
+
+def direction(coefficients: Mapping[str, float]) -> str:
+    """Return the text of a combination up to a positive factor: their absolute values sum to 1."""
+    size = sum(map(abs, coefficients.values())) or 1
+    terms = {name: f"{coefficients[name] / size:.4g}" for name in sorted(coefficients)}
+    return " + ".join(name if share in ("0", "1") else f"{share}*{name}" for name, share in terms.items())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--labels", type=Path, default=LABELS)
+    parser.add_argument("folders", nargs="+")
+    main(**vars(parser.parse_args()))

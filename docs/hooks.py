@@ -236,6 +236,15 @@ def _range(numbers: Any, written: Callable[[float], str]) -> str:
 
 def trainers() -> list[dict[str, str]]:
     """Losses of public trainers that were labelled before they were graded by FILE:NAME alone."""
+    return _labelled("trainers")
+
+
+def distillation_losses() -> list[dict[str, str]]:
+    """The same of distillation losses."""
+    return _labelled("distillation")
+
+
+def _labelled(name: str) -> list[dict[str, str]]:
     import csv
 
     return [
@@ -245,7 +254,7 @@ def trainers() -> list[dict[str, str]]:
             "label": f"{row['follows'].replace(' or ', ', ')} · {row['verdict']}",
             "": row["answer"],
         }
-        for row in csv.DictReader((ROOT / "benchmarks" / "trainers.csv").open(encoding="utf-8"))
+        for row in csv.DictReader((ROOT / "benchmarks" / f"{name}.csv").open(encoding="utf-8"))
     ]
 
 
@@ -416,6 +425,7 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         scan,
         scan_variants,
         trainers,
+        distillation_losses,
         pins_commits,
         pins_months,
         libraries,

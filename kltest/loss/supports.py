@@ -68,7 +68,7 @@ def filled(fillings: Mapping[str, Any], parameters: Parameters, support: Stated)
     sees_all = "ref_logits" in fields.values()
     for key in SUPPORT_SIZES:
         whole = key in parameters and type(fillings.get(key, parameters[key].default)) is int
-        large = sees_all and support.size > SUPPORT_SIZE and key not in fillings  # what is given is given as it is
+        large = sees_all and support.size >= SUPPORT_SIZE and key not in fillings  # what is given is given as it is
         if whole and (supports or large):
             found[key] = SizeOf(support.size)
     return found

@@ -112,7 +112,7 @@ class Tree:
         found: dict[str, set[Any]] = {}
         for source in self.sources.values():
             for node in ast.walk(source.tree):
-                name, default = _option(node)
+                name, default = option(node)
                 if isinstance(default, ast.Constant):
                     found.setdefault(name, set()).add(default.value)
         return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
@@ -271,7 +271,7 @@ def _names(node: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def _option(node: ast.AST) -> tuple[str, ast.expr | None]:
+def option(node: ast.AST) -> tuple[str, ast.expr | None]:
     """Return the name and the default of an option: of an annotated variable, or of `add_argument("--name")`."""
     match node:
         case ast.AnnAssign(target=ast.Name(id=name), value=value):

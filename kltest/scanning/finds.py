@@ -140,7 +140,9 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
     starts = sorted(_ends(entry, parts), key=lambda one: one[1] in REWARDS)
     margins = _margins(entry, [root for root, _ in starts])
     metrics = list(_logged(entry))
-    tree.seen |= _seen(entry, [*(root for root, place in starts if place != "helper"), *metrics])
+    handed_on = reached([root for root, place in starts if place == "helper"])
+    seen = [one for one in metrics if handed_on.isdisjoint(nodes_in(one))]
+    tree.seen |= _seen(entry, [*(root for root, place in starts if place != "helper"), *seen])
     if logged:
         starts += ((value, "logged") for value in metrics)
     for root, place in starts:

@@ -9,16 +9,21 @@ from typing import Any
 import torch
 
 from kltest.errors import KltestError
+from kltest.names import SUPPORT_SIZE
 from kltest.scanning.measured import (
     FAILURES,
-    LIKELIEST,
+    FAR,
     NUMBER,
+    SIZE,
     WORDS,
     Rollouts,
     computed_of,
     filled,
     leaves,
+    limits,
+    sizes,
     supports,
+    temperatures,
     value_of,
 )
 from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
@@ -32,8 +37,6 @@ from kltest.symbolic.words import says
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty", "scale", "eta")
 REWARDS = ("reward", "advantage")
 MASKS = (MASK, PADDING)
-FAR = 1e4
-"""What stands for a limit that nothing says, so that it limits nothing."""
 TOLERANCE = 1e-9
 OPTIONS = (INPUT, "attribute", "item")
 """Operations that read an option."""
@@ -179,9 +182,12 @@ class Lifting:
         ends = leaves(self.roles, node, shaped=shaped).unknown
         unknown = [one for one in ends if self.roles.of(one).quantity != INFINITE]
         several = supports(node)
-        counts = {end: LIKELIEST for end in unknown if end in several}
-        found += [f"{name_of(end)} is taken to be {LIKELIEST}" for end in counts]
-        slots = {end: self.graph.node(INPUT, NUMBER, at) for at, end in enumerate(unknown) if end not in several}
+        counts = {end: self.graph.node(INPUT, SIZE) for end in unknown if end in several}
+        found += [f"{name_of(end)} is taken to be {SUPPORT_SIZE}" for end in counts]
+        lengths = {end: 1 for end in unknown if end in sizes(node) - several}
+        found += [f"{name_of(end)} is taken to be 1" for end in lengths]
+        counts |= lengths
+        slots = {end: self.graph.node(INPUT, NUMBER, at) for at, end in enumerate(unknown) if end not in counts}
         open_ = filled(self.roles, node, {**slots, **counts}, shaped=shaped)
         numbers = {end: self._number(node, end, open_, slot, found) for end, slot in slots.items()}
         by_slot = {slots[end]: value for end, value in numbers.items()}
@@ -194,7 +200,10 @@ class Lifting:
                 raise _ZeroError("it is zero")
         notes += found
         shape = computed_of(made, Rollouts(2)).shape
-        return self.graph.node("sum", made, dim=-1) if shape[-1:] == (WORDS,) else made
+        if shape[-1:] == (WORDS,):
+            return self.graph.node("sum", made, dim=-1)
+        columns = [at for at, length in enumerate(shape) if at and length == 1]
+        return self.graph.node("squeeze", made, dim=columns[0]) if columns else made
 
     def _number(self, node: Node, number: Node, of_slots: Any, slot: Node, notes: list[str]) -> Any:
         """Return what stands for a number that nothing computes, by what a term is as a function of it."""
@@ -205,7 +214,7 @@ class Lifting:
                 notes.append(f"{name} keeps its default, {known!r}")
                 return known
             notes.append(f"{name} is taken to limit nothing")
-            return _far(node, number)
+            return limits(node).get(number, FAR)
 
         def at(value: float) -> float:
             return value_of(of_slots, Rollouts(2), {slot: value}).item()
@@ -216,8 +225,8 @@ class Lifting:
             zero = math.nan
         try:
             half, one, two = at(0.5), at(1.0), at(2.0)
-        except FAILURES:  # it counts something
-            if not isinstance(known, int):
+        except FAILURES:  # it counts something, or has a logarithm
+            if not isinstance(known, int | float):
                 raise
             notes.append(f"{name} keeps its default, {known!r}")
             return known
@@ -238,6 +247,9 @@ class Lifting:
         if is_constant(known) and known is not None:
             notes.append(f"{name} keeps its default, {known!r}")
             return known
+        if number in temperatures(self.roles, node):
+            notes.append(f"{name} is taken to be 1")
+            return 1.0
         if any(_is_rest_of(number, each) for each in reached(node)):
             notes.append(f"{name} is taken to be 0.5")
             return 0.5
@@ -260,14 +272,6 @@ def _is_limit(node: Node, number: Node) -> bool:
     """Return True for a number that a value is limited to, or that says how far from another."""
     limits = (one for one in reached(node) if one.operation in LIMITS)
     return any(number in reached((*each.arguments[1:], *(value for _, value in each.named))) for each in limits)
-
-
-def _far(node: Node, number: Node) -> float:
-    """Return what limits nothing in the place of a limit, from below or from above."""
-    clamps = [each for each in reached(node) if each.operation == "clamp"]
-    limits = [dict(zip(("min", "max"), each.arguments[1:], strict=False)) | dict(each.named) for each in clamps]
-    sides = {one for each in limits for one in ("min", "max") if each.get(one) is number}
-    return {frozenset({"min"}): -FAR, frozenset({"max"}): FAR}.get(frozenset(sides), FAR)
 
 
 def _fields(node: Node) -> set[str]:

@@ -9,11 +9,13 @@ from zlib import crc32
 import torch
 
 from kltest.errors import KltestError
+from kltest.names import SUPPORT_FIELDS, field_named
 from kltest.symbolic.computed import evaluate
 from kltest.symbolic.operations import words_of
 from kltest.symbolic.roles import (
     GATHERS,
     INFINITE,
+    LOGITS,
     LOSS,
     MASK,
     PADDING,
@@ -27,12 +29,13 @@ from kltest.symbolic.roles import (
     TOP_LOG_PROBS,
     TOP_PROBS,
     VOCABULARY,
+    Fact,
     Roles,
     is_counter,
     is_filled,
     parts_of,
 )
-from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached
+from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached, under
 from kltest.symbolic.words import POLICY, REFERENCE, SAMPLER, is_mask, says
 
 ROLLOUTS, TOKENS, WORDS = 3, 4, 5
@@ -40,8 +43,14 @@ NEAR = 1e-9
 NUMBER = "number"
 """The input that stands for a number that is not known."""
 SOME = 0.5
+FAR = 1e4
+"""What stands for a limit that nothing says, so that it limits nothing."""
 LIKELIEST = 2
-"""How many tokens stand for the likeliest, where nothing says how many those are."""
+"""How many tokens of a random rollout stand for the likeliest."""
+SIZE = "k"
+"""The parameter that says how many those are, where nothing else does."""
+OWN_IDS = "student_topk_ids"
+"""The parameter of the likeliest tokens of the policy."""
 NO_NUMBERS: Mapping[Node, Any] = {}
 LOOPING = ("loop", "mapped")
 RESHAPES = words_of(
@@ -107,6 +116,11 @@ def _keeps_shape(roles: Roles, node: Node) -> bool:
     """Return True for what gives a field another shape, or takes an item of it in a loop."""
     if not node.arguments or not isinstance(node.arguments[0], Node):
         return False
+    if roles.of(node).quantity in (TOP_LOG_PROBS, TOP_PROBS):
+        inner = under(node, UNDONE)  # selected with what is gathered on the other side, which no field stands for
+        selected = inner.arguments[1] if inner.operation == "item" else None
+        if isinstance(selected, Node) and roles.of(selected).quantity in (MASK, PADDING):
+            return True
     counted = node.operation == "item" and _is_counted(node.arguments[1])
     return node.operation in RESHAPES or (counted and bool(field_of(roles, node.arguments[0])))
 
@@ -169,7 +183,7 @@ def standing(graph: Graph, roles: Roles, node: Node, stands: Any, *, shaped: boo
     """
     match roles.of(node).quantity:
         case quantity if quantity in (TOP, TOP_LOG_PROBS, TOP_PROBS):
-            stands = graph.node("item", graph.node("topk", stands, k=LIKELIEST), int(quantity == TOP))
+            stands = graph.node(INPUT, _support_field(roles.of(node)))
             stands = graph.node("exp", stands) if quantity == TOP_PROBS else stands
         case quantity if quantity == MASK and any(is_mask(name) and says(name, *SUPPORT) for name in roles.names(node)):
             stands = graph.node("unsqueeze", stands, -1)
@@ -185,6 +199,15 @@ def standing(graph: Graph, roles: Roles, node: Node, stands: Any, *, shaped: boo
     return graph.node("unsqueeze", stands, -1) if kept else stands
 
 
+def _support_field(fact: Fact) -> str:
+    """Return the parameter that a field of a support fills; the name of the ids says whose likeliest they are."""
+    if fact.who == SAMPLER:
+        raise KltestError("rollouts have no log-probs of the sampler's likeliest tokens")
+    if fact.quantity == TOP:
+        return OWN_IDS if fact.who == POLICY else "topk_ids"
+    return f"{fact.who}topk_logp"
+
+
 class Rollouts:
     """Random rollouts: a value for each field, the policy's for those sides that agree with it.
 
@@ -194,9 +217,16 @@ class Rollouts:
     def __init__(self, seed: int, *, agree: Collection[str] = (), full: bool = False, size: float = 1.0) -> None:
         self.seed, self.agree, self.full, self.size = seed, agree, full, size
         self.values: dict[str, torch.Tensor] = {}
+        self.support = REFERENCE
+        """Whose likeliest tokens the fields of a support are of."""
 
     def field(self, name: str) -> torch.Tensor:
         """Return the value of a field."""
+        if name == OWN_IDS or field_named(name) in SUPPORT_FIELDS:
+            ids = self.field(f"{self.support}logits").detach().topk(LIKELIEST, -1).indices
+            if not name.endswith("logp"):
+                return ids
+            return self.field("ref_logits" if name.startswith(REFERENCE) else "logits").gather(-1, ids)
         prefix = name[: name.find("_") + 1]
         key = name.removeprefix(prefix) if prefix in self.agree else name
         value = self.values[key] = _drawn(key, self.seed, self.full)
@@ -233,7 +263,8 @@ def filled(
     """Return a value as a function of inputs that are named as fields, with numbers for what is not known."""
     ends = leaves(roles, value, shaped=shaped)
     graph, unknown = roles.graph, set(ends.unknown)
-    several = supports(value) | _exponents(value)
+    several, ones = supports(value) | _exponents(value), temperatures(roles, value)
+    lengths, far = sizes(value), limits(value)
 
     def conditioned(node: Node, at: int) -> Node:
         arguments = [graph.rewritten(one, replace) for one in node.arguments]
@@ -251,7 +282,8 @@ def filled(
         if node not in ends.fields:
             if roles.of(node).quantity == INFINITE:
                 return graph.node("!=", graph.node("tensor", 0), 0)  # rollouts have none
-            return numbers.get(node, LIKELIEST if node in several else SOME) if node in unknown else node
+            usual = LIKELIEST if node in several else 1 if node in lengths | ones else far.get(node, SOME)
+            return numbers.get(node, usual) if node in unknown else node
         name = ends.fields[node]
         stands = graph.node(INPUT, name)
         stands = standing(graph, roles, node, stands, shaped=shaped, padded=padded)
@@ -275,6 +307,29 @@ def supports(value: Any) -> set[Node]:
     return found
 
 
+def limits(value: Any) -> dict[Node, float]:
+    """Return what values are clamped to, each with a number that limits nothing in its place, from below or above."""
+    sides: dict[Node, set[str]] = {}
+    for one in reached(value):
+        if one.operation == "clamp":
+            for side, limit in (*zip(("min", "max"), one.arguments[1:], strict=False), *one.named):
+                if isinstance(limit, Node):
+                    sides.setdefault(limit, set()).add(side)
+    return {limit: -FAR if each == {"min"} else FAR for limit, each in sides.items()}
+
+
+def sizes(value: Any) -> set[Node]:
+    """Return what says how long a dimension is to which something is reshaped."""
+    reshaped = (one for one in reached(value) if one.operation in ("view", "reshape", "unflatten"))
+    return {size for one in reshaped for size in nodes_in(one.arguments[1:])}
+
+
+def temperatures(roles: Roles, value: Any) -> set[Node]:
+    """Return what logits are divided by in a value: one, unless something says another, as on the other side."""
+    divided = (one for one in reached(value) if one.operation in ("/", "div") and len(one.arguments) == 2)
+    return reached([one.arguments[1] for one in divided if roles.of(one.arguments[0]).quantity == LOGITS])
+
+
 def value_of(node: Any, rollouts: Rollouts, numbers: Mapping[Node, Any] = NO_NUMBERS) -> torch.Tensor:
     """Return a function of fields on rollouts, its entries added up, those of different tokens with random weights."""
     value = computed_of(node, rollouts, numbers).to(torch.float64)
@@ -292,11 +347,15 @@ def computed_of(node: Any, rollouts: Rollouts, numbers: Mapping[Node, Any] = NO_
     if not isinstance(node, Node):
         return torch.as_tensor(node)
     given = {}
-    for one in reached(node):
-        if one.operation == INPUT:
-            name = one.arguments[0]
-            known = {"beta": 1.0, NUMBER: numbers.get(one, SOME)}
-            given[one] = known[name] if name in known else rollouts.field(name)
+    inputs = [one for one in reached(node) if one.operation == INPUT]
+    if any(one.arguments[0] == OWN_IDS for one in inputs):
+        if any(one.arguments[0] == "topk_ids" for one in inputs):
+            raise KltestError("it has two supports, of both sides, and rollouts have one")
+        rollouts.support = POLICY
+    for one in inputs:
+        name = one.arguments[0]
+        known = {"beta": 1.0, SIZE: LIKELIEST, NUMBER: numbers.get(one, SOME)}
+        given[one] = known[name] if name in known else rollouts.field(name)
     return torch.as_tensor(evaluate([node], given)[node])
 
 

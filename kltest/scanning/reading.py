@@ -1,6 +1,7 @@
 """Functions that cannot be called, read instead: their KL terms as the scan finds them, a job of grading each."""
 
 import ast
+import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from kltest.loss.importing import source_of
 from kltest.loss.target import named
 from kltest.render.screen import followed
 from kltest.report import WORST_FIRST, Report, Variant
-from kltest.scanning.entries import places_in
+from kltest.scanning.entries import option, places_in
 from kltest.scanning.judge import NORMALISED, options
 from kltest.scanning.rows import NAME, Row
 from kltest.scanning.search import Search
@@ -51,9 +52,7 @@ def read(job: Job, folder: Path, why: str = "") -> list[Job]:
     if not found:
         reason = rows[0].why if rows else "no KL term was found in it"
         raise UsageError(f"{job.name} cannot be read from its source either: {reason}")
-    told = [
-        (row, *reader.told(row, [one for one in rows if (one.file, one.spot) == (row.file, row.spot)])) for row in found
-    ]
+    told = [(row, *reader.told(row, rows)) for row in found]
     told.sort(key=lambda one: bool(one[1]))
     return list(_jobs(job, told, folder, why))
 
@@ -137,19 +136,21 @@ class _Reader:
             new = new[: max(MOST - len(files), 0)]
             files |= {each: each.read_bytes() for each in new}
             waiting += new
+        files |= dict(_defining(self.path, files))
         search = Search(list(files.items()), Store(None), entered=[self.path, *(one for one, _ in callers)])
         every = [row for row in search if row.place != "logged"]
         own = [row for row in every if self._computes(row) or any(map(self._is_own, row.used))]
         reached = self._reached(self.path, self.name.rpartition(".")[2])
         return own or [row for row in every if self._is_here(row) and row.function.rpartition(".")[2] in reached]
 
-    def told(self, row: Row, term: Sequence[Row]) -> tuple[str, str]:
+    def told(self, row: Row, rows: Sequence[Row]) -> tuple[str, str]:
         """Return why a variant of a term decides nothing, and what is said of one that does decide.
 
         Args:
             row: the variant.
-            term: all variants of its term.
+            rows: all variants of all terms.
         """
+        term = [one for one in rows if (one.file, one.spot) == (row.file, row.spot)]
         uses = {use: self._against(row, use, term) for use in row.against}
         own = [against for use, (against, _) in uses.items() if self._is_own(use)]
         mine = min(own or [against for against, _ in uses.values()], key=len, default=[])
@@ -157,6 +158,8 @@ class _Reader:
         others = [one for one in term if one is not row and self._may_be_default(one, term)]
         if (mine or not own) and sites:
             return "", f"used by {sites[0].replace(f'{self.path.parent}/', '')}"
+        if excluded := self._excluded(row, rows):
+            return ", ".join(excluded), ""
         if len(term) == 1:
             return "", ""
         if mine and others:
@@ -164,6 +167,16 @@ class _Reader:
         if mine or len(others) + 1 == len(term):
             return "", "nothing says which variant is the default: each decides"
         return "", "the default" if not others else "as far as it is known, the default"
+
+    def _excluded(self, row: Row, rows: Sequence[Row]) -> Sequence[str]:
+        """Return the options that are others by default, where the function computes other lines instead by default."""
+        mine = min((against[0] for use, against in row.against.items() if self._is_own(use)), key=len, default=())
+        for one in rows if mine else ():
+            chosen = any(one.choices.get(name, words) != words for name, words in row.choices.items())
+            own = [against[0] for use, against in one.against.items() if self._is_own(use)]
+            if chosen and not one.why and one.place == row.place and own and not any(own):
+                return mine
+        return ()
 
     def _may_be_default(self, row: Row, term: Sequence[Row]) -> bool:
         """Return True for a variant that can be graded, and that no known default excludes where it is defined."""
@@ -235,12 +248,56 @@ def _calls(path: Path) -> dict[str, set[str]]:
     return found
 
 
+def _checkout(path: Path) -> Iterator[tuple[Path, bytes]]:
+    """Yield the files of the checkout that a file is in."""
+    root = next((one for one in path.parents if any((one / mark).exists() for mark in MARKS)), None)
+    return contents([root] if root else sorted(path.parent.glob("*.py")), [])
+
+
+def _defining(path: Path, files: Mapping[Path, bytes]) -> Iterator[tuple[Path, bytes]]:
+    """Yield files of the same checkout that define options which a file reads and no file here does, the nearest."""
+    wanted = _read_options(_tree(path)) - {name for one in files for name in _options(_tree(one))}
+    spellings = {
+        name: [form.encode() for form in (f"--{name}", f"--{name.replace('_', '-')}", f"{name}:")] for name in wanted
+    }
+    found: dict[str, tuple[Path, bytes]] = {}
+    for file, content in _checkout(path) if wanted else ():
+        near = [name for name in wanted if any(form in content for form in spellings[name])]
+        for name in _options(_tree(file)).intersection(near) if near and not _is_test(file) else ():
+            if name not in found or _shared(file, path) > _shared(found[name][0], path):
+                found[name] = file.resolve(), content
+    yield from {file: content for file, content in found.values()}.items()
+
+
+def _read_options(tree: ast.Module | None) -> set[str]:
+    """Return the attributes that a file reads of what it does not import, and does not call."""
+    nodes = list(ast.walk(tree or ast.Module([], [])))
+    called = {one.func for one in nodes if isinstance(one, ast.Call)}
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for one in nodes
+        if isinstance(one, ast.Import | ast.ImportFrom)
+        for alias in one.names
+    }
+    read = [one for one in nodes if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load)]
+    return {one.attr for one in read if one not in called and getattr(one.value, "id", "") not in imported}
+
+
+def _options(tree: ast.Module | None) -> set[str]:
+    """Return the options for which a file has a constant for a default."""
+    found = map(option, ast.walk(tree or ast.Module([], [])))
+    return {name for name, default in found if isinstance(default, ast.Constant) and default.value is not None}
+
+
+def _shared(one: Path, other: Path) -> int:
+    """Count the folders that two files have in common."""
+    return len(Path(os.path.commonpath([one.resolve(), other])).parts)
+
+
 def _callers(path: Path, name: str) -> Iterator[tuple[Path, bytes]]:
     """Yield files of the same checkout that speak of a function or class by its name."""
-    root = next((one for one in path.parents if any((one / mark).exists() for mark in MARKS)), None)
-    files = contents([root] if root else sorted(path.parent.glob("*.py")), [])
     number = 0
-    for file, content in files:
+    for file, content in _checkout(path):
         if name.encode() in content and file.suffix == ".py" and file.resolve() != path and not _is_test(file):
             yield file.resolve(), content
             number += 1

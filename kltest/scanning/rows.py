@@ -27,6 +27,7 @@ class Row:
 
     `form` is the name of its estimator, as k1, if it is known. `used` says what has the variant as its default or calls
     it, as "the default of Trainer.compute_loss, trainer.py:7"; `called` is false of a helper that no loss calls.
+    `choices` are the options that it is chosen by, and what it chooses, in words.
     `against` says of each function from which it was found which options have another default there, and of which no
     default is known.
     `state` is passed, finding, unnamed, inconclusive, failed, not run, or not graded until it is known; `why` says why
@@ -55,6 +56,7 @@ class Row:
     form: str = ""
     used: Sequence[str] = ()
     called: bool = True
+    choices: Mapping[str, str] = field(default_factory=dict)
     against: Mapping[str, tuple[Sequence[str], Sequence[str]]] = field(default_factory=dict)
     declared: str = ""
     ignored: Mapping[str, str] = field(default_factory=dict)

@@ -111,6 +111,7 @@ class Search:
                 form=variant.form,
                 used=[use for use in variant.used if not use.startswith(f"{find.function.title}, ")],
                 called=variant.called,
+                choices=variant.choices,
                 against=variant.against,
                 comments=[(source.place(line), words) for line, words in said],
                 parts=list(_spans(tree, find)),

@@ -156,7 +156,8 @@ def _write(variant: Variant, lifted: Lifted) -> None:
             variant.form = form_of(Graph().node("negated", lifted.core))
     except KltestError as error:
         variant.why = str(error)
-    sides = {name.removesuffix("logits").removesuffix("logp") for name in fields(lifted.node).values() if "log" in name}
+    named = [name.replace("topk_", "") for name in fields(lifted.node).values() if "log" in name]
+    sides = {name.removesuffix("logits").removesuffix("logp") for name in named}
     if len(sides) < 2:
         variant.program, variant.why = "", "both sides look like one: nothing says whose probabilities are which"
     elif variant.place in ("loss", "helper") and "" not in sides:

@@ -402,6 +402,10 @@ class Calls:
         if name in ("maximum", "minimum") and len(arguments) == 2 and any(map(_is_number, arguments)):
             first, limit = sorted(arguments, key=_is_number)
             return self.made("clamp", first, **{"min" if name == "maximum" else "max": limit})
+        if name in ("clamp_min", "clamp_max"):
+            side = name.removeprefix("clamp_")
+            limit = arguments[1] if len(arguments) > 1 else named.get(side)
+            return self.made("clamp", arguments[0], **{side: limit})
         if _is_of_truths(named.get("dtype")):
             made = self.operation(name, arguments, {key: value for key, value in named.items() if key != "dtype"})
             return self.made("!=", made, 0)

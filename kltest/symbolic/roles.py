@@ -14,6 +14,7 @@ from kltest.symbolic.operations import ATTRIBUTES, CONDITIONS, is_constant, word
 from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Graph, Node, nodes_in, reached, under
 from kltest.symbolic.words import (
     ADVANTAGE,
+    COUNTS,
     POLICY,
     REFERENCE,
     SAMPLER,
@@ -64,6 +65,8 @@ SUPPORT = ("topk", "top", "support", "sparse", "candidate")
 INDEX = words_of("ids indices index idx inds tokens support")
 # Owners of every model alike, and what loads each of them.
 HOSTS = ("self", "trainer", "learner", "from_pretrained")
+# Methods that lay out rollouts of several lengths, which a tensor holds side by side, in another way.
+LAID_OUT = words_of("values to_padded_tensor")
 # Of which only the shape of a value is read.
 SHAPES = ATTRIBUTES - {"T", "mT"}
 LIKE = words_of("len size dim numel zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
@@ -337,6 +340,8 @@ class Roles:
             return NOTHING
         if node in self.graph.facts:
             return self.graph.facts[node]
+        if node.operation == "method" and node.arguments[1] in LAID_OUT and self.of(node.arguments[0]).quantity:
+            return self.of(node.arguments[0])
         rewarded = False
         if node.operation == "attribute" and _is_generated(node):
             return self._of_side(node, Side("logits", None))
@@ -355,10 +360,11 @@ class Roles:
             # What an unknown function makes of two sides is no reward that is given, whatever it is called.
             given = together([self.of(one) for one in node.arguments]) if node.operation in CALLS else NOTHING
             return Fact("", given.sides, rewarded=True) if len(given.sides) > 1 else Fact(REWARD, rewarded=True)
-        if any(says(name, *SUPPORT) and INDEX.intersection(words(name)) for name in self.names(node)):
+        named = any(says(name, *SUPPORT) and INDEX.intersection(words(name)) for name in self.names(node))
+        if named or self._selects_several(node):
             told = (whose(name) for name in (*self.names(node), *_origin(node)))
             return Fact(TOP, frozenset({next((who for who in told if who is not None), REFERENCE)}))
-        if any(TOKENS.intersection(words(name)) for name in self.names(node)):
+        if any(TOKENS.intersection(words(name)) and not COUNTS.intersection(words(name)) for name in self.names(node)):
             return Fact(TOKEN)
         if node.operation == "method" and node.arguments[1] == "log_prob":
             return self._of_side(node, Side("logp", None))
@@ -379,7 +385,7 @@ class Roles:
         if who is None:
             who = REFERENCE if self._is_second(own_name(node)) else POLICY
         quantity = quantity or {"logp": LOG_PROB, "logits": LOGITS, "prob": PROB}[stated.quantity]
-        if any(says(name, *SUPPORT) for name in self.names(node) if side(name)):
+        if any(says(name, *SUPPORT) for name in self.names(node) if side(name)) or self._meets_support(node):
             return Fact(TOP_PROBS if quantity == PROB else TOP_LOG_PROBS, frozenset({who}))
         said = any(says(name, "vocab", "dist", "all") for name in told[:1])
         if quantity in (LOG_PROB, PROB) and (said or self._meets_distribution(node)):
@@ -443,6 +449,40 @@ class Roles:
                     if any(_is_distribution(other) for other in user.parts if other not in stack):
                         return True
                     stack.append(user)
+        return False
+
+    def _selects_several(self, node: Node) -> bool:
+        """Return True for an index that gathers of the vocabulary as it is, and not one token, which is squeezed."""
+        for user in self._users.get(node, ()):
+            if user.operation in GATHERS and index_of(user) is node:
+                ends = [*self._users.get(user, ())]
+                single = any(one.operation in ("squeeze", "item") and not _is_mask_of(one) for one in ends)
+                stated = [side(name) for name in self.names(user.arguments[0])]
+                of_logits = any(one is not None and one.quantity == "logits" for one in stated)
+                if not single and (of_logits or _is_distribution(user.arguments[0])):
+                    return True
+        return False
+
+    def _meets_support(self, node: Node) -> bool:
+        """Return True for what is computed entry by entry with what is gathered of several tokens."""
+        stack = [node]
+        for one in stack:
+            for user in self._users.get(one, ()):
+                if user.operation in ENTRYWISE | MOVES and user not in stack:
+                    if any(self._is_of_support(other) for other in user.parts if other not in stack):
+                        return True
+                    stack.append(user)
+        return False
+
+    def _is_of_support(self, node: Node) -> bool:
+        """Return True for what is gathered by an index of several tokens, and what is computed of it entry by entry."""
+        stack = [node]
+        for one in stack:
+            if one.operation in GATHERS:
+                if any(is_opaque(each) and self._selects_several(each) for each in nodes_in(index_of(one))):
+                    return True
+            elif one.operation in ENTRYWISE | MOVES:
+                stack += [part for part in one.parts if part not in stack]
         return False
 
     def _is_of_tokens(self, index: Any) -> bool:
@@ -557,6 +597,11 @@ def _is_position(node: Node) -> bool:
     while node.operation in MOVES | {"detach"} and isinstance(node.arguments[0], Node):
         node = node.arguments[0]
     return node.operation in ("arange", "+", "add") and any(one.operation == "arange" for one in reached(node))
+
+
+def _is_mask_of(node: Node) -> bool:
+    """Return True for entries that a tensor selects, as a mask does."""
+    return node.operation == "item" and isinstance(node.arguments[1], Node)
 
 
 def _is_distribution(node: Node) -> bool:

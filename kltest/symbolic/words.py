@@ -20,9 +20,9 @@ _WHO = {
 # Words of names that are no probabilities, though they may name some.
 _NO_SIDE = words_of(
     """
-    average coef count diff difference dtype entropies entropy fn func interpolated invalid kl kld kls length lengths
-    loss keep losses mask masks mix mixed mixture num ratio ratios scale scales scaling size sizes sum temp temperature
-    total value values processor config
+    average clamp clip coef count diff difference dtype entropies entropy eps epsilon fn func interpolated invalid kl
+    kld kls length lengths loss keep losses mask masks max min mix mixed mixture num ratio ratios scale scales scaling
+    size sizes sum temp temperature threshold total value values processor config
     """
 )
 METRICS = words_of(
@@ -43,6 +43,7 @@ _PROB = re.compile(r"\bprobs?\b|\bprobabilit\w*")
 _QUANTITIES = {"logp": _LOGP, "logits": _LOGITS, "prob": _PROB}
 _RUN_TOGETHER = re.compile(r"\b(ref|old|base|pi|new|teacher|student)(?=log|prob)")
 TOKENS = words_of("ids tokens actions responses labels targets label token action target")
+COUNTS = words_of("num number count size length lengths")
 ADVANTAGE = ("adv", "reward", "return", "score")
 
 

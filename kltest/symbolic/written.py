@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kltest.names import FIELDS
+from kltest.names import FIELDS, SUPPORT_SIZE, SUPPORT_SIZES
 from kltest.symbolic.computed import FUNCTIONAL, LOOPS, NUMBERS, UnknownError, carried_along
 from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS, is_constant, words_of
 from kltest.symbolic.values import ABSENT, CHOICE, INPUT, External, Node, implied, nodes_in, reached
@@ -65,8 +65,9 @@ STORED = words_of("keepdim dtype device")
 # What formulas call the fields of a rollout.
 SYMBOLS = {"logp": "log π", "ref_logp": "log ref", "old_logp": "log μ", "beta": "β"} | {
     **{"logits": "log π(·)", "ref_logits": "log ref(·)", "old_logits": "log μ(·)"},
+    **{"topk_logp": "log π(S)", "ref_topk_logp": "log ref(S)", "topk_ids": "S", "student_topk_ids": "S"},
 }
-WITHOUT_GRADIENT = FIELDS.keys() - {"logp", "logits", "rollout"}
+WITHOUT_GRADIENT = FIELDS.keys() - {"logp", "logits", "topk_logp", "rollout"}
 
 
 class Text(NamedTuple):
@@ -212,7 +213,7 @@ class _Program(_Writer):
     """Statements and expressions of Python; each block of them has a scope of names that it may use."""
 
     def __init__(self, result: Any, leaves: Mapping[Node, str]) -> None:
-        numbers = {name for name, field in FIELDS.items() if field.shape == "float"}
+        numbers = {name for name, field in FIELDS.items() if field.shape == "float"}.union(SUPPORT_SIZES)
         kinds = {name: "number" if name in numbers else "tensor" for name in leaves.values()}
         super().__init__(result, {node: Text(name, ATOM, kinds[name]) for node, name in leaves.items()})
         self.lines: list[str] = []
@@ -253,9 +254,11 @@ class _Program(_Writer):
         lines, (value,) = self.inside([result])
         body = "\n".join(f"    {line}" for line in [*lines, f"return {value.words}"])
         met = {*nodes_in(result), *(part for node in self.nodes for part in node.parts)}
-        parameters = ", ".join(dict.fromkeys(self.leaves[node].words for node in self.leaves if node in met))
-        names = {"torch.": "import torch", "F.": "import torch.nn.functional as F"}
-        imports = [line for used, line in names.items() if used in body]
+        names = dict.fromkeys(self.leaves[node].words for node in self.leaves if node in met)
+        sizes = {name: f"{name}={SUPPORT_SIZE}" for name in names if name in SUPPORT_SIZES}
+        parameters = ", ".join([*(name for name in names if name not in sizes), *sizes.values()])
+        modules = {"torch.": "import torch", "F.": "import torch.nn.functional as F"}
+        imports = [line for used, line in modules.items() if used in body]
         return "\n".join([*imports, *[""] * 2 * bool(imports), f"def {name}({parameters}):", body, ""])
 
     # Blocks
@@ -338,6 +341,8 @@ class _Program(_Writer):
             template, kind = TEMPLATES[operation]
             words = [self.text(one).words for one in (arguments if "{1}" in template else ())]
             return Text(template.format(*words, all=self.listed(arguments, node.named)), ATOM, kind)
+        if operation == "not" and arguments[0].operation not in OPPOSITE and self.text(arguments[0]).kind == "tensor":
+            return Text(f"torch.logical_not({self.text(arguments[0]).words})")
         if operation in BINDING:
             return self.operator(operation, arguments)
         if operation in FUNCTIONS:

@@ -1,0 +1,131 @@
+"""`kltest grade FILE:NAME` of distillation losses as trainers write them: payloads, options and layouts are read."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kltest.cli import app
+
+# A payload of the teacher's likeliest tokens, side by side; what is said of the log-probs far away limits nothing.
+PAYLOAD = """import torch
+
+
+def {name}(student_logits, teacher_topk_log_probs, teacher_topk_ids, config):
+    teacher_topk_log_probs = teacher_topk_log_probs.values().unsqueeze(0)
+    teacher_topk_ids = teacher_topk_ids.values().unsqueeze(0)
+    student = student_logits.log_softmax(-1).gather(-1, teacher_topk_ids)
+    student = student.clamp_min(config.log_prob_min_clamp)
+    teacher = teacher_topk_log_probs.clamp_min(config.log_prob_min_clamp)
+    kl = {kl}
+    return kl.sum(-1)
+"""
+FORWARD, REVERSE = "teacher.exp() * (teacher - student)", "student.exp() * (student - teacher)"
+# Several tokens are those of an index that is gathered by as it is, and whatever meets them is of the same.
+GATHERED = """import torch
+
+
+def {name}(student_logits, target_token_ids, target_logprobs, target_mask):
+    student = torch.log_softmax(student_logits, -1)
+    student = torch.gather(student, -1, target_token_ids)
+    student, teacher = student[target_mask.bool()], target_logprobs[target_mask.bool()]
+    return ({kl}).sum()
+"""
+# The teacher's probabilities come with a temperature of their own, and the student's is the default of an option.
+PROBABILITIES = """class Divergence:
+    def __init__(self, config):
+        self.config = config
+
+    def __call__(self, logits, teacher_probs, teacher_log_probs, teacher_inf_mask):
+        kld = self.{name}(logits, teacher_probs, teacher_log_probs, teacher_inf_mask)
+        return kld
+
+    def {name}(self, logits, teacher_probs, teacher_log_probs, teacher_inf_mask):
+        logits = logits / self.config.kd_temperature
+        student = logits.log_softmax(-1)
+        kld = {kl}
+        return kld.masked_fill(logits.isinf() | teacher_inf_mask, 0.0).sum(-1)
+"""
+MIXED = """import torch
+
+
+class Divergence:
+    def {name}(self, logits, teacher_logits, target):
+        student, teacher = logits.softmax(-1), teacher_logits.softmax(-1)
+        mixed = self.args.skew_lambda * teacher + (1 - self.args.skew_lambda) * student
+        return (teacher * (teacher.log() - mixed.log())).sum(-1)
+"""
+ARGUMENTS = 'def add(parser):\n    parser.add_argument("--skew-lambda", type=float, default={default})\n'
+# What is computed for other values of an option stands on lines of its own.
+BY_BETA = """import torch
+
+
+def _kl(target, given):
+    return (target.exp() * (target - given)).sum(-1)
+
+
+def {name}(model, student_logits, teacher_logits, beta: float = {default}):
+    student, teacher = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+    if beta <= 0.0:
+        return _kl(teacher, student)
+    if beta >= 1.0:
+        return _kl(student, teacher)
+    mixture = torch.logsumexp(torch.stack([teacher + beta.log(), student + (1 - beta).log()]), 0)
+    return beta * (teacher.exp() * (teacher - mixture)).sum(-1) + (1 - beta) * (
+        student.exp() * (student - mixture)
+    ).sum(-1)
+"""
+CHUNKED = """def compute_opd_advantages(prev_logprobs, teacher_logprobs, **kwargs):
+    num_action_chunks = kwargs.get("num_action_chunks")
+    assert num_action_chunks is not None
+    advantages = {kl}
+    return advantages.reshape(*advantages.shape[:-1], num_action_chunks, -1), None
+"""
+ADAPTIVE = """class Divergence:
+    def {name}(self, logits, teacher_logits, target):
+        student, teacher = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        tail = teacher.exp().le({kl}).float()
+        return (teacher.exp() * (1 - tail) * (teacher - student)).sum(-1)
+"""
+ROWS = {
+    "payload": (PAYLOAD, {"kl": FORWARD}, "local_forward_kl_top4", "loss"),
+    "payload_reverse": (PAYLOAD, {"kl": REVERSE}, "local_reverse_kl_top4", "loss"),
+    "gathered": (GATHERED, {"kl": FORWARD}, "local_forward_kl_top4", "loss"),
+    "gathered_reverse": (GATHERED, {"kl": REVERSE}, "local_reverse_kl_top4", "loss"),
+    "probabilities": (
+        *(PROBABILITIES, {"kl": "teacher_probs * (teacher_log_probs - student)"}),
+        *("local_forward_kl", "Divergence.loss"),
+    ),
+    "probabilities_reverse": (
+        *(PROBABILITIES, {"kl": "student.exp() * (student - teacher_log_probs)"}),
+        *("local_reverse_kl", "Divergence.loss"),
+    ),
+    "tenth": (MIXED, {"default": "0.1"}, "local_skewed_forward_kl10", "Divergence.loss"),
+    "quarter": (MIXED, {"default": "0.25"}, "local_skewed_forward_kl25", "Divergence.loss"),
+    "half": (BY_BETA, {"default": "0.5"}, "local_jensen_shannon", "loss"),
+    "teacher": (BY_BETA, {"default": "0.0"}, "local_forward_kl", "loss"),
+    "distil": (CHUNKED, {"kl": "teacher_logprobs - prev_logprobs"}, "local_reverse_kl", "compute_opd_advantages"),
+    "undistil": (CHUNKED, {"kl": "prev_logprobs - teacher_logprobs"}, "local_reverse_kl", "compute_opd_advantages"),
+    "head": (ADAPTIVE, {"kl": "0.0"}, "local_forward_kl", "Divergence.loss"),
+    "no_head": (ADAPTIVE, {"kl": "0.2"}, None, "Divergence.loss"),
+}
+NEGATIVE = ("undistil",)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_trainers_write_is_named(row: str, tmp_path, monkeypatch) -> None:
+    text, parts, wanted, target = ROWS[row]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("", encoding="utf-8")
+    (tmp_path / "losses.py").write_text(text.format(name="loss", **parts), encoding="utf-8")
+    (tmp_path / "options").mkdir()
+    (tmp_path / "options" / "arguments.py").write_text(ARGUMENTS.format(**{"default": 0.1, **parts}), encoding="utf-8")
+    options = ("--read", "--output", "json", "--environment", "sequence", "--sampler", "current", "--select", "KL1")
+    result = CliRunner().invoke(app, ["grade", f"losses.py:{target}", *options])
+    assert result.stdout, result.stderr
+    found = json.loads(result.stdout)
+    (report,) = found if isinstance(found, list) else [found]
+    (gradient,) = report["gradients"]
+    followed = gradient["identified"]
+    assert (followed and list(followed)) == (wanted and [wanted]), report["error"]
+    assert not followed or (followed[wanted] < 0) is (row in NEGATIVE)
