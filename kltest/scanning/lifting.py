@@ -182,7 +182,7 @@ class Lifting:
         ends = leaves(self.roles, node, shaped=shaped).unknown
         unknown = [one for one in ends if self.roles.of(one).quantity != INFINITE]
         several = supports(node)
-        counts = {end: self.graph.node(INPUT, SIZE) for end in unknown if end in several}
+        counts: dict[Node, Any] = {end: self.graph.node(INPUT, SIZE) for end in unknown if end in several}
         found += [f"{name_of(end)} is taken to be {SUPPORT_SIZE}" for end in counts]
         lengths = {end: 1 for end in unknown if end in sizes(node) - several}
         found += [f"{name_of(end)} is taken to be 1" for end in lengths]
