@@ -654,12 +654,13 @@ print([row.to_dict() for row in Search(list(contents(map(Path, sys.argv[1:]), []
 
 
 def test_our_own_estimators_are_found() -> None:
-    """All but those that weigh the score of a rollout by its worth beside its group, and those with a tail bucket."""
+    """All but those that weigh the score of a rollout by its worth beside its group, those with a tail bucket, and those
+    whose term is the one of full-loss, which they call."""
     rows = Search(list(contents([PACKAGE / "estimators"], [])), Store(None))
     known = {row.function.replace("_", "-") for row in rows}
     assert set(registry()) - known == {
         *("group-mean", "group-std", "leave-one-out"),
-        *("forward-kl-topk-tail", "reverse-kl-topk-tail"),
+        *("forward-kl-topk-tail", "reverse-kl-topk-tail", "full-reward", "rao-blackwell"),
     }
 
 
