@@ -88,40 +88,25 @@ def trl() -> dict[str, Derived]:
     jsd = "iw_opd/distillation_objective=jsd"
     return {
         **generalised("gkd"),
-        **generalised("gold"),
+        "gold/defaults": by_batch(f"At the temperature of generation. {FULL}", JENSEN_SHANNON),
         **distillation,
         "server_distillation/defaults": by_batch(sampled, UNNAMED),
-        "server_distillation/beta=0": by_batch(
-            f"The teacher's likeliest token. {TAIL}", divergence("forward_kl_top1_tail")
-        ),
         "server_distillation/beta=0,topk=2": by_batch(f"Of the teacher. {TAIL}", divergence("forward_kl_top2_tail")),
-        "server_distillation/beta=0,topk=2,loss_add_tail=False": by_batch(
-            f"Of the teacher. {RENORMALISED}", divergence("forward_kl_top2_renormalised")
-        ),
         "iw_opd/defaults": Derived(
             f"{iw_opd} {BY_BATCH}",
             {"bandit": {"reverse_kl": 1.5}, "sequence": None, "ragged": None},
             {"bandit": {"reverse_kl@rollouts": 1.5}, "sequence": None, "ragged": None},
             **COUPLED,
         ),
-        jsd: by_batch(sampled, UNNAMED),
         f"{jsd},beta=1,topk=2": by_batch(f"Of the student. {TAIL}", divergence("reverse_kl_own2_tail")),
         f"{jsd},beta=1,topk=2,loss_add_tail=False": by_batch(
             f"Of the student. {RENORMALISED}", divergence("reverse_kl_own2_renormalised")
         ),
-        f"{jsd},beta=0,topk=2": by_batch(f"Of the teacher. {TAIL}", divergence("forward_kl_top2_tail")),
-        f"{jsd},beta=0.5,topk=2": by_batch(f"The support is the union of both. {TAIL}", UNNAMED),
         "sdft/defaults": by_row(f"Jensen-Shannon's on the student's support. {RENORMALISED}", UNNAMED),
-        "sdft/alpha=0": by_row(f"Of the student. {RENORMALISED}", divergence("forward_kl_own2_renormalised")),
         "sdft/alpha=1": by_row(f"Of the student. {RENORMALISED}", divergence("reverse_kl_own2_renormalised")),
-        "sdft/alpha=0,distillation_add_tail=True": by_row(
-            f"Of the student. {TAIL}", divergence("forward_kl_own2_tail")
-        ),
         "sdft/alpha=1,distillation_add_tail=True": by_row(
             f"Of the student. {TAIL}", divergence("reverse_kl_own2_tail")
         ),
-        "sdft/distillation_mode=full_logits": by_row(f"Half of each. {FULL}", JENSEN_SHANNON),
-        "sdft/alpha=1,distillation_mode=sampled_token": by_row(NO_RATIO, (LOG_RATIO, uncorrected(LOG_RATIO))),
         "sdpo/defaults": by_row(NO_RATIO, (LOG_RATIO, uncorrected(LOG_RATIO))),
     }
 
@@ -158,34 +143,31 @@ def verl() -> dict[str, Derived]:
 
 
 def nemo_rl() -> dict[str, Derived]:
-    """The teacher's top k, renormalised on both sides unless what is outside is set to e^−100.
-
-    1e-8 in a denominator couples the rows of a batch, in the tenth digit.
-    """
-
-    def divided(why: str, pair: Pair, **more: Any) -> Derived:
-        fresh, stale = map(by_tokens, pair)
-        return Derived(f"{why} {BY_BATCH}", fresh, stale, fresh, stale, reduction="coupled", **more)
+    """The teacher's top k, renormalised on both sides unless what is outside is set to e^−100; in float32."""
 
     support = ("forward_kl_top2_renormalised", "reverse_kl_top2_renormalised")
     outside = "distillation/zero_outside_topk=True"
     stale: Environments = {**NAMELESS, "bandit": {"reverse_kl@rollouts": 1.0, "to_sampler_kl@rollouts": -1.0}}
     return {
-        "distillation/defaults": divided(f"Half of each KL. {RENORMALISED}", divergence(*support, factor=0.5), **LOW),
-        "distillation/kl_type=forward": divided(RENORMALISED, divergence(support[0]), **LOW),
-        "distillation/kl_type=reverse": divided(RENORMALISED, divergence(support[1]), **LOW),
-        f"{outside},kl_type=forward": divided(
+        "distillation/defaults": by_batch(f"Half of each KL. {RENORMALISED}", divergence(*support, factor=0.5), **LOW),
+        "distillation/kl_type=forward": by_batch(RENORMALISED, divergence(support[0]), **LOW),
+        "distillation/kl_type=reverse": by_batch(RENORMALISED, divergence(support[1]), **LOW),
+        f"{outside},kl_type=forward": by_batch(
             "The teacher alone is renormalised: −Σ ref·log π over its mass.", UNNAMED, **LOW
         ),
-        f"{outside},kl_type=reverse": divided(
+        f"{outside},kl_type=reverse": by_batch(
             "The teacher is renormalised and e^−100 elsewhere: 100 times the student's mass outside outweighs all.",
             UNNAMED,
             **LOW,
         ),
-        "opd/defaults": divided(
+        "opd/defaults": Derived(
             "log ref − log μ in the advantage, on log π alone: on-policy u of its own token. Stale, log μ − log ref "
-            "without a ratio.",
-            (LOG_RATIO, stale),
+            f"without a ratio. {BY_BATCH} 1e-8 in the denominator couples rows, in the tenth digit.",
+            by_tokens(LOG_RATIO),
+            stale,
+            by_tokens(LOG_RATIO),
+            stale,
+            reduction="coupled",
         ),
     }
 
@@ -225,9 +207,7 @@ def roll() -> dict[str, Derived]:
         "opd/defaults": by_row(
             f"{IN_ADVANTAGE} {CLIPPED}",
             (LOG_RATIO, NAMELESS),
-            groups=by_tokens(LOG_RATIO),
-            stale_groups=NAMELESS,
-            reduction="coupled",
+            **LOW,
         ),
     }
 

@@ -40,7 +40,7 @@ def clipped(logp, old_logp, ref_logp, mask, advantage, beta, **settings):
     return loss, {"kl": metrics["kl_penalty"]} if beta else {}
 
 
-def distilled(logits, ref_logits, mask, topk=2, **settings):
+def distilled(logits, ref_logits, mask, topk, **settings):
     """`DistillationLossFn` on the top k of the teacher, the reference, as a worker prepares them."""
     data = {"token_mask": shifted(mask), "sample_mask": mask.new_ones(len(mask)), "input_ids": mask}
     function, top = configured("DistillationLoss", settings), ref_logits.topk(topk, dim=-1)
@@ -79,6 +79,7 @@ TREE = f"{HOME}/blob/{COMMIT}"
 LOSS = Setting.of(clipped, name="clipped_pg", options=STEP_OF_TOKENS, source=f"{TREE}/docs/guides/grpo.md")
 DISTILLATION = Setting.of(
     distilled,
+    {"topk": 2},
     name="distillation",
     options={"ignore": "KL206"},
     source=f"{TREE}/{MODULE.replace('.', '/')}.py",

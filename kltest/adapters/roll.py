@@ -43,7 +43,7 @@ def acted(logp, old_logp, ref_logp, mask, advantages, beta, **settings):
     return worker.loss_func(stand_in, data, logp)
 
 
-def distilled(logits, ref_logits, kd_objective="forward_kl", topk=2, **settings):
+def distilled(logits, ref_logits, topk, kd_objective="forward_kl", **settings):
     """`VariousDivergence` of each token, on the teacher's top k as a strategy prepares it; 0 for all tokens.
 
     The reference is the teacher.
@@ -77,6 +77,7 @@ FUNCTION = Setting.of(
 )
 DISTILLED = Setting.of(
     distilled,
+    {"topk": 2},
     name="distillation",
     depth="function",
     source=f"{TREE}/pipeline/distill/various_divergence.py",

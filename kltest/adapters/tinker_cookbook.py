@@ -18,7 +18,7 @@ def charged(logp, old_logp, ref_logp, mask, advantage, beta, module="rl.metrics"
 
     The reference is the teacher if the module is that of distillation.
     """
-    torch, holder = importlib.import_module("torch"), loaded(f"tinker_cookbook.{module}")
+    torch, holder, client_side = importlib.import_module("torch"), loaded(f"tinker_cookbook.{module}"), stand_ins()
 
     async def answer(number):
         return [0.0, *ref_logp[number].tolist()]
@@ -30,14 +30,16 @@ def charged(logp, old_logp, ref_logp, mask, advantage, beta, module="rl.metrics"
     data = []
     for number, (sampled, live, value) in enumerate(zip(old_logp, mask, advantage, strict=True)):
         words = {"logprobs": sampled, "mask": live, "advantages": live * value}
-        words = {name: Data(each) for name, each in words.items()} | {"target_tokens": SimpleNamespace(data=[0])}
+        words = {name: client_side.TensorData(each) for name, each in words.items()} | {
+            "target_tokens": SimpleNamespace(data=[0])
+        }
         prompt = SimpleNamespace(append_int=lambda _, number=number: number)
         data.append(SimpleNamespace(model_input=prompt, loss_fn_inputs=words))
     # Log-probs of the service are numbers, of which the library makes float32.
     doubled = mock.MagicMock(wraps=torch, tensor=partial(torch.tensor, dtype=logp.dtype))
     teachers = ([client] * len(data), [0] * len(data)) if "distillation" in module else (client,)
     with (
-        mock.patch.object(holder, "tinker", SimpleNamespace(TensorData=Data)),
+        mock.patch.object(holder, "tinker", client_side),
         mock.patch.object(holder, "score_sequences", score_sequences, create=True),
         mock.patch.object(holder, "torch", doubled),
     ):
@@ -45,33 +47,35 @@ def charged(logp, old_logp, ref_logp, mask, advantage, beta, module="rl.metrics"
     return serviced(logp, old_logp, [datum.loss_fn_inputs["advantages"].to_torch() for datum in data], mask)
 
 
-class Data:
-    """Stands for `tinker.TensorData`."""
+def stand_ins():
+    """Stand for the classes of the service's client."""
 
-    def __init__(self, value):
-        self.value = self.data = value
+    class TensorData:
+        def __init__(self, value):
+            self.value = self.data = value
 
-    def to_torch(self):
-        return self.value
+        def to_torch(self):
+            return self.value
 
-    from_torch = classmethod(lambda cls, value: cls(value))
+        from_torch = classmethod(lambda cls, value: cls(value))
+
+    class ModelInput(list):
+        length, to_ints = property(len), list.copy
+
+        def append_int(self, token):
+            return ModelInput([*self, token])
+
+    same = dict.fromkeys(("Datum", "SamplingParams"), SimpleNamespace)
+    return SimpleNamespace(TensorData=TensorData, ModelInput=ModelInput, **same)
 
 
-class Text(list):
-    """Stands for `tinker.ModelInput`, a sequence of tokens."""
-
-    length, to_ints = property(len), list.copy
-
-    def append_int(self, token):
-        return Text([*self, token])
-
-
-def self_distilled(logits, logp, old_logp, ref_logits, ref_logp, tokens, mask, topk=2, reverse=False):
+def self_distilled(logits, logp, old_logp, ref_logits, ref_logp, tokens, mask, topk, reverse=False):
     """A step of self-distillation, every token of it, and the service's loss; the reference is the teacher.
 
     `topk` and `reverse` are those of its `Config`.
     """
-    holder, rows = loaded("tinker_cookbook.distillation.sdft"), range(len(mask))
+    holder, client_side = loaded("tinker_cookbook.distillation.sdft"), stand_ins()
+    Data, Text = client_side.TensorData, client_side.ModelInput
 
     async def scored(text):
         return [None, *ref_logp[text[0]].tolist()]
@@ -89,9 +93,8 @@ def self_distilled(logits, logp, old_logp, ref_logits, ref_logp, tokens, mask, t
     for row, sampled, live in zip(tokens.tolist(), old_logp, mask, strict=True):
         words = {"logprobs": Data(sampled), "mask": Data(live), "target_tokens": Data(row)}
         data.append(SimpleNamespace(model_input=Text([0, *row[:-1]]), loss_fn_inputs=words))
-    asked = data, [{"group_idx": row} for row in rows], client, [Text([row]) for row in rows]
-    stand_in = SimpleNamespace(TensorData=Data, Datum=SimpleNamespace, SamplingParams=SimpleNamespace)
-    with mock.patch.object(holder, "tinker", stand_in):
+    asked = data, [{"group_idx": row} for row in range(len(data))], client, [Text([row]) for row in range(len(data))]
+    with mock.patch.object(holder, "tinker", client_side):
         if not topk:
             asyncio.run(holder.compute_sdft_advantages(*asked))
             return serviced(logp, old_logp, [datum.loss_fn_inputs["advantages"].value for datum in data], mask)
@@ -124,11 +127,12 @@ DISTILLED = Setting.of(
 
 SELF_DISTILLED = Setting.of(
     self_distilled,
+    {"topk": 2},
     name="sdft",
     options={"sampler": "both"},
     source=f"{TREE}/distillation/sdft.py",
-    note="The reference is the teacher. The first three tokens, which are left out by default, count too, and a support "
-    f"has two tokens of four, where its default is 20. {NOTE}",
+    note="The reference is the teacher. Its default leaves out the first three tokens, which count here, "
+    f"and takes a support of 20, which has two tokens of four here. {NOTE}",
 )
 
 ADAPTER = Adapter(

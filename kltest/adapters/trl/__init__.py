@@ -48,7 +48,7 @@ LOGPROBS = Setting.of(
     brought=SINCE,
 )
 # From a teacher, which is the reference.
-TEACHER = "The reference is the teacher, and rollouts are the policy's own."
+TEACHER = "The reference is the teacher, and rollouts are the policy's own, at the temperature of the loss."
 JSD = {"distillation_objective": "jsd"}
 DOCUMENTED = {"iw_opd": "iw_opd_trainer"}
 FEW = f"{TEACHER} A support has two tokens of four, where its default is 100 of a model's."
@@ -77,7 +77,7 @@ def distils(trainer: str, *others: Mapping[str, Any], since: str, **default: Any
         "kltest.adapters.trl.distillation:distilled",
         {"trainer": trainer},
         name=trainer,
-        options={"ignore": OPTIONS["ignore"]},
+        options=OPTIONS,
         depth="trainer",
         source=f"https://huggingface.co/docs/trl/{DOCUMENTED.get(trainer, trainer)}_trainer",
         note=FEW if default else TEACHER,

@@ -24,7 +24,9 @@ def distilled(logits, ref_logits, tokens, mask, trainer, mixture=None, topk=None
     others |= {"_get_teacher_token_logprobs_from_server": lambda *_: scored(ref_logits, tokens, mask, topk or 1)}
     others |= dict.fromkeys(("teacher_tokenizer", "use_liger_gkd_loss", "use_liger_loss"))
     built = bare(kind, values, **values, **others, teacher_model=teacher)
-    with holding(built.model, logits), holding(teacher, ref_logits):
+    # Rollouts are drawn at the temperature of the loss, which is 1 in GKD whatever that of generation is.
+    heat = 1.0 if trainer == "gkd" else values["temperature"]
+    with holding(built.model, logits * heat), holding(teacher, ref_logits * heat):
         return built.compute_loss(built.model, inputs_of(tokens, mask))
 
 
