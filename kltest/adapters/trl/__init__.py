@@ -140,7 +140,7 @@ ADAPTER = Adapter(
     settings=(
         GRPO.by_default("trl:GRPOConfig.beta"),
         RLOO.by_default("trl:RLOOConfig.beta"),
-        *distils("distillation", {"mixture": 0.0}, {"mixture": 0.5}, since="1.10"),
+        *distils("distillation", {"mixture": 0.0}, {"mixture": 0.5}, since="1.1"),
         *distils("gkd", {"mixture": 0.0}, {"mixture": 1.0}, since="1.16"),
         *distils("gold", since="1.16"),
         *distils("server_distillation", {"mixture": 0.0, "topk": 2}, since="1.10"),

@@ -22,7 +22,7 @@ def distilled(logits, ref_logits, tokens, mask, trainer, mixture=None, topk=None
     others = {"_is_vlm": False, "model_kwarg_keys": (), "_local_teacher_tokenizer_matches_student": True}
     others |= {"_forward_redirection": lambda wrapped, model, method, *given, **named: method(*given, **named)}
     others |= {"_get_teacher_token_logprobs_from_server": lambda *_: scored(ref_logits, tokens, mask, topk or 1)}
-    others |= dict.fromkeys(("teacher_tokenizer", "use_liger_gkd_loss", "use_liger_loss"))
+    others |= dict.fromkeys(("teacher_tokenizer", "use_liger_gkd_loss", "use_liger_loss", "_buffered_num_items"))
     built = bare(kind, values, **values, **others, teacher_model=teacher)
     # Rollouts are drawn at the temperature of the loss, which is 1 in GKD whatever that of generation is.
     heat = 1.0 if trainer == "gkd" else values["temperature"]
