@@ -233,6 +233,7 @@ def tinker_cookbook() -> dict[str, Derived]:
             LOG_RATIO,
             {"bandit": fresh_and_not, "sequence": None, "ragged": None},
             reduction="sum",
+            **LOW,
         ),
     }
 
