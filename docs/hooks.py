@@ -144,6 +144,7 @@ def distillation() -> list[dict[str, str]]:
 
 def distilling() -> list[dict[str, str]]:
     """Recorded distillation losses of libraries, where all rollouts have one length."""
+    from kltest.adapters import NAMES, find
     from kltest.scoreboard import recorded
     from kltest.scoreboard.rows import combination
 
@@ -151,6 +152,8 @@ def distilling() -> list[dict[str, str]]:
         there = [each for each in row["gradients"] if (each["environment"], each["sampler"]) == ("sequence", sampler)]
         return combination(row, there[0]["identified"], "sequence", formula=True) if there else "not graded"
 
+    rows = {(row["library"], row["setting"]): row for row in recorded.read()}
+    teachers = [(name, one.name) for name in NAMES for one in find(name).settings if "teacher" in one.note]
     return [
         {
             "library": f"{row['library']} {row['version']}",
@@ -158,8 +161,7 @@ def distilling() -> list[dict[str, str]]:
             "follows": found(row, "current"),
             "with rollouts of another policy": found(row, "stale"),
         }
-        for row in recorded.read()
-        if "teacher" in row["note"]
+        for row in map(rows.__getitem__, teachers)
     ]
 
 

@@ -69,9 +69,11 @@ def opd(logp, old_logp, ref_logp, mask):
     )
     data = {"token_mask": live, "sample_mask": mask.new_ones(len(mask)), "advantages": advantages}
     data |= {"prev_logprobs": sampled, "generation_logprobs": sampled, "reference_policy_logprobs": sampled}
-    settings = {"disable_ppo_ratio": True, "use_importance_sampling_correction": True}
-    settings |= {"truncated_importance_sampling_type": "icepop", "reference_policy_kl_penalty": 0.0}
-    settings |= {"truncated_importance_sampling_ratio_min": 0.5, "truncated_importance_sampling_ratio": 5.0}
+    settings = {
+        **{"disable_ppo_ratio": True, "use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.0},
+        "truncated_importance_sampling_type": "icepop",
+        **{"truncated_importance_sampling_ratio_min": 0.5, "truncated_importance_sampling_ratio": 5.0},
+    }
     return configured("ClippedPGLoss", settings)(logp, data, mask.new_tensor(len(mask)), mask.sum())[0]
 
 

@@ -128,6 +128,10 @@ ADAPTER = Adapter(
             "GRPOConfig: use_bias_correction_kl is on by default",
             "https://github.com/huggingface/trl/pull/6503",
         ),
+        "1.9": (
+            "DistillationTrainer compares all tokens, where it took the sampled one and a tail",
+            "https://github.com/huggingface/trl/pull/6455",
+        ),
     },
     # Normalisers differ once a generation serves several steps.
     history=(
