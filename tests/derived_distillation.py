@@ -119,9 +119,10 @@ def verl() -> dict[str, Derived]:
         "bandit": {"reverse_kl": 1.0, "forward_kl": -1.0},
     }
     clamped = (
-        "Σ ref·log(ref/π) of the teacher's top k, clamped at zero where the student has more of its mass there: no "
-        "name, as some distribution has."
+        "Σ ref·log(ref/π) of the teacher's top k, clamped at zero where the student has more of its mass there, as some "
+        "distributions of sequences have: no name. Those of single tokens, which are a few, have not."
     )
+    truncated: Environments = {**NAMELESS, "bandit": {"local_forward_kl_top2": 1.0}}
     return {
         "distillation/defaults": by_batch(K3, (INVERSE_RATIO, uncorrected(INVERSE_RATIO))),
         f"{mode}=k2": by_batch(K2, (LOG_RATIO, uncorrected(LOG_RATIO))),
@@ -130,7 +131,7 @@ def verl() -> dict[str, Derived]:
             f"k3 = w − 1 + u in the advantage: E[u·g] − ∇KL(ref‖π), as E[w·g] = −∇KL(ref‖π). {CLIPPED}",
             (differs, NAMELESS),
         ),
-        f"{mode}=forward_kl_topk,topk=2": by_batch(clamped, UNNAMED, **LOW),
+        f"{mode}=forward_kl_topk,topk=2": by_batch(clamped, (truncated, truncated), **LOW),
         f"{mode}=forward_kl_topk,topk=2,{reward}": Derived(
             "A number that does not depend on the sampled token in its advantage: E[g] = 0, but for its division by "
             f"lengths. {CLIPPED}",

@@ -54,7 +54,7 @@ def named(known, names, value):
 
 def scored(ref_logits, tokens, mask, topk):
     """What the server of a teacher answers: log-probs of the tokens, and its likeliest ones; none at padding."""
-    live = mask != 0
+    live, ref_logits = mask != 0, ref_logits.log_softmax(-1)
     actual = ref_logits.gather(-1, tokens[..., None])[..., 0].masked_fill(~live, float("-inf"))
     top = ref_logits.topk(topk, dim=-1)
     return {

@@ -38,7 +38,7 @@ WHOLE = Setting.of(calls.ppo_loss, options=PAIRS, source=CONFIGURED, note=PACKED
 DISTILLED = Setting.of(
     calls.distilled,
     name="distillation",
-    options={**PAIRS, "sampler": "both", "ignore": "KL502"},
+    options={**PAIRS, "sampler": "both", "ignore": "KL502", "timeout": 900},
     source="https://verl.readthedocs.io/en/latest/algo/opd.html",
     note=f"The reference is the teacher. {PACKED}",
     since="0.8",

@@ -109,7 +109,7 @@ def distilled(
     config, distillation = actor({}), types.SimpleNamespace(distillation_loss=loss)
     given, output = {"teacher_logprobs": before(ref_logp[..., None], live)}, {"log_probs": before(logp, live)}
     if topk:
-        top = ref_logits.topk(topk, dim=-1)
+        top = ref_logits.log_softmax(-1).topk(topk, dim=-1)
         given = {"teacher_logprobs": before(top.values, live), "teacher_ids": before(top.indices, live)}
     data = packed_batch(live, tokens, advantage, old_log_probs=old_logp, **given)
     if topk:
