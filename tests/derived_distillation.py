@@ -119,7 +119,7 @@ def verl() -> dict[str, Derived]:
         "bandit": {"reverse_kl": 1.0, "forward_kl": -1.0},
     }
     clamped = (
-        "Σ ref·log(ref/π) of the teacher's top k, clamped at zero where the student has more of its mass there, as some "
+        "Σ ref·log(ref/π) of the teacher's top k, clamped at zero where the student has more of its mass, as some "
         "distributions of sequences have: no name. Those of single tokens, which are a few, have not."
     )
     truncated: Environments = {**NAMELESS, "bandit": {"local_forward_kl_top2": 1.0}}
