@@ -142,6 +142,29 @@ def distillation() -> list[dict[str, str]]:
     return checkout.load("experiments", "distillation", "claims").tables(rows)["forms"]
 
 
+def distilling() -> list[dict[str, str]]:
+    """Recorded distillation losses of libraries, where all rollouts have one length."""
+    from kltest.adapters import NAMES, find
+    from kltest.scoreboard import recorded
+    from kltest.scoreboard.rows import combination
+
+    def found(row: Any, sampler: str) -> str:
+        there = [each for each in row["gradients"] if (each["environment"], each["sampler"]) == ("sequence", sampler)]
+        return combination(row, there[0]["identified"], "sequence", formula=True) if there else "not graded"
+
+    rows = {(row["library"], row["setting"]): row for row in recorded.read()}
+    teachers = [(name, one.name) for name in NAMES for one in find(name).settings if "teacher" in one.note]
+    return [
+        {
+            "library": f"{row['library']} {row['version']}",
+            "setting": f"`{row['setting']}`" + " (default)" * row["default"],
+            "follows": found(row, "current"),
+            "with rollouts of another policy": found(row, "stale"),
+        }
+        for row in map(rows.__getitem__, teachers)
+    ]
+
+
 def options() -> list[dict[str, str]]:
     """Every option of `kltest grade`, as its help says it."""
     import typer
@@ -417,6 +440,7 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         estimators,
         experiments,
         distillation,
+        distilling,
         options,
         finetune_settings,
         finetune_metrics,

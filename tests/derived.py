@@ -70,6 +70,11 @@ NO_GRADIENT_STALE: dict[str, Combination] = {
 """k1 divided by the tokens of a row: E[g/L], which is 0 where lengths are equal."""
 UNEVEN = {"ragged": None}
 """Pairs of rows that are coupled by their number of tokens: where lengths are equal they are not."""
+OF_LENGTHS: dict[str, Any] = {
+    **{"groups": {"ragged": {"inverse_length_of2": 1.0}}, "reduction": "coupled"},
+    "stale_groups": {"ragged": {"inverse_length_of2@rollouts": 1.0}},
+}
+"""k1 divided by the tokens of a batch, as pairs of rows show it: E[(g_1 + g_2)/(L_1 + L_2)]."""
 MIXED = {**LOG_RATIO, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3}, "ragged": None}
 OTHERS = {**MIXED, "sequence": {"reverse_kl": 1 / 3, "local_forward_kl": 2 / 3, "other_tokens_forward_kl": -1 / 3}}
 MIXED_STALE = {**MIXED, "sequence": {f"{name}@mean_ratio": value for name, value in OTHERS["sequence"].items()}}
@@ -306,7 +311,7 @@ def openrlhf() -> dict[str, Derived]:
         loss: dict[str, Any] = {"dtype": "float32", "reduction": "coupled", "groups": UNEVEN}
         of_k1 = (f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE)
         divided = of_k1 if name == "k1" else (f"{why} {BY_BATCH}", by_tokens(current))
-        found[f"kl_loss/{name}"] = Derived(*divided, **loss)
+        found[f"kl_loss/{name}"] = Derived(*divided, **{**loss, **(OF_LENGTHS if name == "k1" else {})})
         found[f"kl_loss/{name},unbiased_gradient=True"] = Derived(
             f"{unbiased} {BY_BATCH}", by_tokens(LOG_RATIO), by_tokens(LOG_RATIO_STALE), **loss
         )

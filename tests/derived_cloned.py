@@ -15,9 +15,9 @@ from derived import (
     NAMELESS,
     NO_GRADIENT,
     NO_GRADIENT_STALE,
+    OF_LENGTHS,
     ONE,
     ONE_STALE,
-    PAIRS,
     RATIO,
     REWARD,
     SIGN,
@@ -98,29 +98,18 @@ def nemo_rl() -> dict[str, Derived]:
         "sequence": {"from_sampler_kl": -1 / 3, "local_reverse_kl@rollouts": 1 / 3},
         "ragged": None,
     }
-    halves = {"bandit": 1 / 2, "sequence": 1 / 6}
-    mixed, mixed_stale = (
-        {
-            **{where: {name: value for to in pair for name in to[where]} for where, value in halves.items()},
-            "ragged": None,
-        }
-        for pair in ((LOG_RATIO, INVERSE_RATIO), (LOG_RATIO_STALE, INVERSE_AT_SAMPLER))
-    )
     return {
         "clipped_pg/defaults": divided("k3 times π/sg(π) has the weight k3 + 1 − w = u: k2's.", THIRD),
         "clipped_pg/reference_policy_kl_type=k1": divided(
             "u times π/sg(π) has the weight u + 1, and E[g] = 0; stale, E_μ[g] = −∇KL(μ‖π) is left.", THIRD, k1_stale
         ),
         "clipped_pg/use_on_policy_kl_approximation=True": divided(RATIO, THIRD, THIRD_STALE),
-        "distillation/defaults": divided(f"{FULL} Half of each.", mixed, mixed_stale),
-        "distillation/kl_type=reverse": divided(FULL, THIRD, THIRD_STALE),
     }
 
 
 def torchtune() -> dict[str, Derived]:
     """k3 in the losses for GRPO, by rows in the recipe's; `GRPOCompletionLoss` takes a batch for one sequence."""
     whole = each({"forward_kl": 1.0})
-    at_sampler = by_tokens(INVERSE_AT_SAMPLER)
     return {
         "grpo/loss=GRPOSimpleLoss": rows(K3, INVERSE),
         "grpo/loss=GRPOCompletionLoss": Derived(
@@ -130,18 +119,6 @@ def torchtune() -> dict[str, Derived]:
             *(whole, None, whole, NAMELESS),
             reduction="coupled",
         ),
-        "distillation/loss=ForwardKLLoss": batches(FULL, INVERSE, at_sampler, **LOW),
-        "distillation/loss=ReverseKLLoss": batches(FULL, THIRD, THIRD_STALE, **LOW),
-    }
-
-
-def distillation(named: str, **more: Any) -> dict[str, Derived]:
-    """The generalised Jensen-Shannon divergence of next tokens' distributions, over the live tokens of the batch."""
-    half = "Half of each KL to the mixture: the Jensen-Shannon divergence, whose gradient has no name."
-    return {
-        f"{named}/defaults": batches(half, NAMELESS, NAMELESS, **more),
-        f"{named}/beta=0": batches(f"KL(ref‖π). {FULL}", INVERSE, by_tokens(INVERSE_AT_SAMPLER), **more),
-        f"{named}/beta=1": batches(f"KL(π‖ref). {FULL}", THIRD, THIRD_STALE, **more),
     }
 
 
@@ -165,8 +142,6 @@ def roll() -> dict[str, Derived]:
         "actor_loss/defaults": rows(K3, INVERSE, groups=INVERSE, reduction="coupled"),
         "actor_loss/loss_agg_mode=seq-mean-token-sum": summed,
         **functions("compute_approx_kl", "kl abs mse k3"),
-        "distillation/forward": Derived(FULL, INVERSE_RATIO, INVERSE_AT_SAMPLER, reduction="per-row", **LOW),
-        "distillation/reverse": Derived(FULL, LOG_RATIO, LOG_RATIO_STALE, reduction="per-row", **LOW),
     }
 
 
@@ -178,7 +153,7 @@ def easyr1() -> dict[str, Derived]:
             *({}, {}, NAMELESS, NAMELESS),
             reduction="coupled",
         ),
-        "kl_loss/defaults": Derived(f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE, **PAIRS, **LOW),
+        "kl_loss/defaults": Derived(f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE, **OF_LENGTHS, **LOW),
         "kl_loss/kl_penalty=low_var_kl,loss_avg_mode=token": batches(K3, INVERSE, **LOW),
         "kl_loss/kl_penalty=low_var_kl,loss_avg_mode=seq": rows(K3, INVERSE, **LOW),
         **functions("compute_kl", "kl abs mse low_var_kl", **LOW),
@@ -202,7 +177,7 @@ def areal() -> dict[str, Derived]:
     """A teacher's u is differentiated as it is, or weighted by ρ if the reward's loss has no weight."""
     return {
         "kl_in_reward/defaults": batches(f"{REWARD} {CLIPPED}", by_tokens(WHOLE), NAMELESS, **LOW),
-        "teacher/defaults": Derived(f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE, **PAIRS),
+        "teacher/defaults": Derived(f"{K1} {LENGTH}", NO_GRADIENT, NO_GRADIENT_STALE, **OF_LENGTHS),
         "teacher/rl_loss_weight=0": batches(
             "Minus ρ times a detached −u: the weight ρ·u, at the prefixes of the sampler.", THIRD, THIRD_STALE
         ),
@@ -249,8 +224,6 @@ LIBRARIES = {
     "slime": slime(),
     "nemo-rl": nemo_rl(),
     "torchtune": torchtune(),
-    "liger": distillation("distillation", **LOW),
-    "trl": distillation("gkd"),
     "skyrl": skyrl(),
     "roll": roll(),
     "easyr1": easyr1(),

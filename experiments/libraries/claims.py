@@ -58,8 +58,8 @@ def _instead(rows: pd.DataFrame) -> Measured:
 
 @claims.measure(OWN, RECORDED, changes_of_class=exactly(1), days=above(365))
 def _changes(rows: pd.DataFrame) -> Measured:
-    """in more than {days} days of releases one default of those followed has come to another gradient"""
-    found = need(rows, "history", default=True)
+    """in more than {days} days of releases one default penalty of those followed has come to another gradient"""
+    found = need(rows, "history", default=True, purpose=PENALTY)
     dates = pd.to_datetime(found["released"])
     turned = found[found["class_changed"].astype(bool)]
     said = [f"{row['library']} {row['version']} ({row['released']})" for row in records(turned)]
@@ -90,6 +90,10 @@ def _line(row: Row, instead: pd.DataFrame) -> Row:
     }
 
 
+def _short(name: str) -> str:
+    return SHORT.get(name) or name.replace("_", " ")
+
+
 def _gradient(terms: Mapping[str, str]) -> str:
     """A combination with its factors; one factor of all terms stands behind them."""
     if not terms:
@@ -99,8 +103,8 @@ def _gradient(terms: Mapping[str, str]) -> str:
     factors = set(terms.values())
     if len(factors) == 1:
         by = factors.pop()
-        return " + ".join(SHORT[name] for name in terms) + f", × {by}" * bool(by)
-    words = " + ".join(f"{by}·{SHORT[name]}" if by else SHORT[name] for name, by in terms.items())
+        return " + ".join(map(_short, terms)) + f", × {by}" * bool(by)
+    words = " + ".join(f"{by}·{_short(name)}" if by else _short(name) for name, by in terms.items())
     return words.replace("+ −", "− ")
 
 

@@ -73,6 +73,7 @@ def _history() -> Iterator[Row]:
                 "library": library,
                 "setting": setting,
                 "default": is_default(library, setting),
+                "purpose": _purpose(row),
                 "version": row["version"],
                 "released": row["released"],
                 "kind": class_of(row),

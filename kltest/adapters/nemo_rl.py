@@ -1,4 +1,4 @@
-"""NeMo RL: `ClippedPGLossFn` with its KL in the loss, and `DistillationLossFn`, from log-probs."""
+"""NeMo RL: `ClippedPGLossFn` with its KL in the loss, its on-policy distillation, and `DistillationLossFn`."""
 
 from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
 from kltest.adapters.installed import found
@@ -40,22 +40,55 @@ def clipped(logp, old_logp, ref_logp, mask, advantage, beta, **settings):
     return loss, {"kl": metrics["kl_penalty"]} if beta else {}
 
 
-def distilled(logits, ref_logits, mask, **settings):
-    """`DistillationLossFn` on all tokens of the vocabulary, from a teacher that is the reference."""
+def distilled(logits, ref_logits, mask, topk, **settings):
+    """`DistillationLossFn` on the top k of the teacher, the reference, as a worker prepares them."""
     data = {"token_mask": shifted(mask), "sample_mask": mask.new_ones(len(mask)), "input_ids": mask}
-    function = configured("DistillationLoss", settings)
-    entropy = -(logits.exp() * logits).sum(-1)
-    return function(logits, ref_logits, entropy, data, mask.new_tensor(len(mask)), mask.sum())[0]
+    function, top = configured("DistillationLoss", settings), ref_logits.topk(topk, dim=-1)
+    outside = function.zero_outside_topk
+    of_topk = found("nemo_rl.distributed.model_utils", "get_distillation_topk_logprobs_from_logits", UNUSED)
+    # It leaves out the last position, which predicts nothing.
+    prepared = of_topk(
+        *(longer(each) for each in (logits, top.values, top.indices)),
+        zero_outside_topk=outside,
+        calculate_entropy=outside and function.kl_type != "forward",
+    )
+    return function(*prepared, data, mask.new_tensor(len(mask)), mask.sum())[0]
+
+
+def longer(rows):
+    """The same with a column behind."""
+    return rows[:, [*range(rows.shape[1]), -1]]
+
+
+def opd(logp, old_logp, ref_logp, mask):
+    """`OPDAdvantageEstimator` and `ClippedPGLossFn` as its docstring configures it; the reference is the teacher."""
+    estimator = found("nemo_rl.algorithms.advantage_estimator", "OPDAdvantageEstimator", UNUSED)({}, {})
+    sampled, live = shifted(old_logp), shifted(mask)
+    advantages = estimator.compute_advantage(
+        None, None, live, teacher_logprobs=shifted(ref_logp), prev_logprobs=sampled
+    )
+    data = {"token_mask": live, "sample_mask": mask.new_ones(len(mask)), "advantages": advantages}
+    data |= {"prev_logprobs": sampled, "generation_logprobs": sampled, "reference_policy_logprobs": sampled}
+    settings = {
+        **{"disable_ppo_ratio": True, "use_importance_sampling_correction": True, "reference_policy_kl_penalty": 0.0},
+        "truncated_importance_sampling_type": "icepop",
+        **{"truncated_importance_sampling_ratio_min": 0.5, "truncated_importance_sampling_ratio": 5.0},
+    }
+    return configured("ClippedPGLoss", settings)(logp, data, mask.new_tensor(len(mask)), mask.sum())[0]
 
 
 TREE = f"{HOME}/blob/{COMMIT}"
 LOSS = Setting.of(clipped, name="clipped_pg", options=STEP_OF_TOKENS, source=f"{TREE}/docs/guides/grpo.md")
 DISTILLATION = Setting.of(
     distilled,
+    {"topk": 2},
     name="distillation",
     options={"ignore": "KL206"},
     source=f"{TREE}/{MODULE.replace('.', '/')}.py",
-    note="The reference is the teacher; all tokens are in its top k.",
+    note="The reference is the teacher. A support has two tokens of four, where its default is 64 of a model's.",
+)
+OPD = Setting.of(
+    opd, options=STEP_OF_TOKENS, source=f"{TREE}/nemo_rl/algorithms/opd.py", note="The reference is the teacher."
 )
 
 ADAPTER = Adapter.cloned(
@@ -71,6 +104,8 @@ ADAPTER = Adapter.cloned(
         LOSS.variant({"reference_policy_kl_type": "k1"}),
         LOSS.variant({"use_on_policy_kl_approximation": True}),
         DISTILLATION.by_default("the loss itself"),
-        DISTILLATION.variant({"kl_type": "reverse"}),
+        *(DISTILLATION.variant({"kl_type": kind}) for kind in ("forward", "reverse")),
+        *(DISTILLATION.variant({"zero_outside_topk": True, "kl_type": kind}) for kind in ("forward", "reverse")),
+        OPD.by_default("the estimator of advantages itself"),
     ),
 )

@@ -1,8 +1,9 @@
-"""ROLL: the loss of its actor, its KL function, and its divergences for distillation."""
+"""ROLL: the loss of its actor, on-policy distillation too, its KL function, and its divergences for distillation."""
 
+from functools import partial
 from types import SimpleNamespace
 
-from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
+from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting, label
 from kltest.adapters.installed import found
 
 COMMIT = "8eb27cc2dc"
@@ -20,11 +21,17 @@ USUAL = {
 
 def actor_loss(logp, old_logp, ref_logp, mask, advantage, beta, **settings):
     """`ActorWorker.loss_func` of the pipeline for verifiable rewards, from log-probs."""
+    loss, metrics = acted(logp, old_logp, ref_logp, mask, advantage[:, None].expand_as(mask), beta, **settings)
+    return loss, {"kl": metrics["actor/kl_loss@sum"]}
+
+
+def acted(logp, old_logp, ref_logp, mask, advantages, beta, **settings):
+    """The loss and the metrics of a worker, with advantages of tokens."""
     worker = found("roll.pipeline.rlvr.actor_worker", "ActorWorker")
     correction = SimpleNamespace(is_weight=SimpleNamespace(enabled=False))
     config = SimpleNamespace(**{**USUAL, **settings}, kl_loss_coef=beta, train_infer_correction=correction)
     batch = {"response_mask": mask[:, [0, *range(mask.shape[1])]], "ref_log_probs": ref_logp, "input_ids": mask}
-    batch |= {"attention_mask": mask, "train_infer_is_weight": mask, "advantages": advantage[:, None].expand_as(mask)}
+    batch |= {"attention_mask": mask, "train_infer_is_weight": mask, "advantages": advantages}
     totals = {"batch_num_tokens": {"response_mask": mask.sum()}, "global_valid_samples": {"response_mask": len(mask)}}
     data = SimpleNamespace(batch=batch, meta_info=totals, non_tensor_batch={})
     stand_in = SimpleNamespace(
@@ -33,15 +40,33 @@ def actor_loss(logp, old_logp, ref_logp, mask, advantage, beta, **settings):
         get_old_log_probs_with_cache=lambda *_: old_logp,
         compute_sample_weights=lambda _, live: logp.new_ones(len(live)),
     )
-    loss, metrics = worker.loss_func(stand_in, data, logp)
-    return loss, {"kl": metrics["actor/kl_loss@sum"]}
+    return worker.loss_func(stand_in, data, logp)
 
 
-def distilled(logits, ref_logits, kd_objective, kd_temperature=1.0):
-    """`VariousDivergence` of each token; the reference is the teacher."""
-    config = SimpleNamespace(kd_objective=kd_objective, kd_temperature=kd_temperature)
+def distilled(logits, ref_logits, topk, kd_objective="forward_kl", **settings):
+    """`VariousDivergence` of each token, on the teacher's top k as a strategy prepares it; 0 for all tokens.
+
+    The reference is the teacher.
+    """
+    defaults = {"kd_temperature": 1.0, "adaptive_kl_alpha": 0.5, "skew_lambda": 0.1}
+    config = SimpleNamespace(**{**defaults, **settings}, kd_objective=kd_objective)
     divergence = found("roll.pipeline.distill.various_divergence", "VariousDivergence")(config)
-    return divergence(logits, ref_logits.exp(), ref_logits, ref_logits.isinf())
+    strategy = found("roll.distributed.strategy.strategy", "InferenceStrategy")
+    stand_in = SimpleNamespace(op_compute_topk_logits=partial(strategy.op_compute_topk_logits, None))
+    chances, log_chances, ids, infinite = strategy.op_compute_topk_probs_and_indices(stand_in, ref_logits, topk)
+    student = strategy.op_compute_gather_by_teacher_indices(None, logits, ids if topk else None)
+    return divergence(student, chances, log_chances, infinite)
+
+
+def opd(logp, old_logp, ref_logp, mask, beta):
+    """`compute_advantage` with `is_pure_opd`, and `ActorWorker.loss_func`; beta is a teacher's `opd_kl_coef`."""
+    teacher = {"default": SimpleNamespace(opd_kl_coef=beta)}
+    config = SimpleNamespace(is_pure_opd=True, enable_old_logprobs_recompute=True, reference_configs=teacher)
+    batch = {"old_log_probs": old_logp, "ref_log_probs_default": ref_logp}
+    data = SimpleNamespace(batch=batch, meta_info={})
+    named = {"gamma": 0, "lambd": 0.95, "adv_estimator": "reinforce", "response_mask": mask, "pipeline_config": config}
+    advantages = found(FUNCTIONS, "compute_advantage")(data, **named).batch["advantages"]
+    return acted(logp, old_logp, ref_logp, mask, advantages.to(logp.dtype), beta, use_kl_loss=False)[0]
 
 
 LOSS = Setting.of(actor_loss, options=STEP_OF_TOKENS, source=f"{TREE}/configs/base_config.py")
@@ -52,11 +77,19 @@ FUNCTION = Setting.of(
 )
 DISTILLED = Setting.of(
     distilled,
+    {"topk": 2},
     name="distillation",
     depth="function",
     source=f"{TREE}/pipeline/distill/various_divergence.py",
-    note="The reference is the teacher.",
+    note="The reference is the teacher. A support has two tokens of four, where its default is 64 of a model's.",
 )
+OPD = Setting.of(
+    opd,
+    options=STEP_OF_TOKENS,
+    source=LOSS.source,
+    note="Pure on-policy distillation: the reference is the teacher, and there is no reward.",
+)
+KINDS = ("forward_kl", "reverse_kl", "skewed_forward_kl", "skewed_reverse_kl", "js_divergence", "adaptive_kl")
 
 ADAPTER = Adapter.cloned(
     "roll",
@@ -68,6 +101,14 @@ ADAPTER = Adapter.cloned(
         LOSS.by_default("roll.configs.base_config:PPOConfig.use_kl_loss"),
         LOSS.variant({"loss_agg_mode": "seq-mean-token-sum"}),
         *(FUNCTION.variant({"kl_penalty": kind}, kind) for kind in ("kl", "abs", "mse", "k3")),
-        *(DISTILLED.variant({"kd_objective": f"{kind}_kl"}, kind) for kind in ("forward", "reverse")),
+        DISTILLED.by_default("the loss itself"),
+        DISTILLED.variant({"kd_objective": "reverse_kl"}, "reverse_kl"),
+        *(
+            DISTILLED.variant(
+                {"kd_objective": kind, "topk": 0}, label(kind, topk=0), note="The reference is the teacher."
+            )
+            for kind in KINDS
+        ),
+        OPD.by_default("roll.configs.base_config:PPOConfig.is_pure_opd"),
     ),
 )

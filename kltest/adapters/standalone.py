@@ -1,18 +1,20 @@
 """Programs that show a setting's gradient with the library and torch, or JAX, alone.
 
-They are those of counter-examples, in an environment of three tokens with two actions each; what a setting calls is
-taken over with its lines, or imported from the library.
+They are those of counter-examples, in an environment of three tokens with two actions each, or two more than a support
+has; what a setting calls is taken over with its lines, or imported from the library.
 """
 
 import inspect
 import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from kltest.adapters import Setting
 from kltest.files import template
+from kltest.names import SUPPORT_SIZES
 
 if TYPE_CHECKING:
     from kltest.counterexample.environment import SmallEnvironment
@@ -20,15 +22,12 @@ if TYPE_CHECKING:
 Backend = Literal["torch", "jax"]
 FOLDER = Path(__file__).parent
 LENGTH, ACTIONS = 3, 2
-# The probability of token 0 in each context, breadth first.
+# The probability of one token in each context, breadth first; where there are more contexts, these once more.
 CHANCES = {
     "policy": (0.6, 0.3, 0.8, 0.45, 0.7, 0.25, 0.55),
     "reference": (0.4, 0.5, 0.6, 0.7, 0.35, 0.5, 0.3),
     "sampler": (0.5, 0.4, 0.7, 0.5, 0.6, 0.35, 0.65),
 }
-TABLES = {name: tuple((p, round(1 - p, 2)) for p in chances) for name, chances in CHANCES.items()}
-# Every choice of token 0 is worth 1.
-REWARD = ((1.0, 0.0),) * len(TABLES["policy"])
 IMPORTS: dict[Backend, tuple[str, ...]] = {
     "torch": (),
     "jax": ("import jax", "import jax.numpy as jnp", "import numpy as np"),
@@ -39,12 +38,32 @@ INSTEAD = {"UsageError": "UsageError = ValueError\n", "preserved": "preserved = 
 RECIPE = re.compile(r'part\("kltest\.adapters\.(\w+)\.recipes", "(\w+)"\)')
 
 
-def environment(*, stale: bool) -> "SmallEnvironment":
-    """Return the environment of the programs, with rollouts of another policy if `stale`."""
+def environment(*, stale: bool, actions: int = ACTIONS) -> "SmallEnvironment":
+    """Return the environment of the programs, with rollouts of another policy if `stale`.
+
+    Every choice of token 0 is worth 1.
+    """
     from kltest.counterexample.environment import SmallEnvironment
 
-    tables = TABLES if stale else {**TABLES, "sampler": None}
-    return SmallEnvironment(**tables, length=LENGTH, reward=REWARD)  # type: ignore[arg-type]
+    contexts = sum(actions**depth for depth in range(LENGTH))
+    tables = {
+        name: tuple(
+            _row(chance, actions, shift) for shift, chance in enumerate(islice(cycle(chances), contexts), start)
+        )
+        for start, (name, chances) in enumerate(CHANCES.items())
+    }
+    reward = ((1.0, *[0.0] * (actions - 1)),) * contexts
+    kept = tables if stale else {**tables, "sampler": None}
+    return SmallEnvironment(**kept, length=LENGTH, reward=reward)  # type: ignore[arg-type]
+
+
+def _row(chance: float, actions: int, shift: int) -> tuple[float, ...]:
+    """A token with this chance and others with shares of the rest, all different; of more than two any is likeliest."""
+    shares = [3**place for place in range(actions - 1, 0, -1)]
+    row = [chance, *(round((1 - chance) * one / sum(shares), 4) for one in shares[:-1])]
+    row.append(round(1 - sum(row), 4))
+    turned = shift % actions if actions > ACTIONS else 0
+    return (*row[turned:], *row[:turned])
 
 
 def program(
@@ -87,13 +106,15 @@ def program(
     imports, definitions = _parts(lines, setting.recipe)
     wrapper = template(FOLDER / "templates" / f"{backend}.py.j2").render(called=called)
     options = setting.options
+    support = max((size for key, size in setting.arguments.items() if key in SUPPORT_SIZES), default=0)
+    actions = support + 2 if support else ACTIONS
     call = Call(options.get("placement"), options.get("credit"), None, setting.arguments)
     graded_stale = setting.recipe and options.get("sampler") != "current"
     lines = [*sorted({*imports, *IMPORTS[backend]}), *definitions, "", "", *wrapper.splitlines()]
     written = Program(
         loss=bind(function, call, setting.name),
         declared={"reverse_kl": 1.0},
-        environment=environment(stale=graded_stale if stale is None else stale),
+        environment=environment(stale=graded_stale if stale is None else stale, actions=actions),
         source=Definition(tuple(lines), "graded"),
         batch=batch,
         named=True,

@@ -16,9 +16,12 @@ def grpo(logp, old_logp, ref_logp, mask, advantage, beta, loss):
 
 
 def distilled(logits, ref_logits, tokens, mask, loss, **settings):
-    """A class of `torchtune.modules.loss.kd_losses`; the reference is the teacher."""
-    function = called(found("torchtune.modules.loss.kd_losses", loss), {}, settings)
+    """A class of `torchtune.modules.loss.kd_losses`; the reference is the teacher. Chunks are columns of tokens."""
+    chunks = mask.shape[1]
+    function = called(found("torchtune.modules.loss.kd_losses", loss), {"num_output_chunks": chunks}, settings)
     labels = tokens.where(mask != 0, function.ignore_index)
+    if hasattr(function, "num_output_chunks"):
+        return function(logits.chunk(chunks, dim=1), ref_logits.chunk(chunks, dim=1), labels)
     return function(logits.flatten(0, 1), ref_logits.flatten(0, 1), labels.flatten())
 
 
@@ -44,6 +47,10 @@ ADAPTER = Adapter.cloned(
         ),
         GRPO.variant({"loss": "GRPOCompletionLoss"}),
         DISTILLATION.by_default("the loss itself", {"loss": "ForwardKLLoss"}),
-        DISTILLATION.variant({"loss": "ReverseKLLoss"}),
+        *(DISTILLATION.variant({"loss": f"{kind}KLLoss"}) for kind in ("Reverse", "Symmetric")),
+        *(
+            DISTILLATION.variant({"loss": f"{kind}KLWithChunkedOutputLoss"})
+            for kind in ("Forward", "Reverse", "Symmetric")
+        ),
     ),
 )

@@ -52,9 +52,10 @@ def bare(kind, args=(), **attributes):
 
 
 def inputs_of(tokens, mask):
-    """Return `input_ids`, `attention_mask` and `labels` of rollouts, each behind a prompt of one token.
+    """Return rollouts behind prompts of one token, as inputs of trainers: in one piece, and prompts apart.
 
-    What is not live has the label −100. `prompts` is (B, 1), for trainers that count its tokens.
+    In one piece they are `input_ids`, `attention_mask` and `labels`, −100 where nothing is live, with `prompts` (B, 1)
+    for trainers that count its tokens. A teacher has the same prompts.
     """
     rows, live = len(tokens), mask != 0
     prompts = (tokens.new_tensor(range(rows)) + PROMPT + 1)[:, None]
@@ -63,4 +64,13 @@ def inputs_of(tokens, mask):
     attended, labels = ids * 0 + 1, ids.clone()
     attended[:, 1:], labels[:, :1] = live, -100
     labels[:, 1:] = tokens.where(live, -100)
-    return {"input_ids": ids, "attention_mask": attended, "labels": labels, "prompts": prompts}
+    one = {"input_ids": ids, "attention_mask": attended}
+    apart = {"prompt_ids": prompts, "prompt_mask": attended[:, :1], "completion_ids": tokens}
+    apart |= {"completion_mask": live.long(), "num_items_in_batch": live.sum()}
+    return {
+        **one,
+        **{f"teacher_{name}": value for name, value in one.items()},
+        "labels": labels,
+        "prompts": prompts,
+        **apart,
+    }

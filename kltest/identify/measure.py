@@ -315,11 +315,11 @@ class Measure:
         return self._by_sampling(case, too_many or self.sizes.each[0], str(failure))
 
     def _place(self, case: Case, many: int) -> Case:
-        """Return the case of batches of this size: groups have environments of their own, others a name of lengths."""
+        """Return the case of batches of this size, with a name of lengths; groups have environments of their own."""
+        further = (*case.further, f"inverse_length_of{many}") if many > 1 else case.further
         # Pairs of rollouts of two turns are many thousands, so that they are those of groups.
-        if self.sizes.grouped or many < 2 or case.environment == TURNS:
-            return replace(case, group=many if self.sizes.grouped or many > 1 else None)
-        return replace(case, group=None, further=(*case.further, f"inverse_length_of{many}"))
+        own = self.sizes.grouped or (many > 1 and case.environment == TURNS)
+        return replace(case, group=many if own else None, further=further)
 
     def _over_batches(
         self, instance: Instance, case: Case, many: int, others: Sequence[Moments] = (), **options: Any

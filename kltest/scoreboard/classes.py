@@ -46,8 +46,9 @@ CLASSES = {
     "none": Class("no gradient", "On-policy, no gradient in expectation, only noise."),
     "length": Class(
         "∇E_π[1/L], a bonus for length",
-        "On-policy, no gradient where rollouts have one length, and that of their mean inverse length where lengths "
-        "differ: the reference does not occur, and descending it makes rollouts longer.",
+        "On-policy, no gradient where rollouts have one length, and that of the mean inverse of their length, or of a "
+        "batch's lengths together, where they differ: the reference does not occur, and descending it makes rollouts "
+        "longer.",
     ),
     "mixed": Class(
         "∇KL(π‖ref) and something else",

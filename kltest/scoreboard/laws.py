@@ -5,7 +5,7 @@ tokens, of one size after another: the length of the rollouts, the padded column
 that is a length. A law is reported if it fits at three sizes or more.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.report import Report
 from kltest.rollout import SAMPLER_FIELDS
-from kltest.truth import gradient
+from kltest.truth import gradient, support_named
 
 TOKENS, WIDTH, GROUP = "T", "padded width", "group size"
 # Options of libraries that are lengths, and values that they take in turn.
@@ -133,7 +133,7 @@ def _series(
         sizes: Sizes = {TOKENS: length, WIDTH: length + columns, GROUP: rows, **option}
         return sizes, _coefficients(build(option), names, sampler, (length, columns, rows), near)
 
-    lengths = [partial(at, length) for length in LENGTHS if 2 ** (length * batch) <= MOST]
+    lengths = [partial(at, length) for length in LENGTHS if vocabulary(names) ** (length * batch) <= MOST]
     series: dict[tuple[str, ...], list[Any]] = {
         (TOKENS, WIDTH): lengths + [partial(at, 2, columns=more) for more in WIDER],
         **{(option,): [partial(at, 2, **{option: value}) for value in VALUES] for option in OPTIONS},
@@ -148,9 +148,9 @@ def _series(
 def _coefficients(
     loss: Loss, names: tuple[str, ...], sampler: Sampler, size: tuple[int, int, int], near: float
 ) -> dict[str, float] | None:
-    """Coefficients of a loss's gradient in sequences of two tokens; None if names depend on each other, or miss it."""
+    """Coefficients of a loss's gradient in small sequences; None if names depend on each other, or miss it."""
     length, columns, rows = size
-    instance = Instance.draw(sequence(2, length), SEED)
+    instance = Instance.draw(sequence(vocabulary(names), length), SEED)
     known = {name: gradient(name, instance).ravel() for name in names}
     if len(independent(known)) < len(names):
         return None
@@ -161,6 +161,12 @@ def _coefficients(
     if np.linalg.norm(matrix @ fit - found) > near * np.linalg.norm(found):
         return None
     return dict(zip(names, map(float, fit), strict=True))
+
+
+def vocabulary(names: Iterable[str]) -> int:
+    """Return how many tokens tell gradients apart: two, and two more than a support has."""
+    supports = [support_named(name.partition("@")[0]) for name in names]
+    return max((one.k + 2 for one in supports if one), default=2)
 
 
 def _law(quantities: tuple[str, ...], points: list[tuple[Sizes, float]], near: float) -> str:

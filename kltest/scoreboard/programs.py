@@ -80,7 +80,7 @@ def compared(found: np.ndarray, report: Report, *, stale: bool) -> str:
     Raises:
         ProgramError: they differ.
     """
-    instance = environment(stale=stale).instance()
+    instance = environment(stale=stale, actions=found.shape[-1]).instance()
     wanted = kind(LENGTH, ends=False), "stale" if stale else "current"
     rows = [row for row in report.gradients if (row.environment, row.sampler) == wanted]
     row = min(rows, key=lambda row: row.batch, default=None)

@@ -6,13 +6,14 @@ import pytest
 from derived import BY_BATCH, BY_CONSTANT, BY_ROW, ENVIRONMENTS, LENGTH, NAMELESS, Derived, disagreements
 from derived import DERIVED as FIRST
 from derived_cloned import CLONED
+from derived_distillation import DISTILLED
 
 from kltest.adapters import NAMES, find
 from kltest.scoreboard import recorded
 from kltest.scoreboard.rows import changes
 from kltest.scoreboard.table import summary
 
-DERIVED = {**FIRST, **CLONED}
+DERIVED = {**FIRST, **CLONED, **DISTILLED}
 ROWS = {
     f"{row['library']}:{row['setting']}": row
     for row in recorded.read()

@@ -35,6 +35,8 @@ def test_a_row_of_the_table_is_what_the_source_of_the_library_says(rows):
 def test_combinations_are_written_with_their_factors():
     assert analysis._gradient({"reverse_kl": "−0.17", "local_reverse_kl": ""}) == "−0.17·∇KL(π‖ref) + local ∇KL(π‖ref)"
     assert analysis._gradient({"local_reverse_kl": "", "reverse_kl": "−1/T"}) == "local ∇KL(π‖ref) − 1/T·∇KL(π‖ref)"
+    halves = dict.fromkeys(("local_jensen_shannon", "local_reverse_kl"), "0.5")
+    assert analysis._gradient(halves) == "local jensen shannon + local ∇KL(π‖ref), × 0.5"
 
 
 def test_claims_agree_and_each_can_fail(rows):

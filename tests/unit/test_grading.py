@@ -484,6 +484,17 @@ def test_k1_over_the_tokens_of_a_batch_follows_the_inverse_of_their_number():
     assert of_three[-1].identified == pytest.approx({"inverse_length_of3": 1.0})
 
 
+def test_it_does_for_groups_of_one_prompt():
+    def beside_a_centred_reward(logp, ref_logp, mask, reward, beta):
+        advantage = (reward - reward.mean())[:, None]
+        return ((beta * (logp - ref_logp) - advantage * logp) * mask).sum() / mask.sum()
+
+    of_groups = grade(beside_a_centred_reward, environment="ragged", sampler="both", group_size=2).gradients
+    found = {row.sampler: row.identified for row in of_groups if row.batch == 2}
+    assert found["current"] == pytest.approx({"inverse_length_of2": 1.0})
+    assert found["stale"] == pytest.approx({"inverse_length_of2@rollouts": 1.0})
+
+
 def k1_over_prompt_and_response(logp, ref_logp, mask):
     return ((logp - ref_logp) * mask).sum(-1) / (mask.sum(-1) + 5)
 

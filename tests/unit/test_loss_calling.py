@@ -389,6 +389,11 @@ def test_an_error_that_no_mask_fixes_is_the_first_one(kind, tries, short):
     assert len(set(calls)) == tries
 
 
+def jagged(rows):
+    """Rows as trainers pack them, in one nested tensor."""
+    return torch.nested.as_nested_tensor(list(rows), layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("loss", "dtype"),
     [
@@ -404,6 +409,8 @@ def test_an_error_that_no_mask_fixes_is_the_first_one(kind, tries, short):
         (lambda logp, ref_logp: (k2(logp, ref_logp), {"kl": k2(logp, ref_logp).detach().float()}), "float64"),
         (lambda logp, ref_logp, beta: logp.float().sum() + beta * 2.0, "float32"),
         (lambda logp, ref_logp: (logp - ref_logp) @ torch.eye(3), "float32"),
+        (lambda logp, ref_logp: jagged(k2(logp, ref_logp)).float().exp().values().sum(), "float32"),
+        (lambda logp, ref_logp, mask: k2(logp, ref_logp) * jagged(mask).float().values().view_as(mask), "float64"),
     ],
 )
 def test_the_lowest_precision_on_the_way(loss, dtype, short):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kltest.adapters import NAMES, find
-from kltest.adapters.standalone import CHANCES, REWARD, environment
+from kltest.adapters.standalone import environment
 from kltest.cli.libraries import printed
 from kltest.counterexample.environment import at_once
 from kltest.errors import UsageError
@@ -76,9 +76,15 @@ def test_a_program_prints_the_true_gradient_and_the_one_that_the_loss_follows(lo
     assert stale or found == pytest.approx(combine({gradient: 1.0}, instance), abs=1e-12)
 
 
-def test_the_environment_is_made_of_distributions():
-    assert all(np.isclose(sum(row), 1.0) for row in environment(stale=True).sampler)
-    assert {len(chances) for chances in CHANCES.values()} == {len(REWARD)} == {2**3 - 1}
+def test_the_environment_is_made_of_distributions_without_ties():
+    """Of any number of actions: a support of likeliest tokens is the same in every arithmetic."""
+    for actions in (2, 3, 4, 6):
+        found = environment(stale=True, actions=actions)
+        for table in (found.policy, found.reference, found.sampler):
+            assert len(table) == len(found.reward) == 1 + actions + actions**2
+            assert all(np.isclose(sum(row), 1.0) for row in table)
+            assert actions == 2 or all(len(set(row)) == actions for row in table)
+            assert actions == 2 or {int(np.argmax(row)) for row in table} == set(range(actions))
 
 
 def test_of_what_is_not_recorded_there_is_nothing_to_report(monkeypatch):

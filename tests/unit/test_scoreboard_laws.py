@@ -47,7 +47,15 @@ def less_the_mean(logp, ref_logp, mask):
     return ((cost - cost.mean()).detach() * (logp * mask).sum(1)).mean()
 
 
+def renormalised(logits, ref_logits, mask, topk=2):
+    """KL(ref‖π) on the reference's likeliest tokens, which two more tokens tell from all, by the row's tokens."""
+    top = ref_logits.topk(topk, dim=-1)
+    pi, ref = logits.gather(-1, top.indices).log_softmax(-1), top.values.log_softmax(-1)
+    return ((ref.exp() * (ref - pi)).sum(-1) * mask).sum(1) / mask.sum(1)
+
+
 PART = {"local_reverse_kl": 1 / 3}
+OF_SUPPORT = {"local_forward_kl_top2_renormalised": 1 / 3}
 
 
 def tokens(mask, _):
@@ -79,6 +87,7 @@ def tokens(mask, _):
             *(mixture, {"reverse_kl": 1 / 3, "local_reverse_kl": 2 / 3}, 1),
             {"reverse_kl": "1/T", "local_reverse_kl": "(1 − 1/T)"},
         ),
+        (renormalised, OF_SUPPORT, 1, dict.fromkeys(OF_SUPPORT, "1/T")),
         (less_the_mean, {"reverse_kl": 0.5}, 2, {"reverse_kl": "(1 − 1/group size)"}),
     ],
 )

@@ -48,14 +48,12 @@ LOGPROBS = Setting.of(
     brought=SINCE,
 )
 # From a teacher, which is the reference.
-GKD = Setting.of(
-    "kltest.adapters.trl.gkd:gkd",
-    options={"ignore": OPTIONS["ignore"]},
-    depth="trainer",
-    source="https://huggingface.co/docs/trl/gkd_trainer",
-    note="The reference is the teacher, and rollouts are the policy's own (lmbda = 1).",
-    since="1.16",
-)
+TEACHER = "The reference is the teacher, and rollouts are the policy's own, at the temperature of the loss."
+JSD = {"distillation_objective": "jsd"}
+DOCUMENTED = {"iw_opd": "iw_opd_trainer"}
+FEW = f"{TEACHER} A support has two tokens of four, where its default is 100 of a model's."
+
+
 # RLOOTrainer has the KL in its reward, and scores and centres whole groups itself.
 RLOO = Setting.of(
     f"{CALLS}:grouped",
@@ -73,6 +71,29 @@ def of(base: Setting, more: str = "", options: Mapping[str, Any] = MappingProxyT
     return base.variant(settings, label(**settings).lower(), options=options, note=f"{base.note} {more}".strip())
 
 
+def distils(trainer: str, *others: Mapping[str, Any], since: str, **default: Any) -> tuple[Setting, ...]:
+    """A trainer that distils, with nothing set but the size of a support, and with others' arguments."""
+    base = Setting.of(
+        "kltest.adapters.trl.distillation:distilled",
+        {"trainer": trainer},
+        name=trainer,
+        options=OPTIONS,
+        depth="trainer",
+        source=f"https://huggingface.co/docs/trl/{DOCUMENTED.get(trainer, trainer)}_trainer",
+        note=FEW if default else TEACHER,
+        since=since,
+    )
+
+    def of_mixture(one: Mapping[str, Any]) -> Setting:
+        words = {
+            ("alpha" if trainer.startswith("sd") else "beta") if name == "mixture" else name: one[name] for name in one
+        }
+        words = {name: f"{value:g}" if isinstance(value, float) else value for name, value in words.items()}
+        return base.variant({**default, **one}, label(**words), note=FEW if "topk" in {**default, **one} else TEACHER)
+
+    return (base.by_default("the loss itself", default, name="defaults"), *map(of_mixture, others))
+
+
 def corrected(use_bias_correction_kl: bool) -> tuple[Setting, ...]:
     """The loss alone, and by token and by sequence, each on fresh and on stale completions."""
     switch: dict[str, Any] = {"use_bias_correction_kl": use_bias_correction_kl}
@@ -85,8 +106,9 @@ def corrected(use_bias_correction_kl: bool) -> tuple[Setting, ...]:
 def standalone(setting: Setting, **others: Any) -> str:
     """A program with TRL, transformers and torch alone; completions are stale if that gradient has a name."""
     own = setting.arguments
-    if setting.target == GKD.target:
-        return program(setting, modules=["tabular.py", "trainers.py", "trl/gkd.py"], **others)
+    if "trainer" in own and setting.target.endswith(":distilled"):
+        modules = ["installed.py", "tabular.py", "trainers.py", "trl/distillation.py"]
+        return program(setting, modules=modules, **others)
     by_token = own.get("importance_sampling_level", "token") == "token"
     weighted = own.get("use_bias_correction_kl") is True and by_token and "num_iterations" in own
     recipes = ["trl/recipes.py"] if "recipe" in own else []
@@ -106,6 +128,10 @@ ADAPTER = Adapter(
             "GRPOConfig: use_bias_correction_kl is on by default",
             "https://github.com/huggingface/trl/pull/6503",
         ),
+        "1.9": (
+            "DistillationTrainer compares all tokens, where it took the sampled one and a tail",
+            "https://github.com/huggingface/trl/pull/6455",
+        ),
     },
     # Normalisers differ once a generation serves several steps.
     history=(
@@ -118,9 +144,18 @@ ADAPTER = Adapter(
     settings=(
         GRPO.by_default("trl:GRPOConfig.beta"),
         RLOO.by_default("trl:RLOOConfig.beta"),
-        GKD.by_default("the loss itself"),
-        GKD.variant({"mixture": 0.0}, "beta=0"),
-        GKD.variant({"mixture": 1.0}, "beta=1"),
+        *distils("distillation", {"mixture": 0.0}, {"mixture": 0.5}, since="1.1"),
+        *distils("gkd", {"mixture": 0.0}, {"mixture": 1.0}, since="1.16"),
+        *distils("gold", since="1.16"),
+        *distils("server_distillation", {"mixture": 0.0, "topk": 2}, since="1.10"),
+        *distils(
+            "iw_opd",
+            {**JSD, "mixture": 1.0, "topk": 2},
+            {**JSD, "mixture": 1.0, "topk": 2, "loss_add_tail": False},
+            since="1.9",
+        ),
+        *distils("sdft", {"mixture": 1.0}, {"mixture": 1.0, "distillation_add_tail": True}, since="1.10", topk=2),
+        *distils("sdpo", since="1.10"),
         # One of them is checked with a vocabulary of thousands as well.
         *(of(GRPO, options={"ignore": ("KL502",)} if name == "grpo" else {}, loss_type=name) for name in LOSS_TYPES),
         *corrected(False),

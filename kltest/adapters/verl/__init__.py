@@ -35,6 +35,14 @@ CHARGES = "A critic's values and the rewards of greedy rollouts are zero where t
 PENALTY = Setting.of(f"{CORE}:kl_penalty", source=DOCUMENTED, brought=SINCE)
 LOSS = Setting.of(calls.kl_loss, {"kl_penalty": "low_var_kl"}, source=CONFIGURED, brought=SINCE)
 WHOLE = Setting.of(calls.ppo_loss, options=PAIRS, source=CONFIGURED, note=PACKED, since="0.8")
+DISTILLED = Setting.of(
+    calls.distilled,
+    name="distillation",
+    options={**PAIRS, "sampler": "both", "ignore": "KL502", "timeout": 900},
+    source="https://verl.readthedocs.io/en/latest/algo/opd.html",
+    note=f"The reference is the teacher. {PACKED}",
+    since="0.8",
+)
 CHARGED = Setting.of(
     calls.kl_in_reward, options={**PAIRS, "sampler": "current"}, source=DOCUMENTED, note=CHARGES, brought=SINCE
 )
@@ -51,6 +59,13 @@ def charged(estimator: str, settings: Mapping[str, Any] = MappingProxyType({}), 
 def penalty(name: str) -> Setting:
     """The function under one of its names."""
     return PENALTY.variant({"kl_penalty": name}, name)
+
+
+def distilled(loss_mode: str, **settings: Any) -> Setting:
+    """A distillation loss; in the advantage if it is a `reward`."""
+    few = "A support has two tokens of four, where its default is 32." if "topk" in settings else ""
+    note = f"{DISTILLED.note} {few}".strip()
+    return DISTILLED.variant({"loss_mode": loss_mode, **settings}, note=note)
 
 
 def recipe() -> Setting:
@@ -107,6 +122,12 @@ ADAPTER = Adapter(
         charged("grpo", {"norm_adv_by_std_in_grpo": False, **SUMMED}),
         charged("reinforce_plus_plus", SUMMED),
         charged("remax", SUMMED),
+        DISTILLED.by_default("verl.workers.config:DistillationConfig.enabled"),
+        distilled("k2"),
+        distilled("k1", use_policy_gradient=True),
+        distilled("k3", use_policy_gradient=True),
+        distilled("forward_kl_topk", topk=2),
+        distilled("forward_kl_topk", topk=2, use_policy_gradient=True),
         recipe(),
     ),
     standalone=partial(program, parameters=("logprob", "ref_logprob")),

@@ -1,4 +1,4 @@
-"""verl's KL loss, its whole actor loss, and its KL in the reward with advantages and policy loss."""
+"""verl's KL loss, its whole actor loss, with distillation too, and its KL in the reward with its policy loss."""
 
 import dataclasses
 import importlib
@@ -8,6 +8,8 @@ import types
 from kltest.adapters.installed import called, part
 
 CORE = "verl.trainer.ppo.core_algos"
+# What the command line takes where nothing is set.
+DISTILLATION = "distillation/distillation.yaml"
 
 
 def actor(settings):
@@ -58,29 +60,72 @@ def packed(values, live):
     )
 
 
-def ppo_loss(logp, old_logp, ref_logp, mask, tokens, advantage, beta, **settings):
-    """`ppo_loss` whole, one mini-batch in one micro-batch: log-probs come packed, after a prompt of one token."""
-    torch = importlib.import_module("torch")
-    live = mask.bool()
-    # The log-prob of a token stands at the position before it; the last position is unused.
-    everywhere = torch.arange(live.shape[1] + 1) <= live.sum(1, keepdim=True)
-    shifted = torch.cat([logp, torch.zeros_like(logp[:, :1])], dim=1)
+def packed_batch(live, tokens, advantage, **fields):
+    """One mini-batch in one micro-batch: (B, T) fields come packed, after a prompt of one token, and may be nested."""
     rows = {
-        "prompts": packed(torch.ones_like(tokens[:, :1]), torch.ones_like(live[:, :1])),
+        "prompts": packed(tokens.new_ones(len(tokens), 1), live.new_ones(len(live), 1)),
         "responses": packed(tokens, live),
         "response_mask": packed(live.long(), live),
-        "old_log_probs": packed(old_logp, live),
-        "ref_log_prob": packed(ref_logp, live),
         "advantages": packed(advantage[:, None] * live, live),
+        **{name: values if values.is_nested else packed(values, live) for name, values in fields.items()},
     }
     data = part("tensordict", "TensorDict")(rows, batch_size=len(live))
     batch = {"dp_size": 1, "batch_num_tokens": int(live.sum()), "global_batch_size": len(live)}
     part("verl.utils.tensordict_utils", "assign_non_tensor")(data, **batch)
+    return data
+
+
+def before(values, live):
+    """(B, T, …) values of tokens at the positions before them, packed behind the prompt; the last one is unused."""
+    torch = importlib.import_module("torch")
+    everywhere = torch.arange(live.shape[1] + 1) <= live.sum(1, keepdim=True)
+    return packed(torch.cat([values, torch.zeros_like(values[:, :1])], dim=1), everywhere)
+
+
+def ppo_loss(logp, old_logp, ref_logp, mask, tokens, advantage, beta, **settings):
+    """`ppo_loss` whole; log-probs come packed."""
+    live = mask.bool()
+    data = packed_batch(live, tokens, advantage, old_log_probs=old_logp, ref_log_prob=ref_logp)
     config = actor({"use_kl_loss": True, "kl_loss_coef": beta, **settings})
-    offered = {"config": config, "model_output": {"log_probs": packed(shifted, everywhere)}, "data": data}
+    offered = {"config": config, "model_output": {"log_probs": before(logp, live)}, "data": data}
     loss, metrics = called(part("verl.workers.utils.losses", "ppo_loss"), offered)
     logged = [value for name, value in metrics.items() if name.endswith("kl_loss")]
     return loss, {"kl": getattr(logged[0], "values", logged)[0]} if logged else {}
+
+
+def distilled(
+    logp, logits, old_logp, ref_logp, ref_logits, mask, tokens, advantage, beta, loss_mode=None, topk=None, **settings
+):
+    """`distillation_ppo_loss` whole, at the defaults of the command line; the reference is the teacher.
+
+    beta is `distillation_loss_coef`, and `topk` the number of the teacher's log-probs, of the sampled token if None.
+    """
+    module, live = "verl.trainer.distillation.losses", mask.bool()
+    defaults = importlib.import_module("yaml").safe_load(written("verl.trainer.config", DISTILLATION))
+    named = {"loss_mode": loss_mode, "topk": topk, **settings, "distillation_loss_coef": beta}
+    values = {**defaults["distillation_loss"], **{name: value for name, value in named.items() if value is not None}}
+    values.pop("_target_")
+    loss = called(part("verl.workers.config", "DistillationLossConfig"), {}, values)
+    config, distillation = actor({}), types.SimpleNamespace(distillation_loss=loss)
+    given, output = {"teacher_logprobs": before(ref_logp[..., None], live)}, {"log_probs": before(logp, live)}
+    if topk:
+        top = ref_logits.log_softmax(-1).topk(topk, dim=-1)
+        given = {"teacher_logprobs": before(top.values, live), "teacher_ids": before(top.indices, live)}
+    data = packed_batch(live, tokens, advantage, old_log_probs=old_logp, **given)
+    if topk:
+        student = before(logits, live)
+        offered = {"config": config, "distillation_config": distillation, "data": data, "data_format": "thd"}
+        offered["student_logits"] = student.values()[None]
+        found = called(part(module, "compute_topk_loss"), offered)
+        nested = importlib.import_module("torch").nested.nested_tensor_from_jagged
+        output |= {name: nested(values[0], offsets=student.offsets()) for name, values in found.items()}
+    offered = {"config": config, "distillation_config": distillation, "model_output": output, "data": data}
+    return called(part(module, "distillation_ppo_loss"), offered)[0]
+
+
+def written(module, file):
+    """The text of a file beside a module."""
+    return importlib.import_module("pathlib").Path(part(module, "__file__")).parent.joinpath(file).read_text()
 
 
 def kl_in_reward(logp, old_logp, ref_logp, mask, reward, group, beta, adv_estimator, tensors=(), **settings):
