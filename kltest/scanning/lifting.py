@@ -14,6 +14,7 @@ from kltest.scanning.measured import (
     FAILURES,
     FAR,
     NUMBER,
+    ROLLOUTS,
     SIZE,
     WORDS,
     Rollouts,
@@ -105,7 +106,7 @@ class Lifting:
             try:
                 if place == "helper" and {False} in (self.roles.flows(core), self.roles.flows(part.root)):
                     raise NotLiftedError("it carries no gradient, and nothing says what becomes of it")
-                found.core = self.filled(core, [])
+                found.core = self.filled(core, [], selected=True)
                 self._place(found, core, chain([first], outer), place)
             except NotLiftedError as error:
                 found.refused = str(error)
@@ -157,11 +158,12 @@ class Lifting:
                 return self.graph.node("*", owner, mask)
         return node
 
-    def filled(self, node: Node, notes: list[str], *, loops: bool = True) -> Node:
+    def filled(self, node: Node, notes: list[str], *, loops: bool = True, selected: bool = False) -> Node:
         """Return a term as a function of inputs that are named as fields; it is computed once.
 
         `loops` that run over nothing of a rollout may be followed for one pass: over batches, which add up, but not
-        over tokens, of which each gets what comes after it.
+        over tokens, of which each gets what comes after it. The tokens that a mask selects may stay `selected`, one
+        after the other, else they keep their places.
 
         Raises what torch does if it cannot be computed, and NotLiftedError where a number is not known.
         """
@@ -169,7 +171,11 @@ class Lifting:
             if self.roles.of(end).sides:
                 raise KltestError(f"nothing says what {name_of(end)} does")
         try:
-            return self._filled(node, notes, shaped=True)
+            made = self._filled(node, notes, shaped=True)
+            shape = computed_of(made, Rollouts(2)).shape
+            if not selected and len(shape) == 1 and shape[0] != ROLLOUTS:
+                raise KltestError("it is one number for each token that a mask selects")
+            return made
         except _ZeroError:
             raise
         except FAILURES:

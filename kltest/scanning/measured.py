@@ -113,14 +113,13 @@ def stands(roles: Roles, node: Node, *, shaped: bool = True) -> bool:
 
 
 def _keeps_shape(roles: Roles, node: Node) -> bool:
-    """Return True for what gives a field another shape, or takes an item of it in a loop."""
+    """Return True for what gives a field another shape, selects its tokens, or takes an item of it in a loop."""
     if not node.arguments or not isinstance(node.arguments[0], Node):
         return False
-    if roles.of(node).quantity in (TOP_LOG_PROBS, TOP_PROBS):
-        inner = under(node, UNDONE)  # selected with what is gathered on the other side, which no field stands for
-        selected = inner.arguments[1] if inner.operation == "item" else None
-        if isinstance(selected, Node) and roles.of(selected).quantity in (MASK, PADDING):
-            return True
+    inner = under(node, UNDONE)
+    selected = inner.arguments[1] if inner.operation in ("item", "masked_select") else None
+    if isinstance(selected, Node) and roles.of(selected).quantity in (MASK, PADDING):
+        return True
     counted = node.operation == "item" and _is_counted(node.arguments[1])
     return node.operation in RESHAPES or (counted and bool(field_of(roles, node.arguments[0])))
 

@@ -5,7 +5,7 @@ unknown function returns. Everything else follows from the operations: what is g
 a log-prob of the token, a softmax is a distribution over the vocabulary, their difference is one of two sides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -163,7 +163,7 @@ class Roles:
     def _quantity(self, node: Node, first: Fact, whole: Fact) -> str:
         name, before = node.operation, first.quantity
         match name:
-            case "log_softmax" | "softmax" if before in (TOP_LOG_PROBS, TOP_PROBS):
+            case "log_softmax" | "softmax" if self._is_cut(node.arguments):
                 return ""
             case "log_softmax":
                 return LOG_PROBS
@@ -321,6 +321,18 @@ class Roles:
                 if isinstance(chosen, Node) and any(each.operation == "one_hot" for each in reached(chosen)):
                     return {LOG_PROBS: LOG_PROB, LOGITS: LOGITS_AT, PROBS: PROB}.get(self.of(values).quantity, "")
         return ""
+
+    def _is_cut(self, values: Iterable[Any]) -> bool:
+        """Return True for what has some tokens of the vocabulary alone, in some configuration."""
+        stack = list(nodes_in(tuple(values)))
+        for one in stack:
+            cut = one.operation in ("sort", "topk") or self.of(one).quantity in (TOP_LOG_PROBS, TOP_PROBS)
+            cut |= one.operation in GATHERS and any(map(self._is_partial, _chosen(index_of(one))))
+            if cut:
+                return True
+            if one.operation in ENTRYWISE | MOVES | {CHOICE}:
+                stack += [part for part in one.parts if part not in stack]
+        return False
 
     def _is_partial(self, node: Node) -> bool:
         """Return True for an index of the vocabulary in another order, or of its likeliest tokens."""
@@ -481,7 +493,7 @@ class Roles:
             if one.operation in GATHERS:
                 if any(is_opaque(each) and self._selects_several(each) for each in nodes_in(index_of(one))):
                     return True
-            elif one.operation in ENTRYWISE | MOVES:
+            elif one.operation in ENTRYWISE | MOVES | {"log_softmax", "softmax"}:
                 stack += [part for part in one.parts if part not in stack]
         return False
 

@@ -87,6 +87,17 @@ ADAPTIVE = """class Divergence:
         tail = teacher.exp().le({kl}).float()
         return (teacher.exp() * (1 - tail) * (teacher - student)).sum(-1)
 """
+# A softmax of logits that are gathered is one over these tokens alone, whatever the logits are called.
+OF_SOME = """import torch.nn.functional as F
+
+
+def {name}(student_logits, teacher_logits, mask, top_k={default}):
+    if top_k is not None and top_k > 0:
+        _, ids = teacher_logits.topk(top_k, dim=-1)
+        student_logits, teacher_logits = student_logits.gather(-1, ids), teacher_logits.gather(-1, ids)
+    student, teacher = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
+    return (F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1) * mask).sum()
+"""
 ROWS = {
     "payload": (PAYLOAD, {"kl": FORWARD}, "local_forward_kl_top4", "loss"),
     "payload_reverse": (PAYLOAD, {"kl": REVERSE}, "local_reverse_kl_top4", "loss"),
@@ -107,6 +118,8 @@ ROWS = {
     "distil": (CHUNKED, {"kl": "teacher_logprobs - prev_logprobs"}, "local_reverse_kl", "compute_opd_advantages"),
     "undistil": (CHUNKED, {"kl": "prev_logprobs - teacher_logprobs"}, "local_reverse_kl", "compute_opd_advantages"),
     "head": (ADAPTIVE, {"kl": "0.0"}, "local_forward_kl", "Divergence.loss"),
+    "all_tokens": (OF_SOME, {"default": "None"}, "local_forward_kl", "loss"),
+    "some_tokens": (OF_SOME, {"default": "4"}, "local_forward_kl_top4_renormalised", "loss"),
     "no_head": (ADAPTIVE, {"kl": "0.2"}, None, "Divergence.loss"),
 }
 NEGATIVE = ("undistil",)
