@@ -124,6 +124,11 @@ def _keeps_shape(roles: Roles, node: Node) -> bool:
     return node.operation in RESHAPES or (counted and bool(field_of(roles, node.arguments[0])))
 
 
+def _is_chunk(node: Node) -> bool:
+    """Return True for a slice that a loop goes on with."""
+    return node.operation == "item" and isinstance(node.arguments[1], slice) and _is_counted(node.arguments[1])
+
+
 def _is_counted(index: Any) -> bool:
     """Return True for an index that a loop counts; a length is none, whatever it is the length of."""
     stack = list(nodes_in(index))
@@ -275,6 +280,8 @@ def filled(
     def replace(node: Node) -> Any:
         if not shaped and node.operation == "range" and not unknown.isdisjoint(reached(node)):
             return graph.node("range", 1)  # of how many passes a loop has, one is followed
+        if not shaped and node not in ends.fields and _is_chunk(node):
+            return graph.rewritten(node.arguments[0], replace)  # it has all in that one pass
         at = CONDITIONS.get(node.operation)
         if at is not None and node not in ends.fields and roles.of(node.arguments[at]).quantity in (MASK, PADDING):
             return conditioned(node, at)
