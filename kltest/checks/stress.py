@@ -47,9 +47,8 @@ ONE_SURE = ((0.96, 0.5), (0.5, 0.96), (0.993, 0.65), (0.65, 0.993), (0.9992, 0.9
 BOTH_SURE = ((0.993, 0.9992), (0.9992, 0.993))
 # In batches, which are enumerated prompt by prompt, only the surest.
 SUREST = (*ONE_SURE[-2:], BOTH_SURE[-1])
-# Actions of a bandit; those that have all of the probability if batches are enumerated, as shares of their number; and
-# how many there are at most if each call is a mean over many.
-MANY, LIKELY, FEWER = 300, (0.14, 0.57, 1.0), 100
+# Actions of a bandit, and those that have all of the probability if batches are enumerated, as shares of their number.
+MANY, LIKELY = 300, (0.14, 0.57, 1.0)
 TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 # |log π/μ| of the first token and of the second, an entry for each prompt: of one token up to 5, then summed up to 10,
 # which training reaches; a clamp at 20 is out of reach.
@@ -67,6 +66,9 @@ CHOICES_OF_GROUPS = (0, 42)
 # Half of the largest log-ratio of a token there; wide if each call is a mean over many: a credit that ends after 8 or
 # 32 tokens is off by a fifth then, well above what noise hides.
 NARROW, WIDE = 0.4, 2.0
+# The same of the first and the last of these tokens in rollouts as long as those of trainers: what is limited there
+# alone is seen at log-ratios of a token below 5, and of a rollout below 10.
+FAR_TOKENS = 1.8
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
 SMALL, ALIKE = 1e-3, 0.1
 # Share of what is allowed below which a mean over few draws, whose noise is part of the bias, needs no more.
@@ -315,7 +317,7 @@ def _sure_settings(findings: Findings, row: Row) -> tuple[Setting, ...]:
 
 
 def _many_actions(findings: Findings, row: Row, settings: Sequence[int]) -> Instance:
-    many = min(settings[0], FEWER if findings.observed.dtype == AVERAGED else MANY)
+    many = settings[0]
     reward = np.random.default_rng(findings.seed).integers(2, size=(1, many)).astype(float)
     instance = Instance.draw(bandit(many, reward=reward), findings.seed)
     if row.batch == 1:
@@ -395,10 +397,18 @@ def long_instance(batch: int, seed: int, length: int = LENGTH, width: float = NA
     Log-ratios of a token lie within twice the width; wide ones make the credit of later tokens large beside noise.
     """
     generator = np.random.default_rng([seed, length])
-    environment, rollouts, chosen = of_choices(2, length, choices_of(batch, length), name="long")
+    choices = choices_of(batch, length)
+    environment, rollouts, chosen = of_choices(2, length, choices, name="long")
     free, shape = chosen[:, None], (len(chosen), 2)
     base = np.where(free, 0.6 * generator.standard_normal(shape), (CERTAIN, 0.0))
     reference, sampler = (base + free * width * generator.uniform(-1, 1, size=shape) for width in (width, 0.15))
+    if length > LENGTH and width < FAR_TOKENS:
+        for place in (choices[0], choices[-1]):
+            there = np.unique(rollouts.contexts[:, place])
+            reference[there] = base[there] + np.where(np.arange(len(there)) % 2, -FAR_TOKENS, FAR_TOKENS)[:, None] * (
+                1,
+                -1,
+            )
     return with_ties(OfSome(environment, *map(table, (base, reference, sampler)), some=rollouts), seed)
 
 

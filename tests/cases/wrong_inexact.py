@@ -173,6 +173,45 @@ class MovingBaseline:
         return centred * logp.where(mask != 0, 0.0).sum(-1)
 
 
+class EveryThird:
+    """In every third call a token is credited with its own log-ratio alone, or `rightly` with all of them."""
+
+    def __init__(self, rightly=False):
+        self.calls, self.rightly = 0, rightly
+
+    def loss(self, logp, ref_logp, mask):
+        log_ratio = (logp - ref_logp).detach().where(mask != 0, 0.0)
+        self.calls += 1
+        credit = log_ratio if self.calls % 3 == 0 and not self.rightly else log_ratio.sum(-1, keepdim=True)
+        return (credit * logp.where(mask != 0, 0.0)).sum(-1)
+
+
+class EveryThirdAlike(EveryThird):
+    def __init__(self):
+        super().__init__(rightly=True)
+
+
+def otherwise(some: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A right loss that changes its log-ratios in some batches, which their masks tell."""
+
+    def loss(logp, ref_logp, mask):
+        live = mask != 0
+        log_ratio = (logp - ref_logp).detach().where(live, 0.0)
+        if some(live):
+            log_ratio = change(log_ratio)
+        return (log_ratio.sum(-1) * logp.where(live, 0.0).sum(-1)).mean()
+
+    return loss
+
+
+def within_2(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-2, 2)
+
+
+def in_parts(log_ratio: Tensor) -> Tensor:
+    return torch.cat(log_ratio.split(8))
+
+
 def first_8_without_a_sampler(logp, ref_logp, mask, old_logp=None):
     log_ratio = (logp - ref_logp).where(mask != 0, 0.0)
     if old_logp is None:
@@ -243,6 +282,12 @@ CASES = [
     wrong("KL507", half_of_large_batches, warns=True),
     wrong("KL507", counted(600, 10**9)),
     wrong("KL105", counted(10**9, 8), also=("KL507",)),
+    wrong("KL105", named("within_2_in_long_rollouts", otherwise(lambda live: live.shape[1] > 100, within_2))),
+    wrong("KL204", named("within_2_in_batches_of_8", otherwise(lambda live: len(live) >= 8, within_2))),
+    wrong("KL204", named("within_2_of_many_tokens", otherwise(lambda live: live.sum() > 8192, within_2))),
+    right(named("in_parts_of_many_tokens", otherwise(lambda live: live.sum() > 8192, in_parts))),
+    wrong("KL507", "wrong_inexact.py:EveryThird.loss"),
+    right("wrong_inexact.py:EveryThirdAlike.loss"),
     wrong("KL105", first_8_without_a_sampler, also=("KL801",)),
     wrong("KL101", nothing_without_logits, also=("KL502",)),
     wrong("KL801", ratio_where_there_is_a_sampler, warns=True),

@@ -654,7 +654,7 @@ print([row.to_dict() for row in Search(list(contents(map(Path, sys.argv[1:]), []
 
 
 def test_our_own_estimators_are_found() -> None:
-    """All but those that weigh a rollout's score by its worth in its group, or have a tail bucket, or call full-loss."""
+    """All but those that weigh a rollout's score by its worth in its group, have a tail bucket, or call full-loss."""
     rows = Search(list(contents([PACKAGE / "estimators"], [])), Store(None))
     known = {row.function.replace("_", "-") for row in rows}
     assert set(registry()) - known == {

@@ -14,7 +14,7 @@ import numpy as np
 
 from kltest.checks.batches import GroupFixture, apart, as_array, limit, norm
 from kltest.checks.check import Found
-from kltest.checks.stress import bias
+from kltest.checks.stress import LONGER, bias, long_instance
 from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.identify.findings import Findings, Row, shared
@@ -48,7 +48,22 @@ def examine_larger(findings: Findings) -> Found | None:
         if found.level != "warning":
             return found
         noisy = noisy or found
-    return noisy
+    return noisy or _long_and_far(findings, row.sampler)
+
+
+def _long_and_far(findings: Findings, sampler: str) -> Found | None:
+    """Put as many rollouts as long as those of trainers into one batch, with tokens that are far from the reference."""
+    if findings.loss.instead or findings.measure.sizes.requested:
+        return None
+    instance = long_instance(1, findings.seed, LONGER)
+    caller = Caller(findings.loss, Rollout.of(instance, sampler=sampler, padding=findings.seed))
+    if _apart(findings, caller, SIZES[-1]):
+        return None
+    return Found(
+        f"The rows of smaller batches, of few tokens, are treated apart. In a batch of {SIZES[-1]} rollouts of "
+        f"{LONGER} tokens, with log-ratios of a token of up to 4, the gradient of a row is not its share of what it "
+        "gives alone."
+    )
 
 
 def noisier(findings: Findings) -> Found | None:
