@@ -57,6 +57,20 @@ KINDS = {
         "local_reverse_kl",
         "return (0.5 * (logp - ref_logp) ** 2) * mask",
     ),
+    "renormalised over the support": (
+        "def loss(topk_logp, ref_topk_logp, mask, k=4):\n"
+        "    kl = (topk_logp.exp() * (topk_logp - ref_topk_logp)).sum(-1).clamp_min(0)\n    return kl * mask\n",
+        "local_reverse_kl_top4_renormalised",
+        "kl = (topk_logp.log_softmax(-1).exp() * (topk_logp.log_softmax(-1) - ref_topk_logp.log_softmax(-1))).sum(-1)",
+    ),
+    "a tail bucket": (
+        "def loss(topk_logp, ref_topk_logp, mask, k=4):\n"
+        "    kl = (ref_topk_logp.exp() * (ref_topk_logp - topk_logp)).sum(-1)\n    return kl * mask\n",
+        "local_forward_kl_top4_tail",
+        "kl = ((ref_topk_logp.exp() * (ref_topk_logp - topk_logp)).sum(-1)"
+        " + (1 - ref_topk_logp.exp().sum(-1)).clamp(min=1e-12)"
+        " * ((1 - ref_topk_logp.exp().sum(-1)).clamp(min=1e-12) / (1 - topk_logp.exp().sum(-1)).clamp(min=1e-12)).log())",
+    ),
     "sign": (
         "def loss(logp, ref_logp):\n    return -0.5 * (ref_logp - logp) ** 2\n",
         "local_reverse_kl",

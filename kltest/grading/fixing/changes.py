@@ -9,6 +9,7 @@ import torch
 
 from kltest.grading.fixing.definition import Edit, Editable
 from kltest.grading.fixing.seen import Body, Seen
+from kltest.truth import support_named
 
 # Text of these binds tighter than any operator.
 TIGHT = (ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.Constant, ast.List, ast.Tuple)
@@ -108,10 +109,13 @@ class Texts:
         declared = {name: coefficient for name, coefficient in declared.items() if "entropy" not in name}
         u, logp = self.log_ratio, self.names.get("logp")
         ratios: list[tuple[str, str]] = [("", ""), *self.ratios()]
-        if len(declared) != 1 or u is None:
+        if len(declared) != 1:
             return
         ((name, coefficient),) = declared.items()
         times = "" if coefficient == 1 else f"{coefficient:g} * "
+        yield from self._of_support(name, times)
+        if u is None:
+            return
         for ratio, weight in ratios:
             with_ratio = f", times {ratio}" if ratio else ""
             weighted = f"{times}{weight}.detach() * " if weight else times
@@ -139,6 +143,23 @@ class Texts:
             yield Term(
                 self.safe(tokens), self.total(tokens), words, f"the sum of {words}", needs_logits=True, is_value=True
             )
+
+    def _of_support(self, name: str, times: str) -> Iterator[Term]:
+        """Yield the sum over the likeliest tokens that a name of a support means."""
+        stated, both = support_named(name), [self.names.get(one) for one in ("topk_logp", "ref_topk_logp")]
+        if stated is None or None in both:
+            return
+        policy, reference = (one + ".log_softmax(-1)" * (stated.kind == "renormalised") for one in both if one)
+        a, b = (policy, reference) if stated.direction == "reverse" else (reference, policy)
+        tokens, words = f"({a}.exp() * ({a} - {b})).sum(-1)", "the sum over the likeliest tokens"
+        if stated.kind == "tail":
+            # Rounding may leave less than nothing outside, and padding does.
+            rest, other = (f"(1 - {one}.exp().sum(-1)).clamp(min=1e-12)" for one in (a, b))
+            tokens, words = f"({tokens} + {rest} * ({rest} / {other}).log())", f"{words}, with all others as one"
+        elif stated.kind:
+            words = "the KL of both distributions within the likeliest tokens"
+        tokens = f"{times}{tokens}"
+        yield Term(self.safe(tokens), self.total(tokens), words, f"the sum of {words}", is_value=True)
 
 
 @dataclass

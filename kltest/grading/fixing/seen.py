@@ -98,6 +98,8 @@ class Body:
     batch: HasFields
     expressions: Sequence[Seen]
     scopes: Mapping[ast.stmt, Mapping[str, Any]]
+    supported: Mapping[str, Tensor] = field(default_factory=dict)
+    """Log-probs of the likeliest tokens, if the function takes such."""
 
     def names(self, statement: ast.stmt) -> dict[str, str]:
         """Return how each field can be written just before a statement; "log_ratio" is log π/π_ref, if it is there."""
@@ -112,10 +114,11 @@ class Body:
         live = self.batch.peek("mask") != 0
         wanted = {name: self.batch.peek(name).detach() for name in FIELDS}
         wanted["log_ratio"] = wanted["logp"] - wanted["ref_logp"]
+        wanted |= self.supported
         found: dict[str, str] = {}
         for text, value in sorted(written, key=lambda pair: (len(pair[0]) > LONGEST_NAME // 3, len(pair[0]))):
             for name, field_value in wanted.items():
-                policy = name in ("logp", "logits", "log_ratio")
+                policy = name in ("logp", "logits", "topk_logp", "log_ratio")
                 if name in found or (policy and not value.requires_grad):
                     continue
                 if same(value, field_value, live) and (name != "mask" or torch.equal(value != 0, live)):
@@ -175,7 +178,12 @@ def look(definition: Editable, loss: Loss, batch: Rollout) -> Body:
         found.append(one)
     found.sort(key=lambda one: one.order)
     scopes = {statements[number]: names for number, names in first.scopes.items()}
-    return Body(definition, batch, found, scopes)
+    supported = {}
+    if (support := loss.support) is not None:
+        supported = {
+            name: batch.support(name, support.k, support.of).detach() for name in ("topk_logp", "ref_topk_logp")
+        }
+    return Body(definition, batch, found, scopes, supported)
 
 
 def _is_constant(value: Tensor) -> bool:
