@@ -69,7 +69,8 @@ KINDS = {
         "local_forward_kl_top4_tail",
         "kl = ((ref_topk_logp.exp() * (ref_topk_logp - topk_logp)).sum(-1)"
         " + (1 - ref_topk_logp.exp().sum(-1)).clamp(min=1e-12)"
-        " * ((1 - ref_topk_logp.exp().sum(-1)).clamp(min=1e-12) / (1 - topk_logp.exp().sum(-1)).clamp(min=1e-12)).log())",
+        " * ((1 - ref_topk_logp.exp().sum(-1)).clamp(min=1e-12)"
+        " / (1 - topk_logp.exp().sum(-1)).clamp(min=1e-12)).log())",
     ),
     "sign": (
         "def loss(logp, ref_logp):\n    return -0.5 * (ref_logp - logp) ** 2\n",
