@@ -6,7 +6,7 @@ its mean over the other rollouts of the group at that position, which takes away
 sampler μ are weighted by prefix ratios π/μ, or as the `…@sampler` and `…@rollouts` rows of the atlas say.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kltest.truth import ATLAS
+from kltest.truth.next_tokens import gradient_of_next_token
 
 Weight = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -103,13 +104,14 @@ _NO_RATIO = {
 }
 
 
-def parts_of(*, stale: bool, full: bool, rewarded: bool) -> dict[str, tuple[Part, ...]]:
+def parts_of(*, stale: bool, full: bool, rewarded: bool, further: Sequence[str] = ()) -> dict[str, tuple[Part, ...]]:
     """Return the parts of the named gradients that can be estimated, in the order of the atlas.
 
     Args:
         stale: The rollouts come from another policy than the one that is audited.
         full: All next-token log-probs of that policy are known, not only those of the sampled tokens.
         rewarded: Rollouts have rewards.
+        further: Divergences of next-token distributions, over a support or from a mixture.
     """
     found = {name: _sum(text) for name, text in _ON_POLICY.items()}
     if stale:
@@ -122,7 +124,9 @@ def parts_of(*, stale: bool, full: bool, rewarded: bool) -> dict[str, tuple[Part
         found = {name: parts for name, parts in found.items() if known[name]}
     if not rewarded:
         found.pop("expected_reward")
-    return {name: found[name] for name in ATLAS if name in found}
+    named = {name: found[name] for name in ATLAS if name in found}
+    named |= {name: (Part("own", name),) for name in further}
+    return named | {f"{name}@sampler": (Part("own", name, AT_SAMPLER),) for name in further if stale}
 
 
 def controls_of(*, stale: bool, full: bool) -> list[Part]:
@@ -138,12 +142,14 @@ def controls_of(*, stale: bool, full: bool) -> list[Part]:
     return found
 
 
-def columns_of(*, stale: bool, full: bool, rewarded: bool) -> tuple[dict[str, tuple[Part, ...]], list[Part], range]:
+def columns_of(
+    *, stale: bool, full: bool, rewarded: bool, further: Sequence[str] = ()
+) -> tuple[dict[str, tuple[Part, ...]], list[Part], range]:
     """Return the named gradients with their parts, all parts that are measured, and the vectors that are controls.
 
     Of the vectors of a unit the first two are the loss's own; one for each part follows, controls last.
     """
-    names = parts_of(stale=stale, full=full, rewarded=rewarded)
+    names = parts_of(stale=stale, full=full, rewarded=rewarded, further=further)
     named = dict.fromkeys(chain.from_iterable(names.values()))
     parts = [*named, *controls_of(stale=stale, full=full)]
     return names, parts, range(2 + len(named), 2 + len(parts))
@@ -255,6 +261,10 @@ def gradient_at_logits(
         p, r, m: (B, t, V) next-token log-probs of policy, reference and sampler; without the latter only the sampled
             token stands for it.
     """
+    if part.kind == "own" and part.weight not in OWN:
+        tables = (one.reshape(-1, one.shape[-1]).double().cpu().numpy() for one in (p, r))
+        found = torch.from_numpy(gradient_of_next_token(part.weight, *tables)).to(p)
+        return found.reshape(p.shape) * at.own(part)[:, span, None]
     drawn = tokens[:, span, None]
     exact = torch.zeros_like(p)
     if part.weight in OWN and part.kind in ("own", "control"):

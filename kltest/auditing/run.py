@@ -28,7 +28,8 @@ from kltest.rollout import Rollout
 from kltest.samples.blocks import HEAVY, Blocks, Sample, angle, coefficient, misfit, norm
 from kltest.samples.fits import distance, nearest
 from kltest.samples.sketch import SIZE, Sketch
-from kltest.truth import counts_alone, plain
+from kltest.truth import counts_alone, of_support, plain
+from kltest.truth.next_tokens import is_of_next_tokens
 from kltest.version import VERSION
 
 UNITS = 256
@@ -100,10 +101,22 @@ class Auditing:
         stale = self.models.sampler is not None or rollouts.old_logp is not None
         full = self.models.sampler is not None
         rewarded = rollouts.reward is not None
-        self.names, self.parts, self.controls = columns_of(stale=stale, full=full, rewarded=rewarded)
+        self.names, self.parts, self.controls = columns_of(
+            stale=stale, full=full, rewarded=rewarded, further=self._further(rollouts)
+        )
         if self._sums():
             self.divisor = float(len(rollouts))
             self.loss = self.loss.changed("It sums over rollouts: its gradient was divided by their number")
+
+    def _further(self, rollouts: Rollouts) -> list[str]:
+        """Return divergences of next-token distributions: of the loss's support, and those that are declared."""
+        names = [name.partition("@")[0] for name in self.options.expect]
+        found = [name for name in names if is_of_next_tokens(name)]
+        if (support := self.loss.support) is not None:
+            k = support.k if rollouts.topk_ids is None else rollouts.topk_ids.shape[-1]
+            side = "top" if support.of or rollouts.topk_ids is not None else "own"
+            found += [name for name in of_support(k, support.of) if f"_{side}{k}" in name]
+        return list(dict.fromkeys(found))
 
     def _sums(self) -> bool:
         """True if the loss is a sum over the rollouts of a batch, as it shows where `kltest grade` looks."""

@@ -38,13 +38,16 @@ ENVIRONMENTS = {
 }
 
 
+NEXT_TOKENS = ("local_forward_kl_top1_tail", "local_reverse_kl_own1", "local_jensen_shannon30")
+
+
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 @pytest.mark.parametrize("sampler", ["current", "stale", "stale, log-probs only"])
 def test_named_gradients_and_the_losses_are_unbiased(environment, sampler):
     """The mean over every pair of rollouts is the exact gradient, of each name and of the loss."""
     instance, full = Instance.draw(ENVIRONMENTS[environment](), 0), sampler == "stale"
     sampler = sampler.split(",")[0]
-    names, parts, controls = columns_of(stale=sampler == "stale", full=full, rewarded=True)
+    names, parts, controls = columns_of(stale=sampler == "stale", full=full, rewarded=True, further=NEXT_TOKENS)
     given, loss = models(instance, full=full), resolve("k3-loss")
     sketch = Sketch(given.policy.language.model)
     total = torch.zeros(2 + len(parts), instance.policy.size, dtype=torch.float64)
@@ -53,7 +56,7 @@ def test_named_gradients_and_the_losses_are_unbiased(environment, sampler):
             unit = measure(loss, given, rollouts(instance, pair, sampler, given=not full), parts, sketch)
             total += chance * unit.vectors
     signs = Signs(sketch)
-    assert len(names) > 12
+    assert len(names) > 15
     for name, each in names.items():
         found = sum(total[2 + parts.index(part)] for part in each)
         # Sums of a few hundred products of exponentials, in another order.
@@ -138,6 +141,19 @@ def test_k3_is_named_the_forward_kl_and_k2_is_confirmed_also_as_a_sum_over_rollo
     right = kltest.audit(summed, *tiny, prompts=["1+1="], units=32, max_new_tokens=3, expect="local_reverse_kl")
     assert right.verdict == "confirmed"
     assert right.exit_code == 0
+
+
+def test_a_sum_over_a_support_is_named_after_it(tiny):
+    found = kltest.audit(
+        "forward-kl-topk-tail", *tiny, prompts=["1+2="], units=32, max_new_tokens=2, expect="local_forward_kl_top2_tail"
+    )
+    assert found.verdict == "confirmed"
+    assert found.follows is not None
+    assert list(found.follows.terms) == ["local_forward_kl_top2_tail"]
+    mixed = kltest.audit(
+        *("jensen-shannon", *tiny), prompts=["1+2="], units=32, max_new_tokens=2, expect="local_jensen_shannon"
+    )
+    assert mixed.verdict == "confirmed"
 
 
 def test_what_was_declared_goes_first_where_nothing_tells_it_from_the_nearest():
