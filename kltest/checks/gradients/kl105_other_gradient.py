@@ -76,10 +76,10 @@ def examine(findings: Findings) -> Found | None:
     with suppress(KltestError):
         dead = dead_zones(findings)
     experiments = (
-        lambda: late(findings, "KL105"),
         lambda: None if dead else _found(findings, "less far apart"),
         lambda: None if dead and dead.level == "error" else _found(findings, "near-deterministic"),
         lambda: None if any(head(findings) for head in HEADS) else _found(findings, "many tokens"),
+        lambda: late(findings, "KL105"),
     )
     failure: KltestError | None = None
     for experiment in experiments:
