@@ -31,6 +31,7 @@ from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings, Row, shared
 from kltest.identify.instances import CERTAIN, with_ties
+from kltest.loss.calling import Loss
 from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.tolerances import TOLERANCES, Tolerances
 from kltest.report import Level
@@ -423,17 +424,21 @@ def _is_stated(findings: Findings, off: Off, tolerance: float) -> bool:
 
     Rollouts may never be longer than it says; `kltest.checks.cuts` tells what it does.
     """
-    loss, measure = findings.loss, findings.measure
-    for name, value in loss.arguments.stated.items():
-        if isinstance(value, int | float) and LENGTH < value < off.setting:
-            larger = loss.changed(arguments=loss.arguments.with_value(name, type(value)(10 * LONGER)))
-            try:
-                found = measure.gradient_of(larger, off.instance, off.row.sampler)
-            except KltestError:  # rows of it are coupled
-                return True
-            if relative_bias(found, off.wanted, size(off.instance)) <= tolerance:
-                return True
+    for larger in with_larger_numbers(findings.loss, off.setting, 10 * LONGER):
+        try:
+            found = findings.measure.gradient_of(larger, off.instance, off.row.sampler)
+        except KltestError:  # rows of it are coupled
+            return True
+        if relative_bias(found, off.wanted, size(off.instance)) <= tolerance:
+            return True
     return False
+
+
+def with_larger_numbers(loss: Loss, below: float, to: int) -> Iterator[Loss]:
+    """Yield the loss with each number in turn that it states, beyond the usual length and below another, made `to`."""
+    for name, value in loss.arguments.stated.items():
+        if isinstance(value, int | float) and LENGTH < value < below:
+            yield loss.changed(arguments=loss.arguments.with_value(name, type(value)(to)))
 
 
 @shared

@@ -172,9 +172,10 @@ class Lifting:
                 raise KltestError(f"nothing says what {name_of(end)} does")
         try:
             made = self._filled(node, notes, shaped=True)
-            shape = computed_of(made, Rollouts(2)).shape
-            if not selected and len(shape) == 1 and shape[0] != ROLLOUTS:
-                raise KltestError("it is one number for each token that a mask selects")
+            if not selected:
+                shape = computed_of(made, Rollouts(2)).shape
+                if len(shape) == 1 and shape[0] != ROLLOUTS:
+                    raise KltestError("it is one number for each token that a mask selects")
             return made
         except _ZeroError:
             raise

@@ -14,7 +14,7 @@ import numpy as np
 
 from kltest.checks.batches import GroupFixture, apart, as_array, limit, norm
 from kltest.checks.check import Found
-from kltest.checks.stress import LENGTH, LONGER, bias, long_instance
+from kltest.checks.stress import LONGER, bias, long_instance, with_larger_numbers
 from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.identify.findings import Findings, Row, shared
@@ -58,11 +58,7 @@ def _long_and_far(findings: Findings, sampler: str) -> Found | None:
     batch = Rollout.of(long_instance(1, findings.seed, LONGER), sampler=sampler, padding=findings.seed)
     tokens = SIZES[-1] * LONGER
     # A number that the loss states, as `min_tokens=4096`, may be all that is in the way: `kltest.checks.cuts` tells it.
-    others = (
-        findings.loss.changed(arguments=findings.loss.arguments.with_value(name, type(value)(10 * tokens)))
-        for name, value in findings.loss.arguments.stated.items()
-        if isinstance(value, int | float) and LENGTH < value < tokens
-    )
+    others = with_larger_numbers(findings.loss, tokens, 10 * tokens)
     if any(_apart(findings, Caller(loss, batch), SIZES[-1]) for loss in (findings.loss, *others)):
         return None
     return Found(
