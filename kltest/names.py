@@ -111,6 +111,12 @@ BATCH_SIZES = (
 )
 """Names of parameters and settings that say how many rollouts a batch has, or a part of one."""
 
+STEPS = (
+    *("global_step", "step", "current_step", "cur_step", "train_step", "training_step", "update_step"),
+    *("iteration", "epoch", "current_epoch"),
+)
+"""Names of parameters and attributes that say how far a training run is."""
+
 _TOKEN_IDS = frozenset(("id", "ids", "eos", "bos", "pad", "padding", "ignore"))
 
 

@@ -2,7 +2,8 @@
 
 Code behind a comparison with such a number runs in no environment, batch or rollout here. So the number is made small,
 or the id that of the token that ends a rollout. What then changes is a fact about the loss, not about its gradient as
-it is used: a warning.
+it is used: a warning. But a step of training takes all its values in use: another gradient at a later one is an error,
+unless it is a multiple, as of a coefficient with a schedule, or none.
 """
 
 import math
@@ -18,7 +19,7 @@ from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
 from kltest.moments.differentiate import differentiate, live_positions
-from kltest.names import SUPPORT_SIZES, listed, says_token_id
+from kltest.names import STEPS, SUPPORT_SIZES, listed, says_token_id
 from kltest.rollout import Rollout
 
 # Numbers above this are beyond the rows of all batches; what cuts long rollouts at less is seen in those.
@@ -26,8 +27,12 @@ LARGE = 32
 # They are tried at these: below the tokens and rows of the batch, and some that do not divide them.
 SMALL = (1, 2, 3, 5, 7)
 ROWS = 12
-# Log-ratios are this share of the usual ones: bounds on numbers other than lengths and sizes do not act.
+# Steps of training, of which some have a common divisor and some have none.
+LATER = (0, 2, 3, 10, 101, 1024, 10_007, 1_000_000)
+# Share of the usual log-ratios at which bounds on numbers other than lengths and sizes do not act.
 NEAR = 0.1
+# The same at which bounds that begin at a later step do.
+FAR = 4.0
 
 
 @shared
@@ -38,24 +43,35 @@ def cuts(findings: Findings) -> Found | None:
         return None
     if findings.loss.instead is not None:
         names = ", ".join(name for name, _, _ in numbers)
-        why = f"smaller values of {names} were not tried, since it draws random numbers"
-        return Found(why, "inconclusive", level="warning")
-    batches, found = _batches(findings), None
-    usual = _gradients(findings, batches)
+        why = f"other values of {names} were not tried, since it draws random numbers"
+        return Found(why, "inconclusive", level=None if any(_is_step(name) for name, _, _ in numbers) else "warning")
+    found: list[Found] = []
     for name, value, others in numbers:
+        batches = _batches(findings, FAR if _is_step(name) else NEAR)
+        usual = _gradients(findings, batches)
         for other in others:
             try:
                 changed = _gradients(findings, batches, name, other)
             except KltestError:  # it refuses what is longer
                 continue
-            factor = float((changed * usual).sum() / (norm(usual) ** 2 or 1.0))
-            off = norm(changed - factor * usual) / (norm(usual) or 1.0)
-            if off > limit(findings) * max(1.0, abs(factor)) or (usual.any() and factor <= 0):
-                found = found or Found(_words(name, value, other, usual, changed), level="warning")
+            if _is_another(usual, changed, limit(findings), _is_step(name)):
+                found.append(_other_step(name, other) if _is_step(name) else _cut(name, value, other, usual, changed))
                 break
         else:
             findings.notes.append(f"{name} is {value}; the gradient is the same at {listed(list(map(str, others)))}.")
-    return found
+    return min(found, key=lambda one: one.level == "warning", default=None)
+
+
+def _is_another(usual: np.ndarray, changed: np.ndarray, limit: float, scheduled: bool) -> bool:
+    """Return True unless a gradient is a positive multiple of the usual one, or none where it is `scheduled`."""
+    factor = float((changed * usual).sum() / (norm(usual) ** 2 or 1.0))
+    off = norm(changed - factor * usual) / (norm(usual) or 1.0)
+    lost = factor < -limit if scheduled else factor <= 0
+    return off > limit * max(1.0, abs(factor)) or bool(usual.any() and lost)
+
+
+def _is_step(name: str) -> bool:
+    return name.split(".")[-1] in STEPS
 
 
 def _numbers(findings: Findings) -> Iterator[tuple[str, float, tuple[int, ...]]]:
@@ -66,18 +82,23 @@ def _numbers(findings: Findings) -> Iterator[tuple[str, float, tuple[int, ...]]]
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             continue
-        if says_token_id(name):
+        if _is_step(name):
+            yield name, value, LATER
+        elif says_token_id(name):
             if "tokens" in findings.observed.uses and value not in range(vocabulary):
                 yield name, value, (vocabulary - 1,)
         elif value > LARGE:
             yield name, value, SMALL
 
 
-def _batches(findings: Findings) -> list[Rollout]:
-    """Return batches of all lengths, and of short and of long rollouts, so that a common divisor differs."""
+def _batches(findings: Findings, apart: float) -> list[Rollout]:
+    """Return batches of all lengths, and of short and of long rollouts, so that a common divisor differs.
+
+    Log-ratios are this share of the usual ones.
+    """
     instance = instances("ragged", findings.seed)[0]
     reference, sampler = (
-        table(instance.policy + NEAR * (logits - instance.policy)) for logits in (instance.reference, instance.sampler)
+        table(instance.policy + apart * (logits - instance.policy)) for logits in (instance.reference, instance.sampler)
     )
     nearer = replace(instance, reference=reference, sampler=sampler)
     rows = np.argsort(instance.paths.lengths, kind="stable")
@@ -95,12 +116,17 @@ def _gradients(findings: Findings, batches: list[Rollout], name: str = "", value
     return np.concatenate(found)
 
 
-def _words(name: str, value: float, other: int, usual: np.ndarray, changed: np.ndarray) -> str:
+def _other_step(name: str, step: int) -> Found:
+    return Found(f"Where {name} is {step}, the gradient of some rollouts is no multiple of that where it is 1.")
+
+
+def _cut(name: str, value: float, other: int, usual: np.ndarray, changed: np.ndarray) -> Found:
     before, after = (each.any(axis=-1) for each in (usual, changed))
     lost = int((before & ~after).sum())
     does = "cuts at" if lost else "depends on"
     what = f"{lost} of {int(before.sum())} tokens have no gradient" if lost else "the gradient is another one"
-    return (
+    return Found(
         f"It {does} {name}, which is {value}, beyond what is tried here: with {other} in its place {what}, in "
-        f"batches of {ROWS} and of {ROWS // 3} rollouts of up to {usual.shape[1]} tokens."
+        f"batches of {ROWS} and of {ROWS // 3} rollouts of up to {usual.shape[1]} tokens.",
+        level="warning",
     )

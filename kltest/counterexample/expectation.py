@@ -30,7 +30,6 @@ DERIVED = {
     "log_ratio": "logp{at} - ref_logp{at}",
     "num_items_in_batch": "(mask{at} != 0).sum()",
     "device": "torch.device('cpu')",
-    "global_step": "0",
     **dict.fromkeys(("index", "uid"), "['prompt-0'] * {rows}"),
     **dict.fromkeys(BATCH_SIZES, "{rows}"),
 }

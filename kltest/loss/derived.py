@@ -31,7 +31,6 @@ DERIVED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "log_ratio": ("logp − ref_logp", lambda view: view.logp - view.ref_logp),
     "num_items_in_batch": ("live tokens of the batch", lambda view: (view.mask != 0).sum()),
     "device": ("the CPU", lambda view: torch.device("cpu")),
-    "global_step": ("0", lambda view: 0),
     "index": _PROMPTS,
     "uid": _PROMPTS,
     **dict.fromkeys(BATCH_SIZES, ("rows of the batch", lambda view: len(view.mask))),

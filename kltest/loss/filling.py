@@ -16,9 +16,11 @@ from kltest.loss.callables import contents
 from kltest.loss.derived import DERIVED, Derived
 from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
-from kltest.names import BATCH_SIZES, GROUP_SIZES, SUPPORT_SIZE, field_named, near_spelling, suggested_field
+from kltest.names import BATCH_SIZES, GROUP_SIZES, STEPS, SUPPORT_SIZE, field_named, near_spelling, suggested_field
 from kltest.rollout import fields_behind
 
+# The step of a training run if nothing says which; later ones are tried by `kltest.checks.cuts`.
+FIRST_STEP = 1
 FEWER = ", or the vocabulary less two if that is fewer"
 Filling = FieldOf | ObjectOf | Derived | SizeOf | Any
 
@@ -172,6 +174,8 @@ def fill(
             fillings[key] = FieldOf(field)
         elif parameter.default is parameter.empty and key in DERIVED:
             fillings[key] = Derived(key)
+        elif parameter.default is parameter.empty and key in STEPS:
+            fillings[key] = FIRST_STEP
         elif parameter.default is parameter.empty:
             if made := configuration(parameter, function):
                 fillings[key] = made

@@ -204,6 +204,23 @@ def otherwise(some: Callable[[Tensor], Tensor], change: Callable[[Tensor], Tenso
     return loss
 
 
+def from_step(first: int, change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """A right loss that changes its log-ratios late in training."""
+
+    def loss(logp, ref_logp, mask, global_step):
+        live = mask != 0
+        log_ratio = (logp - ref_logp).detach().where(live, 0.0)
+        if global_step >= first:
+            log_ratio = change(log_ratio)
+        return (log_ratio.sum(-1) * logp.where(live, 0.0).sum(-1)).mean()
+
+    return loss
+
+
+def half(log_ratio: Tensor) -> Tensor:
+    return log_ratio / 2
+
+
 def within_2(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-2, 2)
 
@@ -286,6 +303,8 @@ CASES = [
     wrong("KL204", named("within_2_in_batches_of_8", otherwise(lambda live: len(live) >= 8, within_2))),
     wrong("KL204", named("within_2_of_many_tokens", otherwise(lambda live: live.sum() > 8192, within_2))),
     right(named("in_parts_of_many_tokens", otherwise(lambda live: live.sum() > 8192, in_parts))),
+    wrong("KL105", named("within_2_late_in_training", from_step(500, within_2))),
+    right(named("half_late_in_training", from_step(500, half))),
     wrong("KL507", "wrong_inexact.py:EveryThird.loss"),
     right("wrong_inexact.py:EveryThirdAlike.loss"),
     wrong("KL105", first_8_without_a_sampler, also=("KL801",)),

@@ -91,7 +91,7 @@ def test_numbers_that_trainers_pass_besides_are_made_of_the_fields():
     assert torch.equal(seen["log_ratio"], rollout.peek("logp") - rollout.peek("ref_logp"))
     assert seen["lengths"].tolist() == rollout.peek("mask").sum(1).tolist()
     assert int(seen["num_items_in_batch"]) == int(rollout.peek("mask").sum())
-    assert (seen["device"].type, seen["global_step"]) == ("cpu", 0)
+    assert (seen["device"].type, seen["global_step"]) == ("cpu", 1)
     assert seen["uid"] == seen["index"]
     assert len({*seen["uid"]}) == len({*rollout.peek("group").tolist()})
     assert bound.filled["lengths"] == "live tokens of each row"
