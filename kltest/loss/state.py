@@ -170,11 +170,17 @@ def _inside(name: str, value: Any, seen: dict[int, Any], deep: int = DEEPEST) ->
         get, put = CONTENTS[kind]
         yield Place(name, partial(get, value), partial(put, value), drawn=kind in GENERATORS)
     elif isinstance(value, type):
-        data = [key for key, each in vars(value).items() if isinstance(each, PLAIN) and not key.startswith("__")]
-        for key in data:
-            yield Place(f"attributes of {name}", partial(getattr, value, key), partial(setattr, value, key))
-    elif hasattr(value, "__dict__") and not isinstance(value, FunctionType | ModuleType | torch.nn.Module):
-        yield from _inside(f"attributes of {name.removeprefix('attributes of ')}", vars(value), seen, deep)
+        attributes = f"attributes of {name.removeprefix('attributes of ')}"
+        data = {key: each for key, each in vars(value).items() if isinstance(each, PLAIN) and not key.startswith("__")}
+        for key, each in data.items():
+            yield Place(attributes, partial(getattr, value, key), partial(setattr, value, key))
+            yield from _inside(attributes, each, seen, deep - 1)
+    elif hasattr(value, "__dict__") and not isinstance(value, FunctionType | ModuleType):
+        attributes = f"attributes of {name.removeprefix('attributes of ')}"
+        yield from _inside(attributes, vars(value), seen, deep)
+        for kind in type(value).__mro__:
+            if kind.__module__.partition(".")[0] not in ("builtins", "torch", "typing", "abc"):
+                yield from _inside(attributes, kind, seen, deep)
     if isinstance(value, dict | list | tuple | deque):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _inside(name, each, seen, deep - 1)

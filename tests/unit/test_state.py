@@ -85,6 +85,35 @@ def on_a_class(logp, ref_logp, mask):
     return u.square() / 2 / (1 + Meter.mean)
 
 
+class OnItsClass:
+    """DEFECT: a running mean in a dictionary that all objects of the class share."""
+
+    MEANS = {"abs": 0.0}  # noqa: RUF012
+
+    def __call__(self, logp, ref_logp, mask):
+        u = log_ratio(logp, ref_logp, mask)
+        self.MEANS["abs"] = 0.9 * self.MEANS["abs"] + 0.1 * float(u.detach().abs().mean())
+        return u.square() / 2 / (1 + self.MEANS["abs"])
+
+
+class Buffered(torch.nn.Module):
+    """DEFECT: a running mean in a buffer."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, logp, ref_logp, mask):
+        u = log_ratio(logp, ref_logp, mask)
+        new = 0.9 * self.mean + 0.1 * u.detach().abs().mean()
+        if self.in_place:
+            self.mean.copy_(new)
+        else:
+            self.mean = new
+        return u.square() / 2 / (1 + new)
+
+
 @lru_cache
 def positions(columns):
     return torch.arange(columns)
@@ -106,6 +135,9 @@ def harmless(logp, ref_logp, mask):
         (with_closure(), "seen in its closure"),
         (warmed_up, "STEP of its module"),
         (on_a_class, "attributes of Meter"),
+        (OnItsClass(), "attributes of self"),
+        (Buffered(True), "attributes of self"),
+        (Buffered(False), "attributes of self"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
