@@ -1,9 +1,12 @@
 """Names that a function reads and functions that it calls by them: what a loss may depend on, found without a call."""
 
 import dis
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import chain
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -53,9 +56,33 @@ def reached(
 
 
 def values_read(function: FunctionType) -> dict[str, Any]:
-    """Return the value of each name of its module or closure that a function reads, MISSING where there is none."""
+    """Return the value of each name of its module or closure that a function reads, MISSING where there is none.
+
+    Of a module that is not installed, what the function names of it, as "module.name", is read as well.
+    """
     found = {name: _global(function, name) for name in names_read(function.__code__, _WRITTEN)}
-    return found | {name: content(cell) for name, cell in cells(function).items()}
+    found |= {name: content(cell) for name, cell in cells(function).items()}
+    modules = {name: vars(one) for name, one in found.items() if isinstance(one, ModuleType) and is_own(one.__name__)}
+    named = _all_names(function.__code__) if modules else ()
+    return found | {
+        f"{module}.{name}": space[name] for module, space in modules.items() for name in named if name in space
+    }
+
+
+def is_own(module: str | None) -> bool:
+    """Return True for a module that belongs to no installed package and not to Python or kltest."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    return file is not None and _first(module) != "kltest" and not any(map(Path(file).is_relative_to, _installed()))
+
+
+@lru_cache
+def _installed() -> list[str]:
+    return [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+
+
+def _all_names(code: CodeType) -> set[str]:
+    """Return the names of attributes and of its module that code has, also in the functions inside it."""
+    return set(code.co_names).union(*(_all_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def cells(function: FunctionType) -> dict[str, CellType]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kltest.loss.callables import without_partials
-from kltest.loss.reach import MISSING, cells, packages_named, reached, values_read
+from kltest.loss.reach import MISSING, cells, is_own, packages_named, reached, values_read
 
 # Entries of a container, and elements of a tensor, that are copied at most; objects inside objects that are looked at.
 MOST, DEEPEST = 10_000, 4
@@ -130,7 +130,7 @@ def generators_of(function: Any, objects: Mapping[str, Any]) -> list[Place]:
 
 
 def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
-    """Yield the places that a function reads or writes, and those of the functions of its module that it calls.
+    """Yield the places that a function reads or writes, and those of the functions of its project that it calls.
 
     `objects` are others that it is given in every call, by name.
     """
@@ -139,24 +139,27 @@ def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
     itself = getattr(bare, "__self__", None if isinstance(bare, FunctionType) else bare)
     for name, value in {"self": itself, **objects}.items():
         yield from _inside(name, value, seen)
-    for one in reached(function, _in_same_module):
+    for one in reached(function, _of_its_project):
         yield from _inside(f"attributes of {one.__name__}", vars(one), seen)
         yield from _inside("a default of a parameter", [one.__defaults__, one.__kwdefaults__], seen)
-        closed = cells(one)
-        for name, value in values_read(one).items():
+        closed, read = cells(one), values_read(one)
+        for name, value in read.items():
             if name in closed:
                 cell, label = closed[name], f"{name} in its closure"
                 yield Place(label, partial(getattr, cell, "cell_contents"), partial(setattr, cell, "cell_contents"))
-            elif isinstance(value, PLAIN) or value is MISSING or _in_same_module(value, one):
-                space, label = one.__globals__, f"{name} of its module"
-                yield Place(label, partial(space.get, name, MISSING), partial(_assign, space, name))
+            elif isinstance(value, PLAIN) or value is MISSING or _of_its_project(value, one):
+                module, _, key = name.rpartition(".")
+                space = vars(read[module]) if module else one.__globals__
+                label = f"{key} of {module or 'its module'}"
+                yield Place(label, partial(space.get, key, MISSING), partial(_assign, space, key))
             else:
                 continue
             yield from _inside(label, value, seen)
 
 
-def _in_same_module(value: Any, function: FunctionType) -> bool:
-    return getattr(value, "__module__", None) == function.__module__
+def _of_its_project(value: Any, function: FunctionType) -> bool:
+    module = getattr(value, "__module__", None)
+    return module == function.__module__ or (isinstance(module, str) and is_own(module))
 
 
 def _inside(name: str, value: Any, seen: dict[int, Any], deep: int = DEEPEST) -> Iterator[Place]:

@@ -1,5 +1,6 @@
 """State between calls: found wherever a loss keeps it, named as that, and harmless if no result depends on it."""
 
+import sys
 from collections import deque
 from functools import lru_cache
 
@@ -197,3 +198,32 @@ def test_a_wrong_gradient_is_wrong_with_a_baseline_too():
 
     report = kltest.grade(loss, environment="bandit", select="KL1,KL5")
     assert "KL103" in [check.code for check in report.errors]
+
+
+@pytest.mark.parametrize("call", ["centred", "of_losses.centred", "MEAN.centred", "of_losses.MEAN.centred"])
+def test_state_in_another_module_of_the_project_is_seen(call, tmp_path, monkeypatch):
+    (tmp_path / "of_losses.py").write_text(
+        "SEEN = {'mean': 0.0}\n"
+        "def centred(u):\n"
+        "    before = SEEN['mean']\n"
+        "    SEEN['mean'] = 0.9 * before + 0.1 * float(u.mean())\n"
+        "    return u - before\n"
+        "class Mean:\n"
+        "    before = 0.0\n"
+        "    def centred(self, u):\n"
+        "        before, self.before = self.before, 0.9 * self.before + 0.1 * float(u.mean())\n"
+        "        return u - before\n"
+        "MEAN = Mean()\n"
+    )
+    path = tmp_path / "loss.py"
+    path.write_text(
+        "import of_losses\n"
+        "from of_losses import MEAN, centred\n"
+        "def loss(logp, ref_logp, mask):\n"
+        "    u = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)\n"
+        f"    return ({call}(u.detach()) * logp.where(mask != 0, 0.0).sum(-1)).mean()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "of_losses", raising=False)
+    report = kltest.grade(f"{path}:loss")
+    assert (report.verdict, [check.code for check in report.failed]) == ("confirmed", ["KL507"])
