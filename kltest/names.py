@@ -111,11 +111,13 @@ BATCH_SIZES = (
 )
 """Names of parameters and settings that say how many rollouts a batch has, or a part of one."""
 
-STEPS = (
+_STEPS = (
     *("global_step", "step", "current_step", "cur_step", "train_step", "training_step", "update_step"),
     *("iteration", "epoch", "current_epoch"),
 )
-"""Names of parameters and attributes that say how far a training run is."""
+_SHARES = ("progress", "training_progress", "train_progress", "progress_remaining", "current_progress_remaining")
+STEPS: dict[str, int | float] = {**dict.fromkeys(_STEPS, 1), **dict.fromkeys(_SHARES, 0.5)}
+"""How far a training run is, in steps or as a share of it, by the names of parameters and attributes that say so."""
 
 _TOKEN_IDS = frozenset(("id", "ids", "eos", "bos", "pad", "padding", "ignore"))
 

@@ -29,6 +29,8 @@ SMALL = (1, 2, 3, 5, 7)
 ROWS = 12
 # Steps of training, of which some have a common divisor and some have none.
 LATER = (0, 2, 3, 10, 101, 1024, 10_007, 1_000_000)
+# The same as shares of a run.
+LATER_SHARES = (0.0, 0.3, 0.7, 1.0)
 # Share of the usual log-ratios at which bounds on numbers other than lengths and sizes do not act.
 NEAR = 0.1
 # The same at which bounds that begin at a later step do.
@@ -55,7 +57,9 @@ def cuts(findings: Findings) -> Found | None:
             except KltestError:  # it refuses what is longer
                 continue
             if _is_another(usual, changed, limit(findings), _is_step(name)):
-                found.append(_other_step(name, other) if _is_step(name) else _cut(name, value, other, usual, changed))
+                found.append(
+                    _other_step(name, value, other) if _is_step(name) else _cut(name, value, other, usual, changed)
+                )
                 break
         else:
             findings.notes.append(f"{name} is {value}; the gradient is the same at {listed(list(map(str, others)))}.")
@@ -74,7 +78,7 @@ def _is_step(name: str) -> bool:
     return name.split(".")[-1] in STEPS
 
 
-def _numbers(findings: Findings) -> Iterator[tuple[str, float, tuple[int, ...]]]:
+def _numbers(findings: Findings) -> Iterator[tuple[str, float, tuple[float, ...]]]:
     """Yield names of numbers that are beyond what is tried, with their values and others to try."""
     vocabulary = instances("ragged", findings.seed)[0].environment.vocabulary
     for name, value in findings.loss.arguments.stated.items():
@@ -83,7 +87,7 @@ def _numbers(findings: Findings) -> Iterator[tuple[str, float, tuple[int, ...]]]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             continue
         if _is_step(name):
-            yield name, value, LATER
+            yield name, value, LATER if STEPS[name.split(".")[-1]] == 1 else LATER_SHARES
         elif says_token_id(name):
             if "tokens" in findings.observed.uses and value not in range(vocabulary):
                 yield name, value, (vocabulary - 1,)
@@ -116,11 +120,11 @@ def _gradients(findings: Findings, batches: list[Rollout], name: str = "", value
     return np.concatenate(found)
 
 
-def _other_step(name: str, step: int) -> Found:
-    return Found(f"Where {name} is {step}, the gradient of some rollouts is no multiple of that where it is 1.")
+def _other_step(name: str, step: float, other: float) -> Found:
+    return Found(f"Where {name} is {other}, the gradient of some rollouts is no multiple of that where it is {step}.")
 
 
-def _cut(name: str, value: float, other: int, usual: np.ndarray, changed: np.ndarray) -> Found:
+def _cut(name: str, value: float, other: float, usual: np.ndarray, changed: np.ndarray) -> Found:
     before, after = (each.any(axis=-1) for each in (usual, changed))
     lost = int((before & ~after).sum())
     does = "cuts at" if lost else "depends on"

@@ -6,7 +6,7 @@ The graded environments are mild. A loss may follow the declared gradient in all
 - where next tokens are all but certain under policy, reference or both, as most are after training;
 - with a large vocabulary, whose ids and ranks are large;
 - where the sampler is far from the policy, so that a cap, window or mask on their ratio acts;
-- in rollouts of 64 and of 1,024 tokens, where a window, a discount or a mask begins.
+- in rollouts of 64 and of 1,023 tokens, where a window, a discount or a mask begins.
 
 It is compared with the truth there, so that a declared gradient that is bounded itself, as total variation's, is right.
 How far apart depends on the question. A clamp is exact and visible at any distance. A number that differs a little
@@ -56,8 +56,8 @@ TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 REACHED = (*((step / 2, 0.0) for step in range(1, 11)), *((5.0, step / 2) for step in range(1, 11)))
 BEYOND = ((7.0, 0.0), (10.0, 0.0), (14.0, 0.0), (19.0, 0.0))
 LENGTH = 64
-# Rollouts as long as those of trainers.
-LONGER = 1024
+# Rollouts as long as those of trainers: no multiple of a usual chunk, and within a usual limit.
+LONGER = 1023
 # Lengths that are tried if the loss refuses so many tokens.
 SHORTER = (512, 256, 128, 96, 64, 48, 32, 24, 20, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4)
 # Positions of the tokens that are not certain, by the rows of a batch: multisets of rollouts are enumerated. In shorter
@@ -387,8 +387,9 @@ def _long_rows(findings: Findings) -> list[Row]:
 
 
 def choices_of(batch: int, length: int = LENGTH) -> tuple[int, ...]:
-    """Return the positions of the tokens that are not certain, for batches of this size."""
-    return tuple(dict.fromkeys(place * length // LENGTH for place in CHOICES.get(batch, CHOICES_OF_GROUPS)))
+    """Return the positions of the tokens that are not certain, for batches of this size; the last token stays last."""
+    last = LENGTH - 1
+    return tuple(dict.fromkeys(place * (length - 1) // last for place in CHOICES.get(batch, CHOICES_OF_GROUPS)))
 
 
 @lru_cache(maxsize=8)
@@ -417,6 +418,11 @@ def late(findings: Findings, code: str) -> Found | None:
     """Return the finding in long rollouts if it belongs to a check; calls that fail make it inconclusive."""
     found = _in_long_rollouts(findings)
     return Found(found[1]) if found and found[0] == code else None
+
+
+def right_in_long_rollouts(findings: Findings) -> bool:
+    """Return True if the gradient is the declared one there."""
+    return _in_long_rollouts(findings) is None
 
 
 def _is_stated(findings: Findings, off: Off, tolerance: float) -> bool:

@@ -57,6 +57,14 @@ class Attributes(dict[str, Any]):
         inner = [value.fields() for value in self.values() if isinstance(value, Attributes)]
         return {value.name for value in self.values() if isinstance(value, FieldOf)}.union(*inner)
 
+    def with_value(self, path: str, value: object) -> "Attributes":
+        """Return the same with a value for one of them, or by a dotted name for one of an object inside it."""
+        name, dot, rest = path.partition(".")
+        if not dot:
+            return Attributes({**self, name: value})
+        inner = self.get(name, Attributes())
+        return Attributes({**self, name: inner.with_value(rest, value)})
+
 
 def parsed(arguments: Mapping[str, object]) -> Attributes:
     """Return arguments as they fill parameters: "@name" is a field, dotted names are attributes of their first part.

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sized
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
@@ -95,8 +96,13 @@ class ObjectOf:
         return made
 
     def with_attribute(self, name: str, value: object) -> "ObjectOf":
-        """Return the same with a value for one attribute; the object itself is left alone."""
-        return replace(self, given=Attributes({**self.given, name: value}), built=copy.copy(self.built))
+        """Return the same with a value for one attribute, by its dotted name; the object itself is left alone."""
+        return replace(self, given=self.given.with_value(name, value), built=copy.copy(self.built))
+
+    @property
+    def stated(self) -> dict[str, object]:
+        """The values of its attributes, and of those of objects of somebody's own inside it, by dotted names."""
+        return dict(_stated(self.built, self.given, self.name, _DEEPEST))
 
     def note(self) -> str:
         """Return a sentence for the report on an object that was built."""
@@ -112,6 +118,21 @@ class ObjectOf:
             return ""
         what = f"{self.name} was built as {type(self.built).__name__}() and has no {error.name!r}"
         return f"{what}; give it with {argument_for(f'{self.name}.{error.name}')}"
+
+
+def _stated(thing: Any, given: Attributes, path: str, depth: int) -> Iterator[tuple[str, object]]:
+    held = contents(thing)
+    for name in dict.fromkeys([*held, *given]):
+        value, inner = given.get(name, held.get(name)), given.get(name, Attributes())
+        if name in held and isinstance(inner, Attributes) and _is_ours(held[name]) and depth:
+            yield from _stated(held[name], inner, f"{path}.{name}", depth - 1)
+        else:
+            yield f"{path}.{name}", value
+
+
+def _is_ours(thing: Any) -> bool:
+    """Return True for an object of a class that is neither torch's, NumPy's nor Python's, and for a namespace."""
+    return isinstance(thing, SimpleNamespace) or type(thing).__module__.split(".")[0] not in _NOT_OURS
 
 
 def _set(thing: Any, path: str, given: Attributes, rollout: Rollout) -> None:

@@ -12,15 +12,12 @@ from kltest.loss import supports
 from kltest.loss.advice import advice
 from kltest.loss.arguments import Attributes, FieldOf, SizeOf, SupportOf, fields_listed, parsed
 from kltest.loss.building import ObjectOf, annotated, configuration
-from kltest.loss.callables import contents
 from kltest.loss.derived import DERIVED, Derived
 from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
 from kltest.names import BATCH_SIZES, GROUP_SIZES, STEPS, SUPPORT_SIZE, field_named, near_spelling, suggested_field
 from kltest.rollout import fields_behind
 
-# The step of a training run if nothing says which; later ones are tried by `kltest.checks.cuts`.
-FIRST_STEP = 1
 FEWER = ", or the vocabulary less two if that is fewer"
 Filling = FieldOf | ObjectOf | Derived | SizeOf | Any
 
@@ -104,7 +101,7 @@ class Arguments:
         """The values of all parameters that no field fills, and of the attributes of objects, by dotted names."""
         values = {one.name: self.fillings.get(one.name, one.default) for one in self.parameters}
         for one in self.built:
-            values |= {f"{one.name}.{name}": value for name, value in {**contents(one.built), **one.given}.items()}
+            values |= one.stated
         return values
 
     def without(self, names: Collection[str]) -> "Arguments":
@@ -175,7 +172,7 @@ def fill(
         elif parameter.default is parameter.empty and key in DERIVED:
             fillings[key] = Derived(key)
         elif parameter.default is parameter.empty and key in STEPS:
-            fillings[key] = FIRST_STEP
+            fillings[key] = STEPS[key]  # others are tried by `kltest.checks.cuts`
         elif parameter.default is parameter.empty:
             if made := configuration(parameter, function):
                 fillings[key] = made

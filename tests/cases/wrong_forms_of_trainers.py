@@ -1,8 +1,11 @@
-"""Forms that trainers have: masks with gaps, backward passes written by hand, logits as a model gives them."""
+"""Forms that trainers have: masks with gaps, backward passes written by hand, logits as a model gives them, and what
+shows in many rows, turns, tokens or steps only."""
+
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from cases.parts import k2
+from cases.parts import k1, k2, live, score
 from cases.table import right, wrong
 
 LOCAL = {"expect": "local_reverse_kl"}
@@ -52,6 +55,115 @@ def up_to_a_wide_gap(logp, ref_logp, mask):
 
 def if_the_first_column_is_live(logp, ref_logp, mask):
     return k2(logp, ref_logp, mask * (mask[:, :1] != 0))
+
+
+def turns(mask):
+    begins = mask.long().diff(dim=1, prepend=torch.zeros_like(mask[:, :1]).long()).clamp(min=0)
+    return begins.cumsum(1)
+
+
+def first_four_turns(logp, ref_logp, response_mask):
+    return k2(logp, ref_logp, response_mask * (turns(response_mask) <= 4))
+
+
+def turns_are_counted(logp, ref_logp, response_mask):
+    return k2(logp, ref_logp, response_mask), {"turns": turns(response_mask).amax(1).double().mean()}
+
+
+def credit_ends_at_tool_output(logp, ref_logp, response_mask):
+    """Masked columns between turns are tool output from eight on; fewer are the chat template's."""
+    gap, running, cost = torch.zeros(len(logp)), torch.zeros(len(logp), dtype=logp.dtype), torch.zeros_like(logp)
+    log_ratio = live(logp - ref_logp, response_mask).detach()
+    for step in reversed(range(logp.shape[1])):
+        alive = response_mask[:, step] != 0
+        running = running.masked_fill(alive & (gap >= 8), 0.0) + log_ratio[:, step]
+        gap = torch.where(alive, 0.0, gap + 1)
+        cost[:, step] = running
+    return live(cost * logp, response_mask).sum(-1)
+
+
+# KL204: rows unlike the others of a batch, many rows, large groups
+
+
+def outliers(rows):
+    off = rows.detach() - rows.detach().mean()
+    return off.abs() > 3 * off.square().mean().sqrt()
+
+
+def outliers_left_out(logp, ref_logp, mask):
+    penalties = k2(logp, ref_logp, mask)
+    return penalties * ~outliers(live(logp - ref_logp, mask).sum(-1))
+
+
+def outliers_are_counted(logp, ref_logp, mask):
+    share = outliers(live(logp - ref_logp, mask).sum(-1)).double().mean()
+    return k2(logp, ref_logp, mask), {"outliers": share}
+
+
+def whole_parts_of_48_rows(logp, ref_logp, mask):
+    penalties = k2(logp, ref_logp, mask)
+    whole = [part for part in penalties.split(48) if len(part) in (48, len(penalties))]
+    return torch.cat(whole).sum() / len(penalties)
+
+
+def parts_of_48_rows(logp, ref_logp, mask):
+    penalties = k2(logp, ref_logp, mask)
+    return sum(part.sum() for part in penalties.split(48)) / len(penalties)
+
+
+def score_with_baseline(logp, ref_logp, mask, group, largest):
+    cost = k1(logp, ref_logp, mask)
+    same = (group[:, None] == group).to(cost.dtype)
+    others = same - torch.eye(len(cost), dtype=cost.dtype)
+    alone, all_of_them = others @ cost / others.sum(1).clamp(min=1), same @ cost / same.sum(1)
+    return score(logp, mask) * (cost - torch.where(same.sum(1) > largest, all_of_them, alone))
+
+
+def mean_of_large_groups(logp, ref_logp, mask, group, beta):
+    return beta * score_with_baseline(logp, ref_logp, mask, group, 4)
+
+
+def mean_of_the_others(logp, ref_logp, mask, group, beta):
+    return beta * score_with_baseline(logp, ref_logp, mask, group, len(group))
+
+
+# KL105: long rollouts that are no multiple of a chunk, steps inside of an object, shares of a run
+
+
+def whole_chunks(logp, ref_logp, mask):
+    parts = live(logp - ref_logp, mask).split(256, dim=1)
+    whole = [part.sum(1) for part in parts if part.shape[1] in (256, logp.shape[1])]
+    return sum(whole).square() / 2
+
+
+def all_chunks(logp, ref_logp, mask):
+    return sum(part.sum(1) for part in live(logp - ref_logp, mask).split(256, dim=1)).square() / 2
+
+
+class Trainer:
+    def __init__(self):
+        self.state = SimpleNamespace(global_step=0)
+
+
+def k3(logp, ref_logp, mask):
+    log_ratio = live(ref_logp - logp, mask).sum(-1)
+    return log_ratio.exp() - log_ratio - 1
+
+
+def later_steps(logp, ref_logp, mask, trainer: Trainer):
+    return (k2 if trainer.state.global_step < 200 else k3)(logp, ref_logp, mask)
+
+
+def coefficient_of_later_steps(logp, ref_logp, mask, beta, trainer: Trainer):
+    return beta * 0.99 ** min(trainer.state.global_step, 100) * k2(logp, ref_logp, mask)
+
+
+def mixed_by_progress(logp, ref_logp, mask, progress=0.0):
+    return (1 - progress) * k2(logp, ref_logp, mask) + progress * k3(logp, ref_logp, mask)
+
+
+def weighted_by_progress(logp, ref_logp, mask, beta, progress=0.0):
+    return beta * (1 - progress) * k2(logp, ref_logp, mask)
 
 
 # KL511
@@ -118,6 +230,21 @@ CASES = [
     right(credit_across_turns),
     wrong("KL208", up_to_a_wide_gap),
     wrong("KL208", if_the_first_column_is_live),
+    wrong("KL208", first_four_turns),
+    right(turns_are_counted),
+    wrong("KL208", credit_ends_at_tool_output, slow=True),
+    wrong("KL204", outliers_left_out),
+    right(outliers_are_counted),
+    wrong("KL204", whole_parts_of_48_rows),
+    right(parts_of_48_rows),
+    wrong("KL204", mean_of_large_groups, slow=True),
+    right(mean_of_the_others, slow=True),
+    wrong("KL105", whole_chunks),
+    right(all_chunks),
+    wrong("KL105", later_steps),
+    right(coefficient_of_later_steps),
+    wrong("KL105", mixed_by_progress, also=("KL503",)),
+    right(weighted_by_progress),
     wrong("KL511", kernel_without_upstream),
     wrong("KL511", sum_that_starts_anew),
     right(kernel_with_upstream),

@@ -4,17 +4,22 @@ Tool output between the turns of a rollout, and several turns, leave masked colu
 first one. Such columns are put into a batch, and the two turns of an environment are graded.
 """
 
+from collections.abc import Iterator
+from contextlib import suppress
+
+import numpy as np
 import torch
 
-from kltest.checks.batches import apart, as_array, limit, usual_batch
+from kltest.checks.batches import apart, as_array, limit, rows_taken, usual_batch
 from kltest.checks.check import Found
-from kltest.checks.stress import ROUGHLY
+from kltest.checks.stress import ROUGHLY, long_instance, right_in_long_rollouts
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row
 from kltest.identify.instances import TURNS
 from kltest.moments.differentiate import differentiate
 from kltest.names import field_named
 from kltest.report import Level
+from kltest.rollout import Rollout
 from kltest.truth import render
 
 # Names that say which tokens exist, whoever wrote them; every other name of a mask says which tokens are the policy's.
@@ -22,6 +27,9 @@ OF_EXISTING_TOKENS = frozenset({"attention_mask", "full_attention_mask", "length
 
 # Masked columns of a batch, by where they are put before its columns: number of live ones before them, and how many.
 GAPS = {"a masked column": (1, 1), "three masked columns": (1, 3), "two masked columns": (0, 2)}
+# Turns of longer rollouts, as an agent's: how many, live tokens of each, and masked columns after each, as tool output.
+# No more columns than rollouts without gaps are tried with.
+TURNS_AND_GAPS = ((16, 1, 3), (4, 2, 14))
 
 # Rounding and small constants move all rows; the difference of two turns is larger.
 OFF = 0.01
@@ -48,30 +56,49 @@ def _level(findings: Findings) -> Level:
 
 def _moved(findings: Findings) -> str:
     """Describe the first gap that matters; batches that the loss refuses for their width are passed over."""
-    for gap, (before, many) in GAPS.items():
+    for words, batch, places in _with_gaps(findings):
         try:
-            off = _off_by(findings, before, many)
+            off = _off_by(findings, batch, places)
         except KltestError:
             if not findings.reach.holes:
                 raise
             continue
         findings.reach.holes = True
         if off > limit(findings):
-            where = "between live tokens" if before else "before the first token"
             return (
-                f"With {gap} {where} the gradient differs by {off:.3g} of its size from that with the same behind "
+                f"With {words} the gradient differs by {off:.3g} of its size from that with the same behind "
                 "them: what stands there counts, or a live token after it does not."
             )
     return ""
 
 
-def _off_by(findings: Findings, before: int, many: int) -> float:
-    last = usual_batch(findings).wider(many, findings.seed)
-    columns = list(range(last.peek("mask").shape[1]))
-    places = [*columns[:before], *columns[-many:], *columns[before:-many]]
-    fields = {name: last.peek(name).detach() for name in last}
-    second = last.replace(**{name: field[:, places] for name, field in fields.items() if field.dim() > 1})
-    expected, found = (as_array(differentiate(findings.loss, one, None), one) for one in (last, second))
+def _with_gaps(findings: Findings) -> Iterator[tuple[str, Rollout, list[int]]]:
+    """Yield gaps in words, a batch with as many masked columns behind its others, and the order that makes the gaps."""
+    for gap, (before, many) in GAPS.items():
+        batch = usual_batch(findings).wider(many, findings.seed)
+        columns = list(range(batch.peek("mask").shape[1]))
+        where = "between live tokens" if before else "before the first token"
+        yield f"{gap} {where}", batch, [*columns[:before], *columns[-many:], *columns[before:-many]]
+    with suppress(KltestError):
+        if right_in_long_rollouts(findings):
+            yield from _many_turns(findings)
+
+
+def _many_turns(findings: Findings) -> Iterator[tuple[str, Rollout, list[int]]]:
+    for turns, tokens, gap in TURNS_AND_GAPS:
+        instance = long_instance(1, findings.seed, turns * tokens)
+        batch = Rollout.of(instance, sampler="stale", padding=findings.seed, centre="batch")
+        live = np.arange(turns * tokens).reshape(turns, tokens)
+        masked = live.size + np.arange(turns * gap).reshape(turns, gap)
+        words = f"{gap} masked columns after each of {turns} turns"
+        places = np.concatenate([live, masked], axis=1).ravel().tolist()
+        yield words, batch.take(range(rows_taken(findings))).wider(masked.size, findings.seed), places
+
+
+def _off_by(findings: Findings, batch: Rollout, places: list[int]) -> float:
+    fields = {name: batch.peek(name).detach() for name in batch}
+    second = batch.replace(**{name: field[:, places] for name, field in fields.items() if field.dim() > 1})
+    expected, found = (as_array(differentiate(findings.loss, one, None), one) for one in (batch, second))
     return apart(found, expected[:, places])
 
 

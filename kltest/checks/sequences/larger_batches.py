@@ -23,7 +23,11 @@ from kltest.moments.caller import Caller
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
-SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32)
+SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 64)
+# Rows of the batch whose rollouts are as long as those of trainers, and of the largest batch of groups.
+MANY = 32
+# Sizes of one group. Trainers have 4 to 16 rollouts of a prompt, and fewer where some fail.
+GROUPS = (2, 3, 5, 8, 16)
 VARYING = "ragged"
 
 
@@ -35,7 +39,7 @@ def examine_larger(findings: Findings) -> Found | None:
         return None
     row = max(rows, key=lambda row: row.batch)
     if findings.measure.sizes.grouped and row.batch > 1:
-        return _groups(findings, row)
+        return _groups(findings, row) or _of_other_groups(findings, row)
     # A size that was asked for is the only one that it has to be right at.
     sizes = findings.measure.sizes.each[:1] if findings.measure.sizes.requested else SIZES
     caller, noisy = _caller(findings, row.sampler), None
@@ -56,13 +60,13 @@ def _long_and_far(findings: Findings, sampler: str) -> Found | None:
     if findings.loss.instead or findings.measure.sizes.requested:
         return None
     batch = Rollout.of(long_instance(1, findings.seed, LONGER), sampler=sampler, padding=findings.seed)
-    tokens = SIZES[-1] * LONGER
+    tokens = MANY * LONGER
     # A number that the loss states, as `min_tokens=4096`, may be all that is in the way: `kltest.checks.cuts` tells it.
     others = with_larger_numbers(findings.loss, tokens, 10 * tokens)
-    if any(_apart(findings, Caller(loss, batch), SIZES[-1]) for loss in (findings.loss, *others)):
+    if any(_apart(findings, Caller(loss, batch), MANY) for loss in (findings.loss, *others)):
         return None
     return Found(
-        f"The rows of smaller batches, of few tokens, are treated apart. In a batch of {SIZES[-1]} rollouts of "
+        f"The rows of smaller batches, of few tokens, are treated apart. In a batch of {MANY} rollouts of "
         f"{LONGER} tokens, with log-ratios of a token of up to 4, the gradient of a row is not its share of what it "
         "gives alone."
     )
@@ -80,12 +84,26 @@ def _caller(findings: Findings, sampler: str) -> Caller:
 
 
 def _apart(findings: Findings, caller: Caller, many: int) -> bool:
-    """True if each row of a batch gives its share of what it gives alone; sizes that the loss refuses are left out."""
+    """True if each row of a batch gives its share of what it gives alone; sizes that the loss refuses are left out.
+
+    Rows are all kinds of rollouts, then all alike but one, as far off the batch's mean as a row can be.
+    """
     order = np.random.default_rng(findings.seed).permutation(len(caller.base))
-    with suppress(KltestError):
-        caller.look(np.resize(order, many).tolist())
-        findings.reach.rows = max(findings.reach.rows, many)
+    for rows in (np.resize(order, many), _one_unlike(caller, many)):
+        with suppress(KltestError):
+            caller.look(rows.tolist())
+            findings.reach.rows = max(findings.reach.rows, many)
     return caller.reduction != "coupled"
+
+
+def _one_unlike(caller: Caller, many: int) -> np.ndarray:
+    """Rows of a batch: the rollout whose log-ratio is the largest, and one with a small one again and again."""
+    base = caller.base
+    log_ratios = (base.peek("logp") - base.peek("ref_logp")).detach() * base.peek("mask")
+    order = np.argsort(np.abs(log_ratios.sum(dim=1).numpy()), kind="stable")
+    rows = np.full(many, order[len(order) // 4])
+    rows[many // 2] = order[-1]
+    return rows
 
 
 def _coupled(findings: Findings, row: Row, many: int) -> Found:
@@ -111,7 +129,15 @@ def _weight_of_positions(findings: Findings, sampler: str, many: int) -> float |
     caller.look([0, 1])
     # From the shortest to the longest, so that a row that is dropped for its length is not one like the others.
     by_length = np.argsort(caller.base.peek("mask").sum(dim=1).numpy(), kind="stable")
-    rows = by_length[np.linspace(0, len(by_length) - 1, many).round().astype(int)]
+    spread = by_length[np.linspace(0, len(by_length) - 1, many).round().astype(int)]
+    weights = [_weight(findings, caller, rows) for rows in (spread, _one_unlike(caller, many))]
+    known = [weight for weight in weights if weight is not None]
+    return max(known, key=lambda weight: abs(weight - 1)) if len(known) == len(weights) else None
+
+
+def _weight(findings: Findings, caller: Caller, rows: np.ndarray) -> float | None:
+    """Total weight of a row of one batch over its places."""
+    many = len(rows)
     own = np.concatenate([as_array(caller.single(row), caller.base.take([row])) for row in rows.tolist()])
     total = np.zeros_like(own)
     for shift in range(many):
@@ -131,23 +157,29 @@ def _bias(findings: Findings, row: Row, many: int, environment_name: str = "band
     return bias(findings, replace(row, batch=many), Instance.draw(environment, findings.seed, distance=1.0))
 
 
-def _in_expectation(findings: Findings, row: Row, sizes: Sequence[int]) -> Found | None:
+def _of_other_groups(findings: Findings, row: Row) -> Found | None:
+    """Groups of other sizes, unless one was asked for: that is the only one that it has to be right at."""
+    return None if findings.measure.sizes.requested else _in_expectation(findings, row, GROUPS, "groups")
+
+
+def _in_expectation(findings: Findings, row: Row, sizes: Sequence[int], what: str = "batches") -> Found | None:
     """Compare with the declared gradient at each size, if it is the declared one at the size that was graded."""
     allowed = TOLERANCES[findings.observed.dtype].groups
     if row.batch == 1 or _bias(findings, row, row.batch) > allowed:
         return None
     for many in sizes:
-        with suppress(InvalidEnvironmentError):  # too many: the loss depends on the order of rows
+        # Too many, since the loss depends on the order of rows; or a size of groups that it does not take.
+        with suppress(KltestError if what == "groups" else InvalidEnvironmentError):
             if (off := _bias(findings, row, many)) > allowed:
                 return Found(
-                    f"In batches of {many} the expected gradient is off by {off:.2g} of the declared one, in a bandit "
-                    f"with two actions; in batches of {row.batch} it is right."
+                    f"In {what} of {many} the expected gradient is off by {off:.2g} of the declared one, in a bandit "
+                    f"with two actions; in {what} of {row.batch} it is right."
                 )
     return None
 
 
 def _groups(findings: Findings, row: Row) -> Found | None:
-    for count in range(2, SIZES[-1] // row.batch + 1):
+    for count in range(2, MANY // row.batch + 1):
         try:
             apart = groups_apart(findings, row.batch, count)
         except KltestError:  # it takes one group a call, or as many as it likes
