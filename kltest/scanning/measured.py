@@ -35,7 +35,7 @@ from kltest.symbolic.roles import (
     is_filled,
     parts_of,
 )
-from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached, under
+from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached, under, walked
 from kltest.symbolic.words import POLICY, REFERENCE, SAMPLER, is_mask, says
 
 ROLLOUTS, TOKENS, WORDS = 3, 4, 5
@@ -131,12 +131,8 @@ def _is_chunk(node: Node) -> bool:
 
 def _is_counted(index: Any) -> bool:
     """Return True for an index that a loop counts; a length is none, whatever it is the length of."""
-    stack = list(nodes_in(index))
-    for one in stack:
-        if is_counter(one):
-            return True
-        stack += [part for part in parts_of(one) if one.operation not in LOOPING and part not in stack]
-    return False
+    inner = walked(nodes_in(index), lambda one: () if one.operation in LOOPING else parts_of(one))
+    return any(map(is_counter, inner))
 
 
 def field_of(roles: Roles, node: Node) -> str:

@@ -6,7 +6,7 @@ that differs is a node `choice(condition, then, otherwise)`.
 """
 
 import ast
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,17 @@ def nodes_in(value: Any) -> Iterator[Node]:
     elif isinstance(value, tuple | list):
         for one in value:
             yield from nodes_in(one)
+
+
+def walked(start: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """Yield nodes and those that come after them, the nearest first and each once."""
+    found = list(dict.fromkeys(start))
+    seen = set(found)
+    for one in found:
+        yield one
+        new = [other for other in dict.fromkeys(onward(one)) if other not in seen]
+        seen.update(new)
+        found += new
 
 
 def reached(value: Any, known: Collection[Node] = ()) -> set[Node]:
