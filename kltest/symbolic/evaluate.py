@@ -34,10 +34,10 @@ from kltest.symbolic.values import (
     Stored,
     Thing,
     TooLargeError,
+    carried_along,
     fixed,
     implied,
     nodes_in,
-    reached,
     values_of,
 )
 
@@ -460,13 +460,7 @@ class Evaluator(Calls):
         wanted: int,
     ) -> Node:
         """Return what a loop leaves in one of its variables: a loop over that one and those that it is made of."""
-        at, needed = {one: number for number, one in enumerate(carried)}, {wanted}
-        waiting = [wanted]
-        for number in waiting:
-            new = {at[one] for one in reached(after[number]) if one in at} - needed
-            needed |= new
-            waiting += sorted(new)
-        kept = sorted(needed)
+        kept = carried_along(carried, after, [wanted])
         chosen = (tuple(values[number] for number in kept) for values in (before, carried, after))
         return self.graph.node("loop", counted, index, *chosen, kept.index(wanted))
 

@@ -6,7 +6,7 @@ that differs is a node `choice(condition, then, otherwise)`.
 """
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,17 @@ def reached(value: Any, known: Collection[Node] = ()) -> set[Node]:
     return found
 
 
+def carried_along(carried: Sequence[Node], after: Sequence[Any], places: Iterable[int]) -> list[int]:
+    """Return the places of the variables of a loop that those at some places need, and these."""
+    found: set[int] = set()
+    more = set(places)
+    while more - found:
+        found |= more
+        met = reached([after[at] for at in found])
+        more = {at for at, one in enumerate(carried) if one in met}
+    return sorted(found)
+
+
 def mapped(value: Any, of: Callable[[Node], Any]) -> Any:
     """Return a value with others in place of its nodes, at any depth of tuples, lists, dictionaries and slices."""
     if isinstance(value, Node):
@@ -102,14 +113,8 @@ def mapped(value: Any, of: Callable[[Node], Any]) -> Any:
 
 
 def fixed(value: Any) -> Any:
-    """Return a value as the argument of a node: a list as it is now."""
-    if isinstance(value, list):
-        return [fixed(one) for one in value]
-    if isinstance(value, dict):
-        return {name: fixed(one) for name, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(fixed(one) for one in value)
-    return value
+    """Return a value as the argument of a node: lists and dictionaries as they are now."""
+    return mapped(value, lambda node: node)
 
 
 @dataclass
