@@ -157,6 +157,28 @@ def kl_penalty(logp, ref_logp, kind):
     torch.testing.assert_close(found["kind='k2'"], k2(rollouts()))
 
 
+def test_no_case_of_a_match_statement_is_lost(tmp_path: Path) -> None:
+    """Guards, captured names, singletons, and patterns of which nothing is known but that they may match."""
+    text = """
+def kl_penalty(logp, ref_logp, kind, mode):
+    d = logp - ref_logp
+    match kind:
+        case None:
+            return d.abs()
+        case str() as name if name == "k2":
+            return d.square() / 2
+        case [_, {"k3": True}]:
+            return torch.exp(-d) - 1 + d
+        case other if mode:
+            return d.exp() - 1
+        case _:
+            return d
+"""
+    found = {variant.name: variant.form for variant in variants(tmp_path, text)}
+    assert sorted(found.values()) == ["", "k1", "k2", "k3", "|log-ratio|"]
+    assert any("matches(kind" in name for name in found)
+
+
 @pytest.mark.parametrize(
     ("names", "call", "place", "fields"),
     [
