@@ -18,12 +18,15 @@ Jensen-Shannon divergence has, has that beside "unnamed": either is right. A nam
 
 Which row of the scan stands for which labelled variant:
 
-1. Rows and labels whose lines meet are matched one to one, so that the sum of what each pair shares is greatest: the
+A row meets the labels whose lines it meets: of these, those of its own place (a loss, or a reward or advantage) and of
+helpers, if there are any.
+
+1. Rows and labels that meet are matched one to one, so that the sum of what each pair shares is greatest: the
    words of both configurations over the words of either. Between matches that share as much, right names decide. A row
    that shares a word with some label is matched with such labels alone, one that shares none only if right or honest.
 2. A row stands for each label that has all of its words, too, if it is honest, or right for every such label: a row
    without a configuration speaks of the whole term.
-3. A row that was not matched, and whose name is that of no label which its lines meet, stands for the label with which
+3. A row that was not matched, and whose name is that of no label which it meets, stands for the label with which
    it shares most.
 
 The words of a configuration are its names and values. A part that begins with "not", "no" or "without" denies its
@@ -151,7 +154,7 @@ def labels(half: str) -> dict[str, list[Label]]:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """A row of the scan, which labels its lines meet, by number, what it names, and which of KINDS that is."""
+    """A row of the scan, which labels it meets, by number, what it names, and which of KINDS that is."""
 
     row: Any
     met: Sequence[int]
@@ -162,12 +165,19 @@ class Result:
 
 def results(known: Sequence[Label], met: Sequence[int], rows: Sequence[Any]) -> Iterator[Result]:
     """Yield the variants of a find whose lines meet some labels."""
-    names = frozenset[str]().union(*(known[number].names for number in met))
     for row in rows:
+        own = [number for number in met if _is_of_place(known[number].row["place"], row.place)] or met
+        names = frozenset[str]().union(*(known[number].names for number in own))
         named = normal(row.gradients.get("current", row.status))
         right, honest, wrong = KINDS
         kind = right if named in names else honest if HONEST & {named, row.status} else wrong
-        yield Result(row, met, words(row.variant), named, kind)
+        yield Result(row, own, words(row.variant), named, kind)
+
+
+def _is_of_place(labelled: str, place: str) -> bool:
+    """Return True if a row of a place may stand for a label of another, as a helper comes to any."""
+    anywhere = {"", "helper", "logged"}
+    return bool(anywhere & {labelled, place}) or (labelled == "loss") == (place == "loss")
 
 
 def matched(known: Sequence[Label], rows: Sequence[Result]) -> dict[int, Result]:

@@ -406,6 +406,18 @@ def policy_loss(trainer_logprobs, inference_logprobs, advantages, mask):
     loss = -(ratio * advantages * mask).sum()
     return loss, {"mismatch_kl": (mismatch_kl * mask).sum() / mask.sum()}
 """,
+    "a metric that is averaged as losses are": """
+def agg_loss(loss_mat, mask):
+    loss = (loss_mat * mask).sum() / mask.sum()
+    return loss
+
+class Actor:
+    def loss_func(self, logps, old_logps, advantages, mask):
+        ratio = (logps - old_logps).exp()
+        total = agg_loss(-ratio * advantages, mask)
+        metrics = {"actor/policykl": agg_loss(logps - old_logps, mask).detach().item()}
+        return total, metrics
+""",
     "the loss of an evaluation, and metrics of a loss": """
 def evaluate(logp, ref_logp, stats, squared):
     with torch.no_grad():
