@@ -371,7 +371,7 @@ def choices(case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, b
             found[f"{name} is None"] = f"{'without' if holds else 'with'} {name}"
         else:
             name = text(condition)
-            found[name] = name if holds else f"not {name}"
+            found[name] = name if holds else _denied(name)
     for name, (symbol, excluded_) in others.items():
         left = [one for one in graph.options.get(symbol, ()) if one not in excluded_]
         if left and found[name] == f"{name} otherwise":
@@ -396,8 +396,12 @@ def contradicted(
             if truth(evaluate([condition], known)[condition]) is not holds:
                 others |= dict.fromkeys(f"{name_of(one)} is {default!r} by default" for one, default in known.items())
         except FAILURES:
-            unknown[text(condition) if holds else f"not {text(condition)}"] = None
+            unknown[text(condition) if holds else _denied(text(condition))] = None
     return list(others), list(unknown)
+
+
+def _denied(words: str) -> str:
+    return f"not ({words})" if {"and", "or"}.intersection(words.split()) else f"not {words}"
 
 
 def _one_of(name: str, values: Sequence[Any]) -> str:

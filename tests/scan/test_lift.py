@@ -157,6 +157,28 @@ def kl_penalty(logp, ref_logp, kind):
     torch.testing.assert_close(found["kind='k2'"], k2(rollouts()))
 
 
+def test_what_becomes_of_a_term_is_of_the_same_configuration(tmp_path: Path) -> None:
+    """An option of two conditions, which nothing sets: no ratio where it is denied, though one of them may hold."""
+    text = """
+class Trainer:
+    def compute_loss(self, logps, old_logps, ref_logps, mask):
+        kl = torch.exp(ref_logps - logps) - (ref_logps - logps) - 1
+        if getattr(self.args, "corrected", False):
+            kl = kl * torch.exp(logps - old_logps)
+        loss = (kl * mask).sum() / mask.sum()
+        return loss
+"""
+    found = {variant.name: variant for variant in variants(tmp_path, text)}
+    plain = found.pop("not (hasattr(args, 'corrected') and corrected)")
+    (weighted,) = found.values()
+    given = rollouts()
+    torch.testing.assert_close(computed(plain), live(k3)(given) / given["mask"].sum())
+    assert (parameters(plain), parameters(weighted)) == (
+        {"logp", "ref_logp", "mask"},
+        {"logp", "old_logp", "ref_logp", "mask"},
+    )
+
+
 def test_no_case_of_a_match_statement_is_lost(tmp_path: Path) -> None:
     """Guards, captured names, singletons, and patterns of which nothing is known but that they may match."""
     text = """
