@@ -31,8 +31,19 @@ from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
 from kltest.scanning.rows import UNMASKED
 from kltest.scanning.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError, evaluate, truth
-from kltest.symbolic.roles import INFINITE, MASK, MOVES, PADDING, own_name
-from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached, under, values_of
+from kltest.symbolic.roles import INFINITE, MASK, MOVES, PADDING, own_name, parts_of
+from kltest.symbolic.values import (
+    CHOICE,
+    INPUT,
+    Graph,
+    Node,
+    is_constant,
+    nodes_in,
+    reached,
+    under,
+    values_of,
+    walked,
+)
 from kltest.symbolic.words import says
 
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty", "scale", "eta")
@@ -278,7 +289,8 @@ def _is_rest_of(number: Node, node: Node) -> bool:
 def _is_limit(node: Node, number: Node) -> bool:
     """Return True for a number that a value is limited to, or that says how far from another."""
     limits = (one for one in reached(node) if one.operation in LIMITS)
-    return any(number in reached((*each.arguments[1:], *(value for _, value in each.named))) for each in limits)
+    said = (nodes_in((*each.arguments[1:], *(value for _, value in each.named))) for each in limits)
+    return any(number in walked(one, parts_of) for one in said)  # but for that of which it has the shape alone
 
 
 def _fields(node: Node) -> set[str]:

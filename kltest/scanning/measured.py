@@ -18,6 +18,7 @@ from kltest.symbolic.roles import (
     LOGITS,
     LOSS,
     MASK,
+    MOVES,
     PADDING,
     PROB,
     PROBS,
@@ -329,7 +330,8 @@ def sizes(value: Any) -> set[Node]:
 def temperatures(roles: Roles, value: Any) -> set[Node]:
     """Return what logits are divided by in a value: one, unless something says another, as on the other side."""
     divided = (one for one in reached(value) if one.operation in ("/", "div") and len(one.arguments) == 2)
-    return reached([one.arguments[1] for one in divided if roles.of(one.arguments[0]).quantity == LOGITS])
+    known = (one for one in divided if roles.of(under(one.arguments[0], MOVES | GATHERS)).quantity == LOGITS)
+    return reached([one.arguments[1] for one in known])
 
 
 def value_of(node: Any, rollouts: Rollouts, numbers: Mapping[Node, Any] = NO_NUMBERS) -> torch.Tensor:

@@ -179,6 +179,22 @@ class Trainer:
     )
 
 
+def test_a_temperature_before_a_length_that_limits_chunks_is_1(tmp_path: Path) -> None:
+    text = """
+def loss(logits, teacher_logits, temperature, chunk):
+    _, top = teacher_logits.topk(4, dim=-1)
+    logits, teacher_logits = logits.gather(-1, top) / temperature, teacher_logits.gather(-1, top) / temperature
+    total = 0.0
+    for i in range(0, logits.shape[0], chunk):
+        end = min(i + chunk, logits.size(0))
+        a, b = (F.log_softmax(one[i:end], -1) for one in (logits, teacher_logits))
+        total += (b.exp() * (b - a)).sum()
+    return total
+"""
+    (only,) = variants(tmp_path, text)
+    assert (only.why, only.notes[-1]) == ("", "temperature is taken to be 1")
+
+
 def test_no_case_of_a_match_statement_is_lost(tmp_path: Path) -> None:
     """Guards, captured names, singletons, and patterns of which nothing is known but that they may match."""
     text = """
