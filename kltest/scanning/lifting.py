@@ -96,6 +96,7 @@ class Lifting:
     def __init__(self, unfolding: Unfolding, settings: Mapping[str, Any]) -> None:
         self.unfolding, self.settings = unfolding, settings
         self.roles, self.graph = unfolding.roles, unfolding.graph
+        self._assumed: Assumed = ()
 
     def of(self, part: Part, place: str) -> Iterator[Lifted]:
         """Yield the configurations of a term as it comes to the loss or reward; alone, where that is not known."""
@@ -109,6 +110,7 @@ class Lifting:
             if not isinstance(case.node, Node) or len(self.roles.of(case.node).sides) < 2:
                 continue
             found = Lifted(case.assumed)
+            self._assumed = case.assumed
             configurations = islice(self.unfolding.cases(whole, case.assumed), MOST)
             outer = islice((one for one in configurations if _is_in({case.node, part.core}, one)), TRIED)
             if (first := next(outer, None)) is None:
@@ -226,7 +228,7 @@ class Lifting:
     def _number(self, node: Node, number: Node, of_slots: Any, slot: Node, notes: list[str]) -> Any:
         """Return what stands for a number that nothing computes, by what a term is as a function of it."""
         name = name_of(number)
-        known = self.graph.defaults.get(number, self.settings.get(own_name(number), UNSET))
+        known = self._default_of(number)
         if _is_limit(node, number):  # whatever it would be beside others that are not known either
             if isinstance(known, int | float):
                 notes.append(f"{name} keeps its default, {known!r}")
@@ -272,6 +274,20 @@ class Lifting:
             notes.append(f"{name} is taken to be 0.5")
             return 0.5
         raise NotLiftedError(f"nothing says what {name} is")
+
+    def _default_of(self, number: Node) -> Any:
+        """Return what a number is if nothing says another one; UNSET if that is not known, or would be another case."""
+        known = self.graph.defaults.get(number, self.settings.get(own_name(number), UNSET))
+        for condition, holds in (one for pair in self._assumed for one in plain(*pair)):
+            try:
+                if (
+                    number in reached(condition)
+                    and truth(evaluate([condition], {number: known})[condition]) is not holds
+                ):
+                    return UNSET
+            except FAILURES:
+                continue
+        return known
 
 
 def _is_rest_of(number: Node, node: Node) -> bool:
