@@ -117,7 +117,9 @@ def sentence(row: Row) -> str:
         noted = ", ".join(code for code in row.noted if code not in row.ignored)
         return f"{term}{how}: {follows}" + f"; {noted} once rollouts are stale" * bool(noted)
     if row.state != "finding":
-        return f"{term}: {follows}" + "; not decided" * (row.state == "inconclusive")
+        stale = row.state == "unnamed" and not follows.startswith("no named")
+        open_ = "; no named gradient with stale rollouts" * stale + "; not decided" * (row.state == "inconclusive")
+        return f"{term}: {follows}{open_}"
     first = {"known": "in the baseline: ", "note": "no loss calls it: "}.get(row.status, "")
     verb = "" if follows.startswith(("no ", "against ")) else "follows "
     wrong = ", but " + "; ".join(f"{code}: {CHECKS[code].title}" for code in row.codes)

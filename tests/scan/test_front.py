@@ -356,6 +356,13 @@ def test_the_default_variant_is_told_as_such_and_first(tree):
     assert text(Scan(graded)).index("k1 in the loss") < text(Scan(graded)).index("k2 in the loss")
 
 
+def test_what_has_a_name_on_policy_alone_says_so():
+    stale = report(ZERO)
+    stale["gradients"][1]["identified"] = None
+    found = filled(row("def kl_term(logp, old_logp): pass"), stale)
+    assert text(Scan([found])).startswith("term in the loss: no gradient; no named gradient with stale rollouts\n")
+
+
 def test_a_bonus_for_length_is_called_that():
     bonus, penalty = (filled(row(FRESH), report({"inverse_length_of2": sign}, ["KL101"])) for sign in (1.0, -1.0))
     assert "term in the loss: no KL but a bonus for length, ∇E_π[1/(L_1+L_2)] (KL101)" in text(Scan([bonus]))
