@@ -50,6 +50,8 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
     if scan.findings and not terminal.verbose:
         first = blocks[0][0][0]
         tail += wrap(NEXT.format(code=first.codes[0], spot=f"{first.file}:{first.line}"), terminal)
+    else:  # what was not run is what is to be done next
+        tail, hints = [*tail, *hints], []
     tail += scan.summary
     most = max(MOST, 2 * len({row.spot for row in scan.rows}))
     room = math.inf if terminal.verbose else max(most - len(tail), most // 2)

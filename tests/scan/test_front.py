@@ -491,6 +491,8 @@ def test_a_small_screen_shows_the_formulas_of_findings_and_where_others_stand():
     assert lines[-3] == f"Next: `kltest explain KL102`, `kltest scan {PATH}:{line} --fix`."
     assert "Next:" not in text(Scan([found[0]])) + text(Scan(found), Terminal(verbose=True))
     assert f"  {PATH}:1 Trainer.compute_the_loss" in lines
+    crowded = [replace(found[1], why=f"why {number}", spot=f"{PATH}:3") for number in range(40)]
+    assert text(Scan(crowded)).splitlines()[-3].startswith("Not run? Write it as a function")
     same = [replace(found[0], variant=kind) for kind in ("kind='k2'", "kind='full'")]
     assert text(Scan(same)).splitlines()[0] == SAID[7]
     assert text(Scan(same)).count("is fine") == 1
