@@ -328,7 +328,7 @@ def keyed(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | tuple | list)
+    return isinstance(value, dict | tuple | list | Thing)
 
 
 def _place_of(entry: Entry, part: Part, tree: Tree, ends: Leaves) -> tuple[str, range, Place] | None:

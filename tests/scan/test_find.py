@@ -382,6 +382,30 @@ def loss(kind, logp, ref_logp, mask):
 """,
         "loss",
     ),
+    "an object of two, as an option says, which a loss returns in another": (
+        """
+@dataclass
+class Total:
+    summed: object
+    tokens: object
+
+@dataclass
+class Output:
+    primary_loss: Total
+    metrics: dict
+
+def aggregate(per_token, mask):
+    return Total((per_token * mask).sum(), mask.sum())
+
+def policy_loss(logps, ref_logps, old_logps, advantages, mask, beta):
+    total = aggregate(-(logps - old_logps).exp() * advantages, mask)
+    if beta != 0.0:
+        kl = aggregate((logps - ref_logps) ** 2 / 2, mask)
+        total = Total(total.summed + beta * kl.summed, total.tokens)
+    return Output(primary_loss=total, metrics={})
+""",
+        "loss",
+    ),
 }
 TERMS_NOT_YET = {
     "stored, and subtracted from the reward elsewhere": "a field that another function stores",
