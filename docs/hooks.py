@@ -352,16 +352,21 @@ def scan() -> list[dict[str, str]]:
 
 
 def scan_variants() -> list[dict[str, str]]:
-    """What became of each labelled variant in the scan, in the repositories for which that was counted."""
+    """What became of the labelled variants of each half in the scan: at first sight, and as it is now."""
     import pandas
 
-    counted = pandas.read_csv(ROOT / "benchmarks" / "scan.csv").dropna(subset=["right"])
+    folder = ROOT / "benchmarks"
     outcomes = ["right", "not answered", "silent", "missed", "wrong"]
-    sums = counted.groupby(["half", "repository"], sort=False)[outcomes].sum().astype(int)
-    return [
-        {"half": half, "repository": repository, **{outcome: str(row[outcome]) for outcome in outcomes}}
-        for (half, repository), row in sums.iterrows()
-    ]
+    rows = []
+    for name in ("scan.csv", "scan_again.csv"):
+        counted = pandas.read_csv(folder / name).dropna(subset=["right"])
+        for half, own in counted.groupby("half", sort=False):
+            first = name == "scan.csv" and half in ("opened", "unopened")
+            sums = own[outcomes].sum().astype(int)
+            shares = {outcome: str(sums[outcome]) for outcome in outcomes}
+            when = {"repositories": str(half), "seen": "at first sight" if first else "after changes for them"}
+            rows.append({**when, "labelled variants": str(sums.sum()), **shares})
+    return sorted(rows, key=lambda row: row["repositories"])
 
 
 def libraries() -> list[dict[str, str]]:

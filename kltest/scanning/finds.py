@@ -254,7 +254,8 @@ def roots(entry: Entry) -> Iterator[tuple[Any, str]]:
     yield from ((value, "helper") for name, value in helpers if not losses or (says_kl(name) and value not in logs))
     for stored in entry.stores:
         name = stored.name
-        if is_loss(name) and not _is_aside(name):
+        # What a function that is called names a loss, as one that averages whatever it is given, may be none here.
+        if is_loss(name) and not _is_aside(name) and _is_inside(entry, stored.file, stored.line):
             yield stored.value, "loss"
     yield from _stored_scores(entry)
     title = entry.title if entry.function.name.strip("_") in CALLED else entry.function.name
@@ -327,7 +328,7 @@ def keyed(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_container(value: Any) -> bool:
-    return isinstance(value, dict | tuple | list)
+    return isinstance(value, dict | tuple | list | Thing)
 
 
 def _place_of(entry: Entry, part: Part, tree: Tree, ends: Leaves) -> tuple[str, range, Place] | None:

@@ -30,9 +30,10 @@ def form_of(core: Node) -> str:
         value = computed_of(core, rollouts)
     except FAILURES:
         return ""
+    own = "logp" if "logp" in rollouts.values else "old_logp"  # as rollouts have it, in a reward
     for other in ("ref_", "old_"):
         if f"{other}logp" in rollouts.values:
-            ratio = rollouts.field("logp") - rollouts.field(f"{other}logp")
+            ratio = rollouts.field(own) - rollouts.field(f"{other}logp")
             known = {name: make(ratio) for name, make in OF_TOKENS.items()}
         elif f"{other}logits" in rollouts.values:
             sides = rollouts.field("logits"), rollouts.field(f"{other}logits")

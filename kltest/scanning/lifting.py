@@ -31,8 +31,19 @@ from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
 from kltest.scanning.rows import UNMASKED
 from kltest.scanning.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError, evaluate, truth
-from kltest.symbolic.roles import INFINITE, MASK, MOVES, PADDING, own_name
-from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, is_constant, reached, under, values_of
+from kltest.symbolic.roles import INFINITE, MASK, MOVES, PADDING, own_name, parts_of
+from kltest.symbolic.values import (
+    CHOICE,
+    INPUT,
+    Graph,
+    Node,
+    is_constant,
+    nodes_in,
+    reached,
+    under,
+    values_of,
+    walked,
+)
 from kltest.symbolic.words import says
 
 COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penalty", "scale", "eta")
@@ -85,6 +96,7 @@ class Lifting:
     def __init__(self, unfolding: Unfolding, settings: Mapping[str, Any]) -> None:
         self.unfolding, self.settings = unfolding, settings
         self.roles, self.graph = unfolding.roles, unfolding.graph
+        self._assumed: Assumed = ()
 
     def of(self, part: Part, place: str) -> Iterator[Lifted]:
         """Yield the configurations of a term as it comes to the loss or reward; alone, where that is not known."""
@@ -98,6 +110,7 @@ class Lifting:
             if not isinstance(case.node, Node) or len(self.roles.of(case.node).sides) < 2:
                 continue
             found = Lifted(case.assumed)
+            self._assumed = case.assumed
             configurations = islice(self.unfolding.cases(whole, case.assumed), MOST)
             outer = islice((one for one in configurations if _is_in({case.node, part.core}, one)), TRIED)
             if (first := next(outer, None)) is None:
@@ -215,7 +228,7 @@ class Lifting:
     def _number(self, node: Node, number: Node, of_slots: Any, slot: Node, notes: list[str]) -> Any:
         """Return what stands for a number that nothing computes, by what a term is as a function of it."""
         name = name_of(number)
-        known = self.graph.defaults.get(number, self.settings.get(own_name(number), UNSET))
+        known = self._default_of(number)
         if _is_limit(node, number):  # whatever it would be beside others that are not known either
             if isinstance(known, int | float):
                 notes.append(f"{name} keeps its default, {known!r}")
@@ -262,6 +275,20 @@ class Lifting:
             return 0.5
         raise NotLiftedError(f"nothing says what {name} is")
 
+    def _default_of(self, number: Node) -> Any:
+        """Return what a number is if nothing says another one; UNSET if that is not known, or would be another case."""
+        known = self.graph.defaults.get(number, self.settings.get(own_name(number), UNSET))
+        for condition, holds in (one for pair in self._assumed for one in plain(*pair)):
+            try:
+                if (
+                    number in reached(condition)
+                    and truth(evaluate([condition], {number: known})[condition]) is not holds
+                ):
+                    return UNSET
+            except FAILURES:
+                continue
+        return known
+
 
 def _is_rest_of(number: Node, node: Node) -> bool:
     """Return True for one minus a number, and for its logarithm."""
@@ -278,7 +305,8 @@ def _is_rest_of(number: Node, node: Node) -> bool:
 def _is_limit(node: Node, number: Node) -> bool:
     """Return True for a number that a value is limited to, or that says how far from another."""
     limits = (one for one in reached(node) if one.operation in LIMITS)
-    return any(number in reached((*each.arguments[1:], *(value for _, value in each.named))) for each in limits)
+    said = (nodes_in((*each.arguments[1:], *(value for _, value in each.named))) for each in limits)
+    return any(number in walked(one, parts_of) for one in said)  # but for that of which it has the shape alone
 
 
 def _fields(node: Node) -> set[str]:
@@ -371,7 +399,7 @@ def choices(case: Sequence[tuple[Node, bool]], known: Mapping[Node, tuple[str, b
             found[f"{name} is None"] = f"{'without' if holds else 'with'} {name}"
         else:
             name = text(condition)
-            found[name] = name if holds else f"not {name}"
+            found[name] = name if holds else _denied(name)
     for name, (symbol, excluded_) in others.items():
         left = [one for one in graph.options.get(symbol, ()) if one not in excluded_]
         if left and found[name] == f"{name} otherwise":
@@ -396,8 +424,12 @@ def contradicted(
             if truth(evaluate([condition], known)[condition]) is not holds:
                 others |= dict.fromkeys(f"{name_of(one)} is {default!r} by default" for one, default in known.items())
         except FAILURES:
-            unknown[text(condition) if holds else f"not {text(condition)}"] = None
+            unknown[text(condition) if holds else _denied(text(condition))] = None
     return list(others), list(unknown)
+
+
+def _denied(words: str) -> str:
+    return f"not ({words})" if {"and", "or"}.intersection(words.split()) else f"not {words}"
 
 
 def _one_of(name: str, values: Sequence[Any]) -> str:

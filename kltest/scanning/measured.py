@@ -18,6 +18,7 @@ from kltest.symbolic.roles import (
     LOGITS,
     LOSS,
     MASK,
+    MOVES,
     PADDING,
     PROB,
     PROBS,
@@ -35,7 +36,7 @@ from kltest.symbolic.roles import (
     is_filled,
     parts_of,
 )
-from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached, under
+from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, reached, under, walked
 from kltest.symbolic.words import POLICY, REFERENCE, SAMPLER, is_mask, says
 
 ROLLOUTS, TOKENS, WORDS = 3, 4, 5
@@ -131,12 +132,8 @@ def _is_chunk(node: Node) -> bool:
 
 def _is_counted(index: Any) -> bool:
     """Return True for an index that a loop counts; a length is none, whatever it is the length of."""
-    stack = list(nodes_in(index))
-    for one in stack:
-        if is_counter(one):
-            return True
-        stack += [part for part in parts_of(one) if one.operation not in LOOPING and part not in stack]
-    return False
+    inner = walked(nodes_in(index), lambda one: () if one.operation in LOOPING else parts_of(one))
+    return any(map(is_counter, inner))
 
 
 def field_of(roles: Roles, node: Node) -> str:
@@ -333,7 +330,8 @@ def sizes(value: Any) -> set[Node]:
 def temperatures(roles: Roles, value: Any) -> set[Node]:
     """Return what logits are divided by in a value: one, unless something says another, as on the other side."""
     divided = (one for one in reached(value) if one.operation in ("/", "div") and len(one.arguments) == 2)
-    return reached([one.arguments[1] for one in divided if roles.of(one.arguments[0]).quantity == LOGITS])
+    known = (one for one in divided if roles.of(under(one.arguments[0], MOVES | GATHERS)).quantity == LOGITS)
+    return reached([one.arguments[1] for one in known])
 
 
 def value_of(node: Any, rollouts: Rollouts, numbers: Mapping[Node, Any] = NO_NUMBERS) -> torch.Tensor:

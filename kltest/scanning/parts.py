@@ -10,7 +10,7 @@ from kltest.scanning.measured import leaves, source_of, vanishes
 from kltest.scanning.unfolding import Assumed, Unfolding
 from kltest.symbolic.operations import CONDITIONS, words_of
 from kltest.symbolic.roles import MOVES, parts_of
-from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in
+from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, walked
 from kltest.symbolic.words import POLICY
 
 LINEAR = (
@@ -53,13 +53,7 @@ class Part:
         for node, parts in self.ways.items():
             for one in parts:
                 owners.setdefault(one, []).append(node)
-        found, stack = {self.at}, [self.at]
-        while stack:
-            for one in owners.get(stack.pop(), ()):
-                if one not in found:
-                    found.add(one)
-                    stack.append(one)
-        return found
+        return set(walked([self.at], lambda one: owners.get(one, ())))
 
     def holds(self, value: Any) -> bool:
         """Return True for what the term is an additive part of."""
@@ -341,15 +335,11 @@ def projected(graph: Graph, part: Part) -> tuple[Any, Assumed]:
 
 def _are_passed(part: Part, nodes: set[Node]) -> bool:
     """Return True if each way from the root to a term leads through one of some nodes."""
-    stack, seen = [one for one in nodes_in(part.root) if part.holds(one)], set(nodes)
-    while stack:
-        one = stack.pop()
-        if one is part.at:
-            return False
-        if one not in seen:
-            seen.add(one)
-            stack.extend(inner for inner in part.ways.get(one, ()) if part.holds(inner))
-    return True
+
+    def onward(one: Node) -> Iterator[Node]:
+        return filter(part.holds, () if one in nodes else part.ways.get(one, ()))
+
+    return part.at not in walked(filter(part.holds, nodes_in(part.root)), onward)
 
 
 def _is_zero(value: Any) -> bool:

@@ -30,8 +30,8 @@ FOLLOWS = {
     "zero": "no gradient",
 }
 """Words for gradients that have some; others are told by their formulas."""
+NEXT = "Next: `kltest explain {code}`, `kltest scan {spot} --fix`."
 BY_HAND = "Not run? Write it as a function of log-probs: `kltest grade FILE.py:FUNCTION`."
-MORE = "`kltest explain CODE` says what a code means; --verbose how each was graded."
 
 
 def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
@@ -45,13 +45,16 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
     if names := one_line(", ".join(scan.unread)):
         names = names if terminal.verbose else textwrap.shorten(names, terminal.width, placeholder=" … (--verbose)")
         tail += wrap(f"named KL and not recognised: {names}", terminal)
-    hints = wrap(MORE, terminal) if scan.findings and not terminal.verbose else []
-    if any(row.status == "not run" for row in scan.rows):
-        hints += wrap(BY_HAND, terminal)
+    hints = wrap(BY_HAND, terminal) if any(row.status == "not run" for row in scan.rows) else []
+    blocks = _blocks(scan, terminal, whole=True)
+    if scan.findings and not terminal.verbose:
+        first = blocks[0][0][0]
+        tail += wrap(NEXT.format(code=first.codes[0], spot=f"{first.file}:{first.line}"), terminal)
+    else:  # what was not run is what is to be done next
+        tail, hints = [*tail, *hints], []
     tail += scan.summary
     most = max(MOST, 2 * len({row.spot for row in scan.rows}))
     room = math.inf if terminal.verbose else max(most - len(tail), most // 2)
-    blocks = _blocks(scan, terminal, whole=True)
     if sum(len(lines) for _, lines in blocks) + len(hints) > room:
         blocks, hints = _blocks(scan, terminal, whole=False), []
     unshown: list[Row] = []
@@ -67,11 +70,11 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
 def _blocks(scan: Scan, terminal: Terminal, *, whole: bool) -> list[tuple[list[Row], list[str]]]:
     """Return rows of which the same is true with lines that say it and where, of findings also where they are used.
 
-    Within a kind those of tests come last.
+    Within a kind defaults come first, and those of tests last.
     If `whole`, the places have a line of their own, and those of findings their formulas.
     """
     groups: dict[tuple[int, str], list[Row]] = {}
-    for row in sorted(scan.rows, key=_is_of_tests):
+    for row in sorted(scan.rows, key=lambda row: (_is_of_tests(row), not row.defaults)):
         lost = row.status == "finding" and (row.place == "loss" or (row.place == "helper" and row.used))
         groups.setdefault((0 if lost else RANKS.get(row.status, 5), sentence(row)), []).append(row)
     blocks = []
@@ -116,7 +119,9 @@ def sentence(row: Row) -> str:
         noted = ", ".join(code for code in row.noted if code not in row.ignored)
         return f"{term}{how}: {follows}" + f"; {noted} once rollouts are stale" * bool(noted)
     if row.state != "finding":
-        return f"{term}: {follows}" + "; not decided" * (row.state == "inconclusive")
+        stale = row.state == "unnamed" and not follows.startswith("no named")
+        open_ = "; no named gradient with stale rollouts" * stale + "; not decided" * (row.state == "inconclusive")
+        return f"{term}: {follows}{open_}"
     first = {"known": "in the baseline: ", "note": "no loss calls it: "}.get(row.status, "")
     verb = "" if follows.startswith(("no ", "against ")) else "follows "
     wrong = ", but " + "; ".join(f"{code}: {CHECKS[code].title}" for code in row.codes)
@@ -139,6 +144,8 @@ def _direction(row: Row) -> str:
         return f"no named gradient; {how}" if row.directions else "no named gradient"
     combination = parse(followed)
     (name, number), *more = combination.items()
+    if name.startswith("inverse_length") and number > 0 and not more:
+        return f"no KL but a bonus for length, {render(combination)}"
     if more or name not in FOLLOWS:
         return render(combination)
     return f"{'against ' * (number < 0)}{f'{abs(number):.4g} × ' * (abs(number) != 1)}{FOLLOWS[name]}"

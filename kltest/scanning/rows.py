@@ -25,11 +25,11 @@ _SHOWN = (
 class Row:
     """One variant of one term: where it stands, what it is, what it follows and what is wrong with it.
 
-    `form` is the name of its estimator, as k1, if it is known. `used` says what has the variant as its default or calls
-    it, as "the default of Trainer.compute_loss, trainer.py:7"; `called` is false of a helper that no loss calls.
+    `form` is the name of its estimator, as k1, if it is known. `used` says what puts the variant there, as
+    "Trainer.compute_loss, trainer.py:7"; `called` is false of a helper that no loss calls.
     `choices` are the options that it is chosen by, and what it chooses, in words.
     `against` says of each function from which it was found which options have another default there, and of which no
-    default is known.
+    default is known; `defaults` which options make it the default variant there, in words.
     `state` is passed, finding, unnamed, inconclusive, failed, not run, or not graded until it is known; `why` says why
     it was not run or failed. `gradients` are the names followed by sampler, and `fits` the rows behind them;
     `directions` are the least cosines with named gradients of what has no name itself. `found` are the errors that
@@ -58,6 +58,7 @@ class Row:
     called: bool = True
     choices: Mapping[str, str] = field(default_factory=dict)
     against: Mapping[str, tuple[Sequence[str], Sequence[str]]] = field(default_factory=dict)
+    defaults: Mapping[str, Sequence[str]] = field(default_factory=dict)
     declared: str = ""
     ignored: Mapping[str, str] = field(default_factory=dict)
     known: bool = False
@@ -138,8 +139,11 @@ class Row:
     def uses(self) -> list[str]:
         """Return what the call sites do with the variant, each with its place."""
         target = "reward" if self.place in ("reward", "advantage") else "loss"
-        sites = (use.rpartition(", ") for use in self.used)
-        return [f"{who} puts {self.form or 'it'} into the {target}, {where}" for who, _, where in sites]
+        sites = ((*use.rpartition(", ")[::2], " and ".join(self.defaults.get(use, ()))) for use in self.used)
+        return [
+            f"{who} puts {self.form or 'it'} into the {target}{as_default and f', as {as_default}'}, {where}"
+            for who, where, as_default in sites
+        ]
 
     def said(self, code: str) -> tuple[str, str]:
         """Return what fails with a code, and where it was found."""

@@ -15,7 +15,7 @@ from kltest.scanning.finds import Find, finds
 from kltest.scanning.rows import Row
 from kltest.scanning.sources import parsed
 from kltest.scanning.store import Store
-from kltest.scanning.variants import told
+from kltest.scanning.variants import defaults, told
 from kltest.symbolic.words import says_kl
 
 KEPT = ("lines", "left_out", "loose", "unread")
@@ -95,7 +95,8 @@ class Search:
     def _rows(self, tree: Tree, find: Find, said: Sequence[tuple[int, str]]) -> Iterator[Row]:
         source = tree.sources[find.file]
         first, last = min(find.lines), max(find.lines)
-        for variant in told(find.made):
+        variants = told(find.made)
+        for variant in variants:
             yield Row(
                 file=relative(source.path, self._root),
                 line=source.line(first),
@@ -113,6 +114,7 @@ class Search:
                 called=variant.called,
                 choices=variant.choices,
                 against=variant.against,
+                defaults=defaults(variant, variants),
                 comments=[(source.place(line), words) for line, words in said],
                 parts=list(_spans(tree, find)),
                 depends=list(_depends(tree, find)),

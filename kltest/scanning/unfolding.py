@@ -57,7 +57,7 @@ class Unfolding:
                 return
             path = waiting.pop()
             if (condition := path.open_in(value)) is not None:
-                waiting += [path.with_(condition, holds) for holds in (False, True)]
+                waiting += filter(_Path.is_possible, (path.with_(condition, holds) for holds in (False, True)))
                 continue
             node = path.of(value)
             key = self.graph.node("same", node)
@@ -171,17 +171,24 @@ class _Path:
             self._known[condition] = self._of_condition(condition)
         return self._known[condition]
 
+    def is_possible(self) -> bool:
+        """Return False if the parts of a condition that was assumed say the opposite by now."""
+        made = ((self._of_parts(one), holds) for one, holds in self.assumed if one.operation in (CHOICE, "not"))
+        return all(isinstance(found, Node) or found is holds for found, holds in made)
+
+    def _of_parts(self, condition: Node) -> bool | Node:
+        first, *branches = condition.arguments
+        holds = self.holds(first)
+        if isinstance(holds, Node):
+            return holds
+        return self.holds(branches[0 if holds else 1]) if branches else not holds
+
     def _of_condition(self, condition: Node) -> bool | Node:
-        if condition.operation == CHOICE:
-            first, *branches = condition.arguments
-            holds = self.holds(first)
-            return holds if isinstance(holds, Node) else self.holds(branches[0 if holds else 1])
-        if condition.operation == "not":
-            holds = self.holds(condition.arguments[0])
-            return holds if isinstance(holds, Node) else not holds
         for other, held in self.assumed[-1:] if condition in self._left else reversed(self.assumed):
             if (found := implied(condition, other, held)) is not None:
                 return found
+        if condition.operation in (CHOICE, "not"):
+            return self._of_parts(condition)
         if (decided := self.unfolding.decided(condition)) is not None:
             return decided
         if not (condition.operation in OPERATORS and all(map(_may_be_constant, condition.arguments))):

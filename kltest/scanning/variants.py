@@ -60,6 +60,17 @@ class Variant:
             self.against[use] = min(self.against.get(use, against), against, key=lambda one: tuple(map(len, one)))
 
 
+def defaults(variant: Variant, variants: Sequence[Variant]) -> dict[str, list[str]]:
+    """Return, for each use that a variant is the default of, the options that make it that, in words."""
+    found = {}
+    for use, (own, _) in variant.against.items():
+        there = [one.against[use][0] for one in variants if use in one.against]
+        others = dict.fromkeys(words for one in there for words in one if words not in own)
+        if others and all(set(own) <= set(one) for one in there):
+            found[use] = list(others)
+    return found
+
+
 def told(made: Sequence[Variant]) -> list[Variant]:
     """Return the variants of a term, each once for each place that it comes to, of those from all entries."""
     best: dict[tuple[str, str], list[Variant]] = {}

@@ -1,7 +1,7 @@
 """Evaluation of a graph in torch, from the values of its inputs."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kltest.errors import KltestError
 from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS, OPERATORS
-from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Node, nodes_in, reached
+from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Node, carried_along, nodes_in
 
 
 class UnknownError(KltestError):
@@ -175,17 +175,6 @@ OWN: Mapping[str, Callable[..., Any]] = {
     "not": lambda value: torch.logical_not(value) if isinstance(value, Tensor) else not value,
     "bool": lambda value: value.bool() if isinstance(value, Tensor) else bool(value),
 }
-
-
-def carried_along(carried: Sequence[Node], after: Sequence[Any], places: Iterable[int]) -> list[int]:
-    """Return the places of the variables of a loop that those at some places need, and these."""
-    found: set[int] = set()
-    more = set(places)
-    while more - found:
-        found |= more
-        met = reached([after[at] for at in found])
-        more = {at for at, one in enumerate(carried) if one in met}
-    return sorted(found)
 
 
 class Loop:

@@ -34,10 +34,10 @@ from kltest.symbolic.values import (
     Stored,
     Thing,
     TooLargeError,
+    carried_along,
     fixed,
     implied,
     nodes_in,
-    reached,
     values_of,
 )
 
@@ -460,13 +460,7 @@ class Evaluator(Calls):
         wanted: int,
     ) -> Node:
         """Return what a loop leaves in one of its variables: a loop over that one and those that it is made of."""
-        at, needed = {one: number for number, one in enumerate(carried)}, {wanted}
-        waiting = [wanted]
-        for number in waiting:
-            new = {at[one] for one in reached(after[number]) if one in at} - needed
-            needed |= new
-            waiting += sorted(new)
-        kept = sorted(needed)
+        kept = carried_along(carried, after, [wanted])
         chosen = (tuple(values[number] for number in kept) for values in (before, carried, after))
         return self.graph.node("loop", counted, index, *chosen, kept.index(wanted))
 
@@ -880,16 +874,31 @@ def _loaded(target: ast.expr) -> ast.expr:
 
 
 def _as_conditions(statement: ast.Match) -> ast.If:
-    """Return a match of constants as a chain of conditions; other patterns match in no known way."""
-    chain: list[ast.stmt] = []
+    """Return a match as a chain of conditions."""
+    subject, chain = statement.subject, list[ast.stmt]()
     for case in reversed(statement.cases):
-        pattern = case.pattern
-        options = pattern.patterns if isinstance(pattern, ast.MatchOr) else [pattern]
-        values = [one.value for one in options if isinstance(one, ast.MatchValue)]
-        if not values and isinstance(pattern, ast.MatchAs) and pattern.pattern is None:
-            chain = list(case.body)
-            continue
-        test: ast.expr = ast.Compare(statement.subject, [ast.In()], [ast.Tuple(values, ast.Load())])
-        chain = [ast.fix_missing_locations(ast.copy_location(ast.If(test, list(case.body), chain), statement))]
-    first = chain[0] if chain and isinstance(chain[0], ast.If) else None
-    return first or ast.fix_missing_locations(ast.copy_location(ast.If(ast.Constant(True), chain, []), statement))
+        captured = case.pattern.name if isinstance(case.pattern, ast.MatchAs) else None
+        bound = [ast.Assign([ast.Name(captured, ast.Store())], subject)] if captured else []
+        tests = [one for one in (_tested(case.pattern, subject), case.guard) if one is not None]
+        test = tests[0] if len(tests) == 1 else ast.BoolOp(ast.And(), tests)
+        chain = [*bound, *([ast.If(test, case.body, chain)] if tests else case.body)]
+    whole = chain[0] if len(chain) == 1 and isinstance(chain[0], ast.If) else ast.If(ast.Constant(True), chain, [])
+    return ast.fix_missing_locations(ast.copy_location(whole, statement))
+
+
+def _tested(pattern: ast.pattern, subject: ast.expr) -> ast.expr | None:
+    """Return the condition under which a pattern matches; None for one that always does."""
+    match pattern:
+        case ast.MatchAs(pattern=inner):
+            return None if inner is None else _tested(inner, subject)
+        case ast.MatchOr(patterns=several) if not all(isinstance(one, ast.MatchValue) for one in several):
+            tests = [one for each in several if (one := _tested(each, subject)) is not None]
+            return ast.BoolOp(ast.Or(), tests) if len(tests) == len(several) else None
+        case ast.MatchOr() | ast.MatchValue():
+            values = [one.value for one in ast.walk(pattern) if isinstance(one, ast.MatchValue)]
+            return ast.Compare(subject, [ast.In()], [ast.Tuple(values, ast.Load())])
+        case ast.MatchSingleton(value=value):
+            return ast.Compare(subject, [ast.Is()], [ast.Constant(value)])
+        case ast.MatchClass(cls=kind, patterns=[], kwd_patterns=[]):
+            return ast.Call(ast.Name("isinstance", ast.Load()), [subject, kind], [])
+    return ast.Call(ast.Name("matches", ast.Load()), [subject, ast.Constant(ast.unparse(pattern))], [])

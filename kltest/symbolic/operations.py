@@ -35,24 +35,12 @@ FUNCTIONS = words_of(
 )
 # Other names of the same: of methods, and of NumPy, JAX and optax.
 ALIASES = {
-    **dict.fromkeys(("stop_gradient",), "detach"),
-    **{"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"},
-    **dict.fromkeys(("negative",), "neg"),
-    **dict.fromkeys(("multiply",), "mul"),
-    **dict.fromkeys(("subtract",), "sub"),
-    **dict.fromkeys(("divide", "true_divide"), "div"),
-    **dict.fromkeys(("concatenate",), "cat"),
-    **dict.fromkeys(("expand_dims",), "unsqueeze"),
-    **dict.fromkeys(("power",), "pow"),
-    **dict.fromkeys(("log_sigmoid",), "logsigmoid"),
-    **dict.fromkeys(("top_k",), "topk"),
-    **dict.fromkeys(("swapaxes",), "transpose"),
+    **{"stop_gradient": "detach", "empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"},
+    **{"negative": "neg", "multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "power": "pow"},
     **{"equal": "eq", "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"},
-    **dict.fromkeys(("clip",), "clamp"),
-    **dict.fromkeys(("take_along_axis",), "take_along_dim"),
+    **{"concatenate": "cat", "expand_dims": "unsqueeze", "swapaxes": "transpose", "take_along_axis": "take_along_dim"},
+    **{"log_sigmoid": "logsigmoid", "top_k": "topk", "clip": "clamp", "reduce_sum": "sum", "reduce_mean": "mean"},
     **dict.fromkeys(("array", "asarray", "as_tensor", "new_tensor"), "tensor"),
-    **dict.fromkeys(("reduce_sum",), "sum"),
-    **dict.fromkeys(("reduce_mean",), "mean"),
 }
 # Functions of NumPy and JAX that torch has under another name, and another under theirs.
 ARRAYS = {

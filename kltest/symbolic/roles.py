@@ -5,13 +5,14 @@ unknown function returns. Everything else follows from the operations: what is g
 a log-prob of the token, a softmax is a distribution over the vocabulary, their difference is one of two sides.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from kltest.symbolic.operations import ATTRIBUTES, CONDITIONS, is_constant, words_of
-from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Graph, Node, nodes_in, reached, under
+from kltest.symbolic.values import ABSENT, CHOICE, INPUT, Graph, Node, nodes_in, reached, under, walked
 from kltest.symbolic.words import (
     ADVANTAGE,
     COUNTS,
@@ -81,7 +82,8 @@ ENTRYWISE = words_of(
 )
 # Tensors of zeros, and empty ones.
 BLANK = words_of("zeros zeros_like new_zeros")
-STEPS = words_of("log_softmax softmax log exp / div * mul clamp") | MOVES
+SOFTMAXES = words_of("log_softmax softmax")
+STEPS = SOFTMAXES | words_of("log exp / div * mul clamp") | MOVES
 
 
 @dataclass(frozen=True)
@@ -322,16 +324,13 @@ class Roles:
                     return {LOG_PROBS: LOG_PROB, LOGITS: LOGITS_AT, PROBS: PROB}.get(self.of(values).quantity, "")
         return ""
 
-    def _is_cut(self, values: Iterable[Any]) -> bool:
+    def _is_cut(self, values: Any) -> bool:
         """Return True for what has some tokens of the vocabulary alone, in some configuration."""
-        stack = list(nodes_in(tuple(values)))
-        for one in stack:
-            cut = one.operation in ("sort", "topk") or self.of(one).quantity in (TOP_LOG_PROBS, TOP_PROBS)
-            cut |= one.operation in GATHERS and any(map(self._is_partial, _chosen(index_of(one))))
-            if cut:
+        for one in made_of(values, ENTRYWISE | MOVES | {CHOICE}):
+            if one.operation in ("sort", "topk") or self.of(one).quantity in (TOP_LOG_PROBS, TOP_PROBS):
                 return True
-            if one.operation in ENTRYWISE | MOVES | {CHOICE}:
-                stack += [part for part in one.parts if part not in stack]
+            if one.operation in GATHERS and any(map(self._is_partial, _chosen(index_of(one)))):
+                return True
         return False
 
     def _is_partial(self, node: Node) -> bool:
@@ -422,15 +421,14 @@ class Roles:
         What is used with its gradient as well is not what its copies without one are called: a reference that is not
         given may be the policy's own.
         """
-        stack = [node]
-        for one in stack:
+
+        def made(one: Node) -> Iterator[Node]:
             users = self._users.get(one, [])
-            made = [user for user in users if user.operation in STEPS and one in user.arguments[:1]]
-            if any(user.operation != "detach" for user in users):
-                made = [user for user in made if user.operation != "detach"]
-            stack += [user for user in made if user not in stack]
-            for user in made:
-                yield from self.graph.names.get(user, ())
+            steps = STEPS - {"detach"} if any(user.operation != "detach" for user in users) else STEPS
+            return (user for user in users if user.operation in steps and one in user.arguments[:1])
+
+        for user in islice(walked([node], made), 1, None):
+            yield from self.graph.names.get(user, ())
 
     def _log_probs_of(self, node: Node) -> tuple[Side, str] | None:
         """Return whose log-probs of tokens, or logits, a call gives, if what is made of it by moves is called that."""
@@ -452,16 +450,11 @@ class Roles:
 
     def _meets_distribution(self, node: Node) -> bool:
         """Return True for what is computed with a distribution entry by entry, and what tokens are looked up in."""
-        stack = [node]
-        for one in stack:
-            for user in self._users.get(one, ()):
-                if user.operation in GATHERS and user.arguments[0] is one and self._is_of_tokens(index_of(user)):
-                    return True
-                if user.operation in ENTRYWISE and user not in stack:
-                    if any(_is_distribution(other) for other in user.parts if other not in stack):
-                        return True
-                    stack.append(user)
-        return False
+        made = list(self._makes(node, ENTRYWISE))
+        gathered = ((one, user) for one in made for user in self._users.get(one, ()) if user.operation in GATHERS)
+        if any(user.arguments[0] is one and self._is_of_tokens(index_of(user)) for one, user in gathered):
+            return True
+        return any(_is_distribution(other) for one in made[1:] for other in one.parts if other not in made)
 
     def _selects_several(self, node: Node) -> bool:
         """Return True for an index that gathers of the vocabulary as it is, and not one token, which is squeezed."""
@@ -477,25 +470,18 @@ class Roles:
 
     def _meets_support(self, node: Node) -> bool:
         """Return True for what is computed entry by entry with what is gathered of several tokens."""
-        stack = [node]
-        for one in stack:
-            for user in self._users.get(one, ()):
-                if user.operation in ENTRYWISE | MOVES and user not in stack:
-                    if any(self._is_of_support(other) for other in user.parts if other not in stack):
-                        return True
-                    stack.append(user)
-        return False
+        made = list(self._makes(node, ENTRYWISE | MOVES))
+        return any(self._is_of_support(other) for one in made[1:] for other in one.parts if other not in made)
+
+    def _makes(self, node: Node, operations: Collection[str]) -> Iterator[Node]:
+        """Yield a node and what some operations make of it."""
+        return walked([node], lambda one: (user for user in self._users.get(one, ()) if user.operation in operations))
 
     def _is_of_support(self, node: Node) -> bool:
         """Return True for what is gathered by an index of several tokens, and what is computed of it entry by entry."""
-        stack = [node]
-        for one in stack:
-            if one.operation in GATHERS:
-                if any(is_opaque(each) and self._selects_several(each) for each in nodes_in(index_of(one))):
-                    return True
-            elif one.operation in ENTRYWISE | MOVES | {"log_softmax", "softmax"}:
-                stack += [part for part in one.parts if part not in stack]
-        return False
+        gathers = (one for one in made_of(node, ENTRYWISE | MOVES | SOFTMAXES) if one.operation in GATHERS)
+        indices = (each for one in gathers for each in nodes_in(index_of(one)))
+        return any(is_opaque(each) and self._selects_several(each) for each in indices)
 
     def _is_of_tokens(self, index: Any) -> bool:
         """Return True for an index that is named as tokens, or as a support of several."""
@@ -618,12 +604,12 @@ def _is_mask_of(node: Node) -> bool:
 
 def _is_distribution(node: Node) -> bool:
     """Return True for a softmax, and for what is computed of one entry by entry."""
-    stack = [node]
-    for one in stack:
-        if one.operation in ("softmax", "log_softmax"):
-            return True
-        stack += [part for part in one.parts if one.operation in ENTRYWISE and part not in stack]
-    return False
+    return any(one.operation in SOFTMAXES for one in made_of(node, ENTRYWISE))
+
+
+def made_of(value: Any, operations: Collection[str]) -> Iterator[Node]:
+    """Yield the nodes in a value and what some operations make them of."""
+    return walked(nodes_in(value), lambda one: one.parts if one.operation in operations else ())
 
 
 def _gathered(node: Node) -> list[Any]:

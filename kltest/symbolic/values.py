@@ -6,7 +6,7 @@ that differs is a node `choice(condition, then, otherwise)`.
 """
 
 import ast
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,17 @@ def nodes_in(value: Any) -> Iterator[Node]:
             yield from nodes_in(one)
 
 
+def walked(start: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """Yield nodes and those that come after them, the nearest first and each once."""
+    found = list(dict.fromkeys(start))
+    seen = set(found)
+    for one in found:
+        yield one
+        new = [other for other in dict.fromkeys(onward(one)) if other not in seen]
+        seen.update(new)
+        found += new
+
+
 def reached(value: Any, known: Collection[Node] = ()) -> set[Node]:
     """Return the nodes that a value is made of, without those that are known and what they are made of."""
     found: set[Node] = set()
@@ -75,6 +86,17 @@ def reached(value: Any, known: Collection[Node] = ()) -> set[Node]:
             found.add(node)
             stack.extend(() if node.operation == INPUT else node.parts)
     return found
+
+
+def carried_along(carried: Sequence[Node], after: Sequence[Any], places: Iterable[int]) -> list[int]:
+    """Return the places of the variables of a loop that those at some places need, and these."""
+    found: set[int] = set()
+    more = set(places)
+    while more - found:
+        found |= more
+        met = reached([after[at] for at in found])
+        more = {at for at, one in enumerate(carried) if one in met}
+    return sorted(found)
 
 
 def mapped(value: Any, of: Callable[[Node], Any]) -> Any:
@@ -91,14 +113,8 @@ def mapped(value: Any, of: Callable[[Node], Any]) -> Any:
 
 
 def fixed(value: Any) -> Any:
-    """Return a value as the argument of a node: a list as it is now."""
-    if isinstance(value, list):
-        return [fixed(one) for one in value]
-    if isinstance(value, dict):
-        return {name: fixed(one) for name, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(fixed(one) for one in value)
-    return value
+    """Return a value as the argument of a node: lists and dictionaries as they are now."""
+    return mapped(value, lambda node: node)
 
 
 @dataclass

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from kltest.names import FIELDS, SUPPORT_SIZE, SUPPORT_SIZES
-from kltest.symbolic.computed import FUNCTIONAL, LOOPS, NUMBERS, UnknownError, carried_along
+from kltest.symbolic.computed import FUNCTIONAL, LOOPS, NUMBERS, UnknownError
 from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS, is_constant, words_of
-from kltest.symbolic.values import ABSENT, CHOICE, INPUT, External, Node, implied, nodes_in, reached
+from kltest.symbolic.values import ABSENT, CHOICE, INPUT, External, Node, carried_along, implied, nodes_in, reached
 
 # How tightly operators bind, as in Python; conditional expressions bind least.
 BINDING = {"or": 1, "and": 2, "not": 3, "|": 5, "&": 7, "+": 9, "-": 9, "negated": 11, "inverted": 11, "**": 12} | {

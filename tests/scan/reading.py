@@ -74,6 +74,12 @@ def forward_kl(given: Fields) -> torch.Tensor:
     return (given["ref_logits"].exp() * (given["ref_logits"] - given["logits"])).sum()
 
 
+def jensen_shannon(given: Fields) -> torch.Tensor:
+    one, other = given["logits"], given["ref_logits"]
+    middle = torch.log((one.exp() + other.exp()) / 2)
+    return ((one.exp() * (one - middle)).sum() + (other.exp() * (other - middle)).sum()) / 2
+
+
 def row_means(value: Callable[[Fields], torch.Tensor]) -> Callable[[Fields], torch.Tensor]:
     return lambda given: ((value(given) * given["mask"]).sum(1) / given["mask"].sum(1)).mean()
 

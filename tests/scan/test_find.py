@@ -382,6 +382,30 @@ def loss(kind, logp, ref_logp, mask):
 """,
         "loss",
     ),
+    "an object of two, as an option says, which a loss returns in another": (
+        """
+@dataclass
+class Total:
+    summed: object
+    tokens: object
+
+@dataclass
+class Output:
+    primary_loss: Total
+    metrics: dict
+
+def aggregate(per_token, mask):
+    return Total((per_token * mask).sum(), mask.sum())
+
+def policy_loss(logps, ref_logps, old_logps, advantages, mask, beta):
+    total = aggregate(-(logps - old_logps).exp() * advantages, mask)
+    if beta != 0.0:
+        kl = aggregate((logps - ref_logps) ** 2 / 2, mask)
+        total = Total(total.summed + beta * kl.summed, total.tokens)
+    return Output(primary_loss=total, metrics={})
+""",
+        "loss",
+    ),
 }
 TERMS_NOT_YET = {
     "stored, and subtracted from the reward elsewhere": "a field that another function stores",
@@ -405,6 +429,18 @@ def policy_loss(trainer_logprobs, inference_logprobs, advantages, mask):
     log_ratio, ratio, mismatch_kl = ratios_and_mismatch_kl(trainer_logprobs, inference_logprobs)
     loss = -(ratio * advantages * mask).sum()
     return loss, {"mismatch_kl": (mismatch_kl * mask).sum() / mask.sum()}
+""",
+    "a metric that is averaged as losses are": """
+def agg_loss(loss_mat, mask):
+    loss = (loss_mat * mask).sum() / mask.sum()
+    return loss
+
+class Actor:
+    def loss_func(self, logps, old_logps, advantages, mask):
+        ratio = (logps - old_logps).exp()
+        total = agg_loss(-ratio * advantages, mask)
+        metrics = {"actor/policykl": agg_loss(logps - old_logps, mask).detach().item()}
+        return total, metrics
 """,
     "the loss of an evaluation, and metrics of a loss": """
 def evaluate(logp, ref_logp, stats, squared):

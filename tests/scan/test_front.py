@@ -21,7 +21,7 @@ from kltest.scanning.judge import Judge, filled
 from kltest.scanning.report import FORMATS, text
 from kltest.scanning.rows import Row, Scan
 from kltest.scanning.search import Search
-from kltest.scanning.sources import Source, sources
+from kltest.scanning.sources import Source, contents, sources
 from kltest.scanning.store import Store
 
 K2 = "def loss(logp, ref_logp):\n    return ((logp - ref_logp) ** 2 / 2).mean()\n"
@@ -323,16 +323,64 @@ def test_what_is_trained_with_stands_before_tests_and_benchmarks():
     assert sorted(files, key=words.index) == ["contest.py", *files[:3]]
 
 
+CHOSEN = """
+def kl_of(logps, ref_logps, kind="k1"):
+    d = logps - ref_logps
+    if kind == "k2":
+        return d**2 / 2
+    return d
+
+def compute_loss(logps, ref_logps, mask):
+    return (kl_of(logps, ref_logps, config.kind) * mask).sum() / mask.sum()
+
+def shape_rewards(rewards, old_logps, ref_logps, kind="k2"):
+    rewards = rewards - 0.1 * kl_of(old_logps, ref_logps, kind)
+    return rewards
+
+class Config:
+    kind: str = "k1"
+"""
+
+
+def test_the_default_variant_is_told_as_such_and_first(tree):
+    """What an option keeps is said of that variant alone, wherever the option is defined; forms also in rewards."""
+    Path("code.py").write_text(CHOSEN)
+    found = sorted((one["place"], one["form"], one["variant"]) for one in rows())
+    assert [(place, form) for place, form, _ in found] == [(p, k) for p in ("loss", "reward") for k in ("k1", "k2")]
+    told = list(Search(list(contents([Path("code.py")], [])), Store(None)))
+    uses = {(one.place, one.form): " ".join(one.uses) for one in told}
+    assert "puts k1 into the loss, as kind is 'k1' by default, " in uses["loss", "k1"].replace("config.kind", "kind")
+    assert "puts k2 into the reward, as kind is 'k2' by default, " in uses["reward", "k2"]
+    assert "default" not in uses["loss", "k2"] + uses["reward", "k1"]
+    graded = [filled(one, report(ZERO, ["KL101"])) for one in reversed(told) if one.place == "loss"]
+    assert text(Scan(graded)).index("k1 in the loss") < text(Scan(graded)).index("k2 in the loss")
+
+
+def test_what_has_a_name_on_policy_alone_says_so():
+    stale = report(ZERO)
+    stale["gradients"][1]["identified"] = None
+    found = filled(row("def kl_term(logp, old_logp): pass"), stale)
+    assert text(Scan([found])).startswith("term in the loss: no gradient; no named gradient with stale rollouts\n")
+
+
+def test_a_bonus_for_length_is_called_that():
+    bonus, penalty = (filled(row(FRESH), report({"inverse_length_of2": sign}, ["KL101"])) for sign in (1.0, -1.0))
+    assert "term in the loss: no KL but a bonus for length, ∇E_π[1/(L_1+L_2)] (KL101)" in text(Scan([bonus]))
+    assert "follows −∇E_π[1/(L_1+L_2)] (KL101)" in text(Scan([penalty]))
+
+
 def test_a_finding_is_told_where_it_is_used(tree):
-    used = ["the default of GRPOTrainer.compute_loss, trl/x.py:3071", "an option of PPO.step, ppo.py:7"]
-    found = filled(row(FRESH, place="helper", form="k1", used=used), report(ZERO, ["KL101"]))
-    told = "the default of GRPOTrainer.compute_loss puts k1 into the loss, trl/x.py:3071"
+    used = ["GRPOTrainer.compute_loss, trl/x.py:3071", "PPO.step, ppo.py:7"]
+    options = {used[0]: ["kind is 'k1' by default"]}
+    found = filled(row(FRESH, place="helper", form="k1", used=used, defaults=options), report(ZERO, ["KL101"]))
+    told = "GRPOTrainer.compute_loss puts k1 into the loss, as kind is 'k1' by default, trl/x.py:3071"
     for form in FORMATS.values():
         if form is not FORMATS["json"]:
             assert told in " ".join(form(Scan([found])).split())
     assert json.loads(FORMATS["json"](Scan([found])))["terms"][0]["used"] == used
     rewards = Scan([replace(found, place="reward")])
-    assert "compute_loss puts k1 into the reward, trl/x.py:3071, and 1 more)" in " ".join(text(rewards).split())
+    told = "compute_loss puts k1 into the reward, as kind is 'k1' by default, trl/x.py:3071, and 1 more)"
+    assert told in " ".join(text(rewards).split())
     assert "PPO.step puts k1 into the loss, ppo.py:7" in " ".join(text(Scan([found]), Terminal(verbose=True)).split())
 
 
@@ -439,8 +487,12 @@ def test_a_small_screen_shows_the_formulas_of_findings_and_where_others_stand():
     assert lines[0] == SAID[1]
     assert FORMULA in " ".join(" ".join(lines[1:4]).split())
     assert "…" not in "".join(lines)
-    assert lines[-3] == "`kltest explain CODE` says what a code means; --verbose how each was graded."
+    line = found[6].line
+    assert lines[-3] == f"Next: `kltest explain KL102`, `kltest scan {PATH}:{line} --fix`."
+    assert "Next:" not in text(Scan([found[0]])) + text(Scan(found), Terminal(verbose=True))
     assert f"  {PATH}:1 Trainer.compute_the_loss" in lines
+    crowded = [replace(found[1], why=f"why {number}", spot=f"{PATH}:3") for number in range(40)]
+    assert text(Scan(crowded)).splitlines()[-3].startswith("Not run? Write it as a function")
     same = [replace(found[0], variant=kind) for kind in ("kind='k2'", "kind='full'")]
     assert text(Scan(same)).splitlines()[0] == SAID[7]
     assert text(Scan(same)).count("is fine") == 1

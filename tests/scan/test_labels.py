@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.scan import COUNTS, HONEST, OUTCOMES, Label, compare, outcome, results, standing, words
+from benchmarks.scan import COUNTS, HONEST, OUTCOMES, Label, compare, normal, outcome, results, standing, words
 
 R, N, S, M, W = OUTCOMES
 THREE = [("k1", "zero"), ("k2", "local_reverse_kl"), ("k3", "local_forward_kl or unnamed")]
@@ -40,10 +40,10 @@ TABLE = {
 }
 
 
-def label(variant, current, *, certainty="sure", first=10):
+def label(variant, current, *, certainty="sure", first=10, place=""):
     row = {"repository": "a/b", "file": "loss.py", "first": str(first), "last": str(first + 9), "variant": variant}
     return Label.of(
-        {**row, "current": current, "certainty": certainty, "uses": "", "note": "", "kind": "", "place": ""}
+        {**row, "current": current, "certainty": certainty, "uses": "", "note": "", "kind": "", "place": place}
     )
 
 
@@ -60,6 +60,23 @@ def test_every_label_has_one_outcome(known, rows, expected):
     stands = list(standing(known, list(results(known, range(len(known)), [row(*each) for each in rows]))))
     own = [[result for other, result in stands if other == number] for number in range(len(known))]
     assert [outcome(each, own[n], found=bool(rows))[0] for n, each in enumerate(known)] == expected
+
+
+def test_a_row_stands_for_labels_of_its_place_and_of_helpers():
+    """A reward is no answer for the loss, whatever the words share; a helper comes to either."""
+    known = [label("k1", "zero", place="loss"), label("k1, reward", "reverse_kl", place="reward")]
+    reward = row("kind='k1'", "unnamed")
+    reward.place = "advantage"
+    met = [result.met for result in results(known, [0, 1], [reward, row("kind='k1'", "zero")])]
+    assert met == [[1], [0]]
+    helpers = [label("k1", "zero", place="helper"), known[0]]
+    assert [result.met for result in results(helpers, [0, 1], [reward])] == [[0]]
+    assert [result.met for result in results(known[:1], [0], [reward])] == [[0]]
+
+
+def test_names_of_supports_are_the_same_for_any_size():
+    assert normal("2*local_forward_kl_top64_tail (its size moves: KL204)") == normal("local_forward_kl_top2_tail")
+    assert normal("local_forward_kl_top2") != normal("local_forward_kl_own2")
 
 
 def test_counts_and_lines_of_a_repository(capsys):

@@ -157,6 +157,66 @@ def kl_penalty(logp, ref_logp, kind):
     torch.testing.assert_close(found["kind='k2'"], k2(rollouts()))
 
 
+def test_what_becomes_of_a_term_is_of_the_same_configuration(tmp_path: Path) -> None:
+    """An option of two conditions, which nothing sets: no ratio where it is denied, though one of them may hold."""
+    text = """
+class Trainer:
+    def compute_loss(self, logps, old_logps, ref_logps, mask):
+        kl = torch.exp(ref_logps - logps) - (ref_logps - logps) - 1
+        if getattr(self.args, "corrected", False):
+            kl = kl * torch.exp(logps - old_logps)
+        loss = (kl * mask).sum() / mask.sum()
+        return loss
+"""
+    found = {variant.name: variant for variant in variants(tmp_path, text)}
+    plain = found.pop("not (hasattr(args, 'corrected') and corrected)")
+    (weighted,) = found.values()
+    given = rollouts()
+    torch.testing.assert_close(computed(plain), live(k3)(given) / given["mask"].sum())
+    assert (parameters(plain), parameters(weighted)) == (
+        {"logp", "ref_logp", "mask"},
+        {"logp", "old_logp", "ref_logp", "mask"},
+    )
+
+
+def test_a_temperature_before_a_length_that_limits_chunks_is_1(tmp_path: Path) -> None:
+    text = """
+def loss(logits, teacher_logits, temperature, chunk):
+    _, top = teacher_logits.topk(4, dim=-1)
+    logits, teacher_logits = logits.gather(-1, top) / temperature, teacher_logits.gather(-1, top) / temperature
+    total = 0.0
+    for i in range(0, logits.shape[0], chunk):
+        end = min(i + chunk, logits.size(0))
+        a, b = (F.log_softmax(one[i:end], -1) for one in (logits, teacher_logits))
+        total += (b.exp() * (b - a)).sum()
+    return total
+"""
+    (only,) = variants(tmp_path, text)
+    assert (only.why, "temperature is taken to be 1" in only.notes) == ("", True)
+
+
+def test_no_case_of_a_match_statement_is_lost(tmp_path: Path) -> None:
+    """Guards, captured names, singletons, and patterns of which nothing is known but that they may match."""
+    text = """
+def kl_penalty(logp, ref_logp, kind, mode):
+    d = logp - ref_logp
+    match kind:
+        case None:
+            return d.abs()
+        case str() as name if name == "k2":
+            return d.square() / 2
+        case [_, {"k3": True}]:
+            return torch.exp(-d) - 1 + d
+        case other if mode:
+            return d.exp() - 1
+        case _:
+            return d
+"""
+    found = {variant.name: variant.form for variant in variants(tmp_path, text)}
+    assert sorted(found.values()) == ["", "k1", "k2", "k3", "|log-ratio|"]
+    assert any("matches, kind" in name for name in found)
+
+
 @pytest.mark.parametrize(
     ("names", "call", "place", "fields"),
     [

@@ -282,7 +282,7 @@ def test_a_textbook_ppo_is_green_and_is_told_what_stale_rollouts_would_do(small:
     assert loss["gradients"] == {"current": "local_reverse_kl", "stale": "local_reverse_kl@sampler"}
     assert (reward["noted"], loss["noted"]) == (["KL305"], ["KL301", "KL303"])
     text = " ".join(scan()[1].split())
-    assert "term in the reward is fine: ∇KL(π‖ref); KL305 once rollouts are stale" in text
+    assert "k1 in the reward is fine: ∇KL(π‖ref); KL305 once rollouts are stale" in text
     assert "is fine: next-token part of ∇KL(π‖ref); KL301, KL303 once rollouts are stale" in text
     assert text.endswith("2 of 2 variants graded")
 

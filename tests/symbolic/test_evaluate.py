@@ -245,6 +245,20 @@ CONSTRUCTS = {
                     d = logp
             return d.sum()
     """,
+    "match with guards and captured names": """
+        def loss(logp, ref_logp):
+            d, kind = logp - ref_logp, ["k2", 3]
+            match kind[0]:
+                case None:
+                    d = logp
+                case other if other == "k1":
+                    d = ref_logp
+                case "k2" as name if len(name) == 2:
+                    d = d**2
+                case _:
+                    d = logp
+            return d.sum()
+    """,
     "indexed writes": """
         import torch
         def loss(logp, ref_logp, mask):
