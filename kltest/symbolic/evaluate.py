@@ -449,6 +449,23 @@ class Evaluator(Calls):
             for number, one in enumerate(after)
         ]
         variables |= _gathered(places, left)
+        for name in names:
+            if (together := self._written_by_all(variables[name])) is not None:
+                self.store(name, together, statement.lineno)
+
+    def _written_by_all(self, value: Any) -> Node | None:
+        """Return what the passes of a loop write in place, each into its own entry, as one value; None for others."""
+        match value:
+            case Node(operation="loop", arguments=(items, index, before, carried, after, int(place))):
+                match after[place]:
+                    case Node(operation="written", arguments=(holder, key, Node() as entry)):
+                        inside = reached(entry)
+                        if holder is carried[place] and key is index and inside.isdisjoint(carried):
+                            read = [one.arguments[0] for one in inside if one.arguments[1:] == (index,)]
+                            read = sorted((one for one in read if one is not before[place]), key=lambda one: one.number)
+                            items = self._counted(read[0], index)[0] if read else items
+                            return self.graph.node("stack", self.graph.node("mapped", items, index, entry, []))
+        return None
 
     def _left(
         self,
