@@ -188,6 +188,8 @@ def standing(graph: Graph, roles: Roles, node: Node, stands: Any, *, shaped: boo
     match roles.of(node).quantity:
         case quantity if quantity in (TOP, TOP_LOG_PROBS, TOP_PROBS):
             stands = graph.node(INPUT, _support_field(roles.of(node)))
+            if roles.is_renormalised(node):
+                stands = graph.node("log_softmax", stands, dim=-1)
             stands = graph.node("exp", stands) if quantity == TOP_PROBS else stands
         case quantity if quantity == MASK and any(is_mask(name) and says(name, *SUPPORT) for name in roles.names(node)):
             stands = graph.node("unsqueeze", stands, -1)

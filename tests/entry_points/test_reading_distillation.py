@@ -98,6 +98,17 @@ def {name}(student_logits, teacher_logits, mask, top_k={default}):
     student, teacher = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
     return (F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1) * mask).sum()
 """
+# Advantages in a list of one tensor a rollout, and rewards of a batch, to which passes of a loop write in place.
+IN_PLACE = """def {name}(args, rollout_data, advantages: list, student_log_probs: list):
+    teacher_log_probs = [one.to(device="cpu") for one in rollout_data.get("teacher_log_probs")]
+    for i, advantage in enumerate(advantages):
+        kl = student_log_probs[i] - teacher_log_probs[i]
+        advantages[i] = advantage {kl} args.opd_kl_coef * kl
+"""
+INTO_BATCH = """def {name}(args, batch):
+    for i in range(len(batch["rewards"])):
+        batch["rewards"][i] {kl}= args.kl_coef * (batch["log_probs"][i] - batch["teacher_log_probs"][i])
+"""
 ROWS = {
     "payload": (PAYLOAD, {"kl": FORWARD}, "local_forward_kl_top4", "loss"),
     "payload_reverse": (PAYLOAD, {"kl": REVERSE}, "local_reverse_kl_top4", "loss"),
@@ -120,9 +131,13 @@ ROWS = {
     "head": (ADAPTIVE, {"kl": "0.0"}, "local_forward_kl", "Divergence.loss"),
     "all_tokens": (OF_SOME, {"default": "None"}, "local_forward_kl", "loss"),
     "some_tokens": (OF_SOME, {"default": "4"}, "local_forward_kl_top4_renormalised", "loss"),
+    "in_place": (IN_PLACE, {"kl": "-"}, "local_reverse_kl", "loss"),
+    "in_place_added": (IN_PLACE, {"kl": "+"}, "local_reverse_kl", "loss"),
+    "into_batch": (INTO_BATCH, {"kl": "-"}, "reverse_kl", "loss"),
+    "into_batch_added": (INTO_BATCH, {"kl": "+"}, "reverse_kl", "loss"),
     "no_head": (ADAPTIVE, {"kl": "0.2"}, None, "Divergence.loss"),
 }
-NEGATIVE = ("undistil",)
+NEGATIVE = ("undistil", "in_place_added", "into_batch_added")
 
 
 @pytest.mark.parametrize("row", ROWS)
