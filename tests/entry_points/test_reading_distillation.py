@@ -98,6 +98,21 @@ def {name}(student_logits, teacher_logits, mask, top_k={default}):
     student, teacher = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
     return (F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1) * mask).sum()
 """
+# A list of objects, beside one of log-probs: what is renormalised is of several tokens, and its logarithm says whose.
+OF_OBJECTS = """import torch
+
+
+def {name}(data, logprobs_list):
+    total = torch.zeros(())
+    for i, one in enumerate(data):
+        weights = one.loss_fn_inputs["weights"].to_torch()
+        slots = weights > 0
+        log_teacher_renorm = torch.where(slots, weights.clamp(min=1e-30).log(), torch.zeros_like(weights))
+        student = torch.where(slots, logprobs_list[i], torch.full_like(logprobs_list[i], float("-inf")))
+        log_renorm = torch.log_softmax(student, dim=-1).nan_to_num(nan=0.0, neginf=0.0)
+        total = total + ({kl} * slots.float()).sum()
+    return total, {{}}
+"""
 # Advantages in a list of one tensor a rollout, and rewards of a batch, to which passes of a loop write in place.
 IN_PLACE = """def {name}(args, rollout_data, advantages: list, student_log_probs: list):
     teacher_log_probs = [one.to(device="cpu") for one in rollout_data.get("teacher_log_probs")]
@@ -131,6 +146,14 @@ ROWS = {
     "head": (ADAPTIVE, {"kl": "0.0"}, "local_forward_kl", "Divergence.loss"),
     "all_tokens": (OF_SOME, {"default": "None"}, "local_forward_kl", "loss"),
     "some_tokens": (OF_SOME, {"default": "4"}, "local_forward_kl_top4_renormalised", "loss"),
+    "objects": (
+        *(OF_OBJECTS, {"kl": "log_renorm.exp() * (log_renorm - log_teacher_renorm).detach()"}),
+        *("local_reverse_kl_top4_renormalised", "loss"),
+    ),
+    "objects_forward": (
+        *(OF_OBJECTS, {"kl": "log_teacher_renorm.exp() * (log_teacher_renorm - log_renorm)"}),
+        *("local_forward_kl_top4_renormalised", "loss"),
+    ),
     "in_place": (IN_PLACE, {"kl": "-"}, "local_reverse_kl", "loss"),
     "in_place_added": (IN_PLACE, {"kl": "+"}, "local_reverse_kl", "loss"),
     "into_batch": (INTO_BATCH, {"kl": "-"}, "reverse_kl", "loss"),
