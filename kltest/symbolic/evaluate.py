@@ -76,7 +76,7 @@ class Evaluator(Calls):
         self.detached = 0
         self.within: list[str] = []
         self.stores: list[Stored] = []
-        self._passes: dict[Node, tuple[Any, dict[Node, Any]]] = {}
+        self._loops: dict[Node, tuple[Any, dict[Node, Any]]] = {}
         self.left = BUDGET
         self.line = 0
         # The scopes of the functions that were followed, the outermost first, by their definitions.
@@ -87,7 +87,7 @@ class Evaluator(Calls):
 
     def renew(self, graph: Graph | None = None) -> None:
         """Give the next function a budget and a graph of its own, or that of the function that defines it."""
-        self.graph, self.stores, self._passes, self.left = graph or Graph(), [], {}, BUDGET
+        self.graph, self.stores, self._loops, self.left = graph or Graph(), [], {}, BUDGET
         self.frames, self.within, self.detached = [], [], 0
         self.followed.clear()
 
@@ -441,9 +441,9 @@ class Evaluator(Calls):
         )
         variables |= _gathered(places, carried)
         self.assign(statement.target, element)
-        self._passes[index] = counted, dict(zip(carried, before, strict=True))
+        self._loops[index] = counted, dict(zip(carried, before, strict=True))
         self.block(statement.body)
-        del self._passes[index]
+        del self._loops[index]
         if self.frame.ended in ("continue", "break"):
             self.frame.ended = ""
         after = tuple(fixed(variables[name] if at is None else self.item(variables[name], at)) for name, at in places)
@@ -530,13 +530,13 @@ class Evaluator(Calls):
 
         It has as many entries as what each of them is made of.
         """
-        if not (isinstance(key, Node) and isinstance(value, Node) and key in self._passes):
+        if not (isinstance(key, Node) and isinstance(value, Node) and key in self._loops):
             return None
-        counted, before = self._passes[key]
+        counted, before = self._loops[key]
         written, own = before.get(holder, holder), self.graph.node("item", holder, key)
         entry = self.graph.rewritten(value, lambda one: self.graph.node("item", written, key) if one is own else one)
         inside = reached(entry)
-        if not inside.isdisjoint({*before, *self._passes} - {key}):
+        if not inside.isdisjoint({*before, *self._loops} - {key}):
             return None  # a pass has what another one left, or is one of several inside of it
         read = [one.arguments[0] for one in inside if one.operation == "item" and one.arguments[1] is key]
         read = sorted((one for one in read if one is not written), key=lambda one: one.number)

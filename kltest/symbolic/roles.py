@@ -403,8 +403,8 @@ class Roles:
         if who is None:
             who = REFERENCE if self._is_second(own_name(node)) else POLICY
         quantity = quantity or {"logp": LOG_PROB, "logits": LOGITS, "prob": PROB}[stated.quantity]
-        named = any(says(name, *SUPPORT) for name in self.names(node) if side(name))
-        if named or self._is_to_be_renormalised(node) or self._meets_support(node):
+        of_several = any(says(name, *SUPPORT) for name in self.names(node) if side(name))
+        if of_several or self._is_to_be_renormalised(node) or self._meets_support(node):
             return Fact(TOP_PROBS if quantity == PROB else TOP_LOG_PROBS, frozenset({who}))
         said = any(says(name, "vocab", "dist", "all") for name in told[:1])
         if quantity in (LOG_PROB, PROB) and (said or self._meets_distribution(node)):
