@@ -317,13 +317,18 @@ def supports(value: Any) -> set[Node]:
 
 def limits(value: Any) -> dict[Node, float]:
     """Return what values are clamped to, each with a number that limits nothing in its place, from below or above."""
+    nodes = reached(value)
+    divisors = {under(one.arguments[1], RESHAPES | {"same"}) for one in nodes if one.operation in ("/", "div")}
     sides: dict[Node, set[str]] = {}
-    for one in reached(value):
+    guards: dict[Node, float] = {}
+    for one in nodes:
         if one.operation == "clamp":
             for side, limit in (*zip(("min", "max"), one.arguments[1:], strict=False), *one.named):
                 if isinstance(limit, Node):
                     sides.setdefault(limit, set()).add(side)
-    return {limit: -FAR if each == {"min"} else FAR for limit, each in sides.items()}
+                    if one in divisors and side == "min":
+                        guards[limit] = NEAR  # it keeps what is divided by from zero
+    return {limit: guards.get(limit, -FAR if each == {"min"} else FAR) for limit, each in sides.items()}
 
 
 def sizes(value: Any) -> set[Node]:

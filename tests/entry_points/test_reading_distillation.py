@@ -98,6 +98,17 @@ def {name}(student_logits, teacher_logits, mask, top_k={default}):
     student, teacher = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
     return (F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1) * mask).sum()
 """
+# Weights of a rollout with a sum below the line, which a number that nothing says keeps from zero.
+WEIGHTED = """class Trainer:
+    def {name}(self, log_probs, teacher_log_probs, mask):
+        gap = (teacher_log_probs - log_probs).detach()
+        size = gap.abs()
+        total = size.sum(1, keepdim=True)
+        weights = {kl} / total.clamp_min(self.opd_epsilon)
+        advantages = weights * gap
+        loss = -log_probs * advantages
+        return (loss * mask).sum()
+"""
 # A list of objects, beside one of log-probs: what is renormalised is of several tokens, and its logarithm says whose.
 OF_OBJECTS = """import torch
 
@@ -146,6 +157,8 @@ ROWS = {
     "head": (ADAPTIVE, {"kl": "0.0"}, "local_forward_kl", "Divergence.loss"),
     "all_tokens": (OF_SOME, {"default": "None"}, "local_forward_kl", "loss"),
     "some_tokens": (OF_SOME, {"default": "4"}, "local_forward_kl_top4_renormalised", "loss"),
+    "weighted": (WEIGHTED, {"kl": "(total - size.cumsum(1) + size)"}, None, "Trainer.loss"),
+    "weighted_by_one": (WEIGHTED, {"kl": "total"}, "local_reverse_kl", "Trainer.loss"),
     "objects": (
         *(OF_OBJECTS, {"kl": "log_renorm.exp() * (log_renorm - log_teacher_renorm).detach()"}),
         *("local_reverse_kl_top4_renormalised", "loss"),
