@@ -499,14 +499,16 @@ class Roles:
 
     def _is_to_be_renormalised(self, node: Node) -> bool:
         """Return True for log-probs of which a softmax is called renormalised: they are of several tokens."""
-        stack = [node]
+        stack, made = [node], set[Node]()
         for one in stack:
             for user in self._users.get(one, ()):
-                if user.operation in ("softmax", "log_softmax"):
-                    if any(says(name, RENORMALISED) for name in self.graph.names.get(user, ())):
-                        return True
-                elif user.operation in MASKING | MOVES and user not in stack:
+                softmax = user.operation in ("softmax", "log_softmax")
+                if (softmax or user.operation in MASKING | MOVES) and user not in stack:
                     stack.append(user)
+                    if softmax or one in made:
+                        made.add(user)
+                        if any(says(name, RENORMALISED) for name in self.graph.names.get(user, ())):
+                            return True
         return False
 
     def _logarithms(self, node: Node) -> Iterator[str]:
