@@ -1,6 +1,6 @@
 """Functions of plain numbers: called with one rollout at a time, whose objects have entries by what they are called."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from inspect import Parameter
 from typing import Any
 
