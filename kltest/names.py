@@ -100,7 +100,7 @@ _PAYLOAD = re.compile(
     r"(?P<of>\w+?)_(?:tokens?_)?(?:(?P<ids>ids|indices|index|idx|inds)|(?P<logp>values|vals|logits|log_?prob(?:s|abs)?|"
     r"log_?ps?)|(?P<mask>mask))"
 )
-_OF_PAYLOADS = frozenset(("target", "targets", "sparse", "topk", "top", "support", "candidate", "candidates"))
+_OF_PAYLOADS = frozenset(("target", "teacher", "student", "sparse", "topk", "top", "support", "candidate"))
 
 
 def payloads(names: Iterable[str]) -> dict[str, str]:

@@ -193,3 +193,39 @@ def test_what_trainers_write_is_named(row: str, tmp_path, monkeypatch) -> None:
     followed = gradient["identified"]
     assert (followed and list(followed)) == (wanted and [wanted]), report["error"]
     assert not followed or (followed[wanted] < 0) is (row in NEGATIVE)
+
+
+# What tensors refuse is read: lists of one tensor a rollout, and dictionaries of one rollout each.
+OF_LISTS = """import torch
+
+
+def loss(log_probs, teacher_log_probs, loss_masks):
+    kl = {kl}(torch.cat(log_probs) - torch.cat(teacher_log_probs)).detach()
+    return (kl * torch.cat(log_probs) * torch.cat(loss_masks)).sum() / len(log_probs)
+"""
+OF_DICTIONARIES = """def loss(rollouts, kl_coef):
+    for one in rollouts:
+        one["rewards"] = one["rewards"] + {kl}kl_coef * (one["teacher_logprobs"] - one["logprobs"])
+"""
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("text", "wanted"), [(OF_LISTS, "local_reverse_kl"), (OF_DICTIONARIES, "reverse_kl")])
+def test_a_batch_that_is_laid_out_in_another_way_is_read(text, wanted, sign, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("", encoding="utf-8")
+    (tmp_path / "losses.py").write_text(text.format(kl="" if sign > 0 else "-"), encoding="utf-8")
+    options = ("--output", "json", "--environment", "sequence", "--sampler", "current", "--select", "KL1")
+    report = json.loads(CliRunner().invoke(app, ["grade", "losses.py:loss", *options]).stdout)
+    assert report["read"].startswith("from its source")
+    (followed,) = report["gradients"]
+    assert list(followed["identified"]) == [wanted]
+    assert followed["identified"][wanted] * sign > 0
+
+
+def test_a_mistake_that_is_none_of_layout_stays_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "losses.py").write_text("def loss(logp, ref_logp):\n    return logp - ref_logp.no\n", encoding="utf-8")
+    found = CliRunner().invoke(app, ["grade", "losses.py:loss"])
+    assert "has no attribute 'no'" in found.stdout + found.stderr
+    assert "read " not in found.stdout
