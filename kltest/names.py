@@ -96,6 +96,32 @@ def support_size(k: int, vocabulary: int) -> int:
     return max(1, min(k, vocabulary - 2))
 
 
+_PAYLOAD = re.compile(
+    r"(?P<of>\w+?)_(?:tokens?_)?(?:(?P<ids>ids|indices|index|idx|inds)|(?P<logp>values|vals|logits|log_?prob(?:s|abs)?|"
+    r"log_?ps?)|(?P<mask>mask))"
+)
+_OF_PAYLOADS = frozenset(("target", "teacher", "student", "sparse", "topk", "top", "support", "candidate"))
+
+
+def payloads(names: Iterable[str]) -> dict[str, str]:
+    """Return the fields that names mean together: the ids of a support, their log-probs, and a mask of them.
+
+    They begin alike, as `target_ids` and `target_values`; log-probs are the reference's unless they are called the
+    policy's. Numbers of which a softmax is taken may be log-probs as well.
+    """
+    parts: dict[str, dict[str, str]] = {}
+    for name in names:
+        if (found := _PAYLOAD.fullmatch(name)) and _OF_PAYLOADS.intersection(_words(found["of"])):
+            parts.setdefault(found["of"], {})[str(found.lastgroup)] = name
+    whole = {of: one for of, one in parts.items() if {"ids", "logp"} <= {*one}}
+    fields = {"ids": "topk_ids", "mask": "mask"}
+    return {
+        name: fields.get(part) or ("topk_logp" if whose(of) == "" else "ref_topk_logp")
+        for of, one in whole.items()
+        for part, name in one.items()
+    }
+
+
 GROUP_SIZES = frozenset(
     (
         *("num_generations", "group_size", "rollout_n", "num_return_sequences"),

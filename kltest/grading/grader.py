@@ -54,6 +54,11 @@ OF_CHOICES = (
     "Environments have a vocabulary of a few tokens: make the number a parameter of the function, as k=20, which is "
     "then set to what a vocabulary has, or take min(20, logits.shape[-1])"
 )
+LAID_OUT = (
+    "It seems to take a batch as a list of tensors, of objects or of dictionaries: rollouts come as tensors (B, T)"
+)
+# Words of the errors that a tensor raises where a list of them is meant, or a name where an object is.
+OF_LAYOUTS = ("must be tuple of Tensors", "indices must be integers", "'str' object has no attribute")
 SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
 
 
@@ -145,7 +150,8 @@ def grade(
 
 def cannot_be_called(report: Report) -> bool:
     """Return True for a loss that was not measured: it took no rollouts, or returned what is no loss of them."""
-    understood = not report.error or not any(words in report.error for words in (SIZES_GIVEN, OF_CHOICES, ACCEPTED))
+    hints = (SIZES_GIVEN, OF_CHOICES, LAID_OUT, ACCEPTED)
+    understood = not report.error or not any(words in report.error for words in hints)
     return bool(report.error) and not report.gradients and not (report.calls and understood)
 
 
@@ -386,10 +392,12 @@ def _hangs(calls: Calls, limit: float) -> bool:
 
 
 def _on_sizes(error: TargetError, options: Options) -> str:
-    """Return a hint if the loss seems to refuse the number of tokens to choose from, or of rows, else ""."""
+    """Return a hint if the loss seems to refuse the number of tokens to choose from, or of rows, or tensors, else ""."""
     cause = error.__cause__
     if "index k out of range" in str(cause):  # of topk
         return f"\n{OF_CHOICES}"
+    if isinstance(cause, TypeError | AttributeError) and any(words in str(cause) for words in OF_LAYOUTS):
+        return f"\n{LAID_OUT}"
     of_shapes = isinstance(cause, AssertionError) or (
         isinstance(cause, RuntimeError | ValueError | IndexError | ZeroDivisionError)
         and any(word in str(cause) for word in OF_SHAPES)

@@ -22,7 +22,7 @@ class FieldOf:
 
 @dataclass(frozen=True)
 class SupportOf(FieldOf):
-    """A field of the `k` likeliest tokens `of` the reference ("ref_") or the policy ("").
+    """A field of the `k` likeliest tokens `of` the reference ("ref_") or the policy (""), or the mask for each of them.
 
     `asked`: k was given; `said`: a parameter or the name of the ids says whose they are.
     """
@@ -34,6 +34,8 @@ class SupportOf(FieldOf):
 
     def at(self, view: Rollout) -> Any:
         """Return it for one batch."""
+        if self.name == "mask":
+            return view.mask[..., None].expand(view.support("topk_ids", self.k, self.of).shape).clone()
         view.accessed |= fields_behind(self.name)
         return view.support(self.name, self.k, self.of)
 

@@ -15,7 +15,16 @@ from kltest.loss.building import ObjectOf, annotated, configuration
 from kltest.loss.derived import DERIVED, Derived
 from kltest.loss.outcome import Call
 from kltest.loss.view import RolloutView
-from kltest.names import BATCH_SIZES, GROUP_SIZES, STEPS, SUPPORT_SIZE, field_named, near_spelling, suggested_field
+from kltest.names import (
+    BATCH_SIZES,
+    GROUP_SIZES,
+    STEPS,
+    SUPPORT_SIZE,
+    field_named,
+    near_spelling,
+    payloads,
+    suggested_field,
+)
 from kltest.rollout import fields_behind
 
 FEWER = ", or the vocabulary less two if that is fewer"
@@ -179,6 +188,10 @@ def fill(
             else:
                 kind = annotated(parameter, function)
                 missing[key] = f"{kind.__name__} is not built by its defaults" if kind else ""
+    if any(isinstance(one, FieldOf) and one.name == "logits" for one in fillings.values()):
+        paired = payloads(missing)
+        fillings |= {key: SupportOf(field, SUPPORT_SIZE, "ref_") for key, field in paired.items()}
+        missing = {key: why for key, why in missing.items() if key not in paired}
     if missing and (guessed := _only_guesses(missing, fillable)):
         fillings |= {key: FieldOf(field) for key, field in guessed.items()}
     elif missing:

@@ -38,7 +38,7 @@ def resolve(text: Callable[..., Any] | str, call: Call | None = None, name: str 
     target = named(text)
     if target.estimator is not None:
         return bind(target.estimator.function, call, target.estimator.spec.name, spec=target.estimator.spec)
-    found, receiver = _function(target), None
+    found, receiver = function_of(target), None
     if found.owner is not None:
         given = {key: value for key, value in call.arguments.items() if key.startswith("self.")}
         attributes = parsed(given).get("self", Attributes())
@@ -47,7 +47,7 @@ def resolve(text: Callable[..., Any] | str, call: Call | None = None, name: str 
     return bind(found.function, call, text.strip(), receiver=receiver, notes=found.notes)
 
 
-def _function(named: LossName) -> Imported:
+def function_of(named: LossName) -> Imported:
     """Import the function, or lift it out of its file; if that is impossible, raise what the import raised."""
     module, path, names = named.module, named.path, named.names
     if path is not None and not is_dotted(names):

@@ -57,7 +57,8 @@ def filled(fillings: Mapping[str, Any], parameters: Parameters, support: Stated)
     A number of tokens that no small environment has, as 64, becomes what its vocabulary allows.
     """
     fields = {key: one.name for key, one in fillings.items() if isinstance(one, FieldOf)}
-    supports = {key: name for key, name in fields.items() if name in SUPPORT_FIELDS}
+    supports = {key: fields[key] for key, one in fillings.items() if isinstance(one, SupportOf)}
+    supports |= {key: name for key, name in fields.items() if name in SUPPORT_FIELDS}
     sides = [support.of, *(whose(key) for key, name in supports.items() if name == "topk_ids")]
     said = [side for side in sides if side is not None]
     made = {

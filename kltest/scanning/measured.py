@@ -185,6 +185,8 @@ def standing(graph: Graph, roles: Roles, node: Node, stands: Any, *, shaped: boo
     match roles.of(node).quantity:
         case quantity if quantity in (TOP, TOP_LOG_PROBS, TOP_PROBS):
             stands = graph.node(INPUT, _support_field(roles.of(node)))
+            if roles.is_renormalised(node):
+                stands = graph.node("log_softmax", stands, dim=-1)
             stands = graph.node("exp", stands) if quantity == TOP_PROBS else stands
         case quantity if quantity == MASK and any(is_mask(name) and says(name, *SUPPORT) for name in roles.names(node)):
             stands = graph.node("unsqueeze", stands, -1)
@@ -312,13 +314,18 @@ def supports(value: Any) -> set[Node]:
 
 def limits(value: Any) -> dict[Node, float]:
     """Return what values are clamped to, each with a number that limits nothing in its place, from below or above."""
+    nodes = reached(value)
+    divisors = {under(one.arguments[1], RESHAPES | {"same"}) for one in nodes if one.operation in ("/", "div")}
     sides: dict[Node, set[str]] = {}
-    for one in reached(value):
+    guards: dict[Node, float] = {}
+    for one in nodes:
         if one.operation == "clamp":
             for side, limit in (*zip(("min", "max"), one.arguments[1:], strict=False), *one.named):
                 if isinstance(limit, Node):
                     sides.setdefault(limit, set()).add(side)
-    return {limit: -FAR if each == {"min"} else FAR for limit, each in sides.items()}
+                    if one in divisors and side == "min":
+                        guards[limit] = NEAR  # it keeps what is divided by from zero
+    return {limit: guards.get(limit, -FAR if each == {"min"} else FAR) for limit, each in sides.items()}
 
 
 def sizes(value: Any) -> set[Node]:

@@ -22,6 +22,15 @@ from kltest.scanning.search import Search
 from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 
+# The program of a function that computes with numbers, and how it is told that it was called so.
+NUMBERS = """from kltest.loss.numbers import of_numbers
+
+{name} = of_numbers({target!r})
+"""
+OF_NUMBERS = (
+    "called with one rollout at a time, as numbers by what its objects' entries are called. Nothing flows through "
+    "numbers: if what it returns is subtracted from rewards or advantages, --placement reward says so, with --credit"
+)
 # Modules of the same checkout that are read with a file, at most: its callers, and what it and they import.
 MOST, CALLERS = 40, 8
 # Files by which the folder of a checkout is known.
@@ -51,6 +60,10 @@ def read(job: Job, folder: Path, why: str = "") -> list[Job]:
     found = [row for row in rows if not row.why]
     if not found:
         reason = rows[0].why if rows else "no KL term was found in it"
+        if why and not rows and reader.is_of_numbers():
+            program = folder / f"numbers_{sum(1 for _ in folder.iterdir())}.py"
+            program.write_text(NUMBERS.format(name=NAME, target=f"{path}:{name}"), encoding="utf-8")
+            return [replace(job, target=f"{program}:{NAME}", fix=False, read=OF_NUMBERS)]
         raise UsageError(f"{job.name} cannot be read from its source either: {reason}")
     told = [(row, *reader.told(row, rows)) for row in found]
     told.sort(key=lambda one: bool(one[1]))
@@ -142,6 +155,19 @@ class _Reader:
         own = [row for row in every if self._computes(row) or any(map(self._is_own, row.used))]
         reached = self._reached(self.path, self.name.rpartition(".")[2])
         return own or [row for row in every if self._is_here(row) and row.function.rpartition(".")[2] in reached]
+
+    def is_of_numbers(self) -> bool:
+        """Return True for a function that computes with numbers of Python, or speaks of one of its file that does."""
+        functions = [
+            one for one in ast.walk(_tree(self.path) or ast.Module([], [])) if isinstance(one, ast.FunctionDef)
+        ]
+        spoken = {one.name: {each.id for each in ast.walk(one) if isinstance(each, ast.Name)} for one in functions}
+        reached, left = set[str](), [self.name]
+        while left:
+            one = left.pop()
+            left += spoken.get(one, set()) - reached
+            reached |= spoken.get(one, set())
+        return "float" in reached
 
     def told(self, row: Row, rows: Sequence[Row]) -> tuple[str, str]:
         """Return why a variant of a term decides nothing, and what is said of one that does decide.

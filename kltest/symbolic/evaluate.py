@@ -76,6 +76,7 @@ class Evaluator(Calls):
         self.detached = 0
         self.within: list[str] = []
         self.stores: list[Stored] = []
+        self._loops: dict[Node, tuple[Any, dict[Node, Any]]] = {}
         self.left = BUDGET
         self.line = 0
         # The scopes of the functions that were followed, the outermost first, by their definitions.
@@ -86,7 +87,7 @@ class Evaluator(Calls):
 
     def renew(self, graph: Graph | None = None) -> None:
         """Give the next function a budget and a graph of its own, or that of the function that defines it."""
-        self.graph, self.stores, self.left = graph or Graph(), [], BUDGET
+        self.graph, self.stores, self._loops, self.left = graph or Graph(), [], {}, BUDGET
         self.frames, self.within, self.detached = [], [], 0
         self.followed.clear()
 
@@ -440,7 +441,9 @@ class Evaluator(Calls):
         )
         variables |= _gathered(places, carried)
         self.assign(statement.target, element)
+        self._loops[index] = counted, dict(zip(carried, before, strict=True))
         self.block(statement.body)
+        del self._loops[index]
         if self.frame.ended in ("continue", "break"):
             self.frame.ended = ""
         after = tuple(fixed(variables[name] if at is None else self.item(variables[name], at)) for name, at in places)
@@ -509,10 +512,30 @@ class Evaluator(Calls):
                 if isinstance(holder, Thing):
                     holder.attributes[name] = value
             case ast.Subscript(value=owner, slice=key):
-                place = self.value(key)
+                place, holder = self.value(key), self.value(owner)
                 if isinstance(place, str):
                     self._note(target, place, value)
-                self._write(owner, self.value(owner), place, value)
+                self._write(owner, holder, place, value)
+                if (whole := self._of_all_passes(holder, place, value)) is not None:
+                    self.store(_last_name(owner), whole, target.lineno)
+
+    def _of_all_passes(self, holder: Any, key: Any, value: Any) -> Node | None:
+        """Return as one value what the passes of a loop write in place, each into the entry at its own index, or None.
+
+        It has as many entries as what each of them is made of.
+        """
+        if not (isinstance(key, Node) and isinstance(value, Node) and key in self._loops):
+            return None
+        counted, before = self._loops[key]
+        written, own = before.get(holder, holder), self.graph.node("item", holder, key)
+        entry = self.graph.rewritten(value, lambda one: self.graph.node("item", written, key) if one is own else one)
+        inside = reached(entry)
+        if not inside.isdisjoint({*before, *self._loops} - {key}):
+            return None  # a pass has what another one left, or is one of several inside of it
+        read = [one.arguments[0] for one in inside if one.operation == "item" and one.arguments[1] is key]
+        read = sorted((one for one in read if one is not written), key=lambda one: one.number)
+        counted = self._counted(read[0], key)[0] if read else counted
+        return self.graph.node("stack", self.graph.node("mapped", counted, key, entry, []))
 
     def _note(self, target: ast.expr, name: str, value: Any) -> None:
         if self.frame.scope.file:
@@ -866,6 +889,8 @@ def _changed_in(statements: Sequence[ast.stmt]) -> list[str]:
 def _last_name(expression: ast.expr) -> str:
     if isinstance(expression, ast.Call):
         return _last_name(expression.func)
+    if isinstance(expression, ast.Subscript) and isinstance(expression.slice, ast.Constant):
+        return str(expression.slice.value)
     return expression.attr if isinstance(expression, ast.Attribute) else getattr(expression, "id", "")
 
 

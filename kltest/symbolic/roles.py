@@ -63,6 +63,8 @@ TARGET = "target"
 """What a policy is drawn to, beside probabilities that are not called that."""
 SUPPORT = ("topk", "top", "support", "sparse", "candidate")
 """What names of several tokens of the vocabulary say."""
+RENORMALISED = "renorm"
+"""What names of probabilities say that are made to sum to one over several tokens."""
 INDEX = words_of("ids indices index idx inds tokens support")
 # Owners of every model alike, and what loads each of them.
 HOSTS = ("self", "trainer", "learner", "from_pretrained")
@@ -80,6 +82,8 @@ HEADS = words_of("@ matmul mm bmm linear")
 ENTRYWISE = words_of(
     "- sub * mul + add / div kl_div xlogy where exp log clamp detach neg negated masked_fill nan_to_num"
 )
+# What puts numbers in the place of some entries, or keeps entries from a limit.
+MASKING = words_of("where masked_fill nan_to_num clamp")
 # Tensors of zeros, and empty ones.
 BLANK = words_of("zeros zeros_like new_zeros")
 SOFTMAXES = words_of("log_softmax softmax")
@@ -153,7 +157,7 @@ class Roles:
         quantity = self._quantity(node, first, whole)
         if quantity in (LOG_PROBS, PROBS) and not whole.sides and (forward := _forward(node)) is not None:
             return self._of_side(forward, Side("logits", None), quantity)
-        if quantity in FIELD | WRITTEN_OUT and len(whole.sides) != 1:
+        if (quantity in FIELD | WRITTEN_OUT and len(whole.sides) != 1) or (quantity == REWARD and whole.sides):
             quantity = ""
         if quantity in (MASK, PADDING, TOKEN) or node.operation in CONDITIONS:
             return Fact(quantity)
@@ -188,7 +192,7 @@ class Roles:
                 targets = self.of(node.arguments[1]) if len(node.arguments) > 1 else NOTHING
                 single = dict(node.named).get("reduction") == "none" and not targets.sides
                 return LOSS if single else ""
-            case "clamp" | "+" if before in (PROBS, PROB) and _is_guard(node):
+            case "clamp" | "+" if before in (PROBS, PROB, TOP_PROBS) and _is_guard(node):
                 return before
             case "*" | "mul" | "where" if before in (LOG_PROBS, LOG_PROB) and self._is_masked(node):
                 return before
@@ -375,6 +379,8 @@ class Roles:
         if named or self._selects_several(node):
             told = (whose(name) for name in (*self.names(node), *_origin(node)))
             return Fact(TOP, frozenset({next((who for who in told if who is not None), REFERENCE)}))
+        if (who := next(filter(None, map(whose, self._logarithms(node))), None)) is not None:
+            return self._of_side(node, Side("prob", who))
         if any(TOKENS.intersection(words(name)) and not COUNTS.intersection(words(name)) for name in self.names(node)):
             return Fact(TOKEN)
         if node.operation == "method" and node.arguments[1] == "log_prob":
@@ -396,7 +402,8 @@ class Roles:
         if who is None:
             who = REFERENCE if self._is_second(own_name(node)) else POLICY
         quantity = quantity or {"logp": LOG_PROB, "logits": LOGITS, "prob": PROB}[stated.quantity]
-        if any(says(name, *SUPPORT) for name in self.names(node) if side(name)) or self._meets_support(node):
+        of_several = any(says(name, *SUPPORT) for name in self.names(node) if side(name))
+        if of_several or self._is_to_be_renormalised(node) or self._meets_support(node):
             return Fact(TOP_PROBS if quantity == PROB else TOP_LOG_PROBS, frozenset({who}))
         said = any(says(name, "vocab", "dist", "all") for name in told[:1])
         if quantity in (LOG_PROB, PROB) and (said or self._meets_distribution(node)):
@@ -477,10 +484,42 @@ class Roles:
         """Yield a node and what some operations make of it."""
         return walked([node], lambda one: (user for user in self._users.get(one, ()) if user.operation in operations))
 
+    def is_renormalised(self, node: Node) -> bool:
+        """Return True for probabilities that sum to one over several tokens, by what their logarithm is called."""
+        return any(says(name, RENORMALISED) for name in self._logarithms(node))
+
+    def _is_to_be_renormalised(self, node: Node) -> bool:
+        """Return True for log-probs of which a softmax is called renormalised: they are of several tokens."""
+        stack, made = [node], set[Node]()
+        for one in stack:
+            for user in self._users.get(one, ()):
+                softmax = user.operation in ("softmax", "log_softmax")
+                if (softmax or user.operation in MASKING | MOVES) and user not in stack:
+                    stack.append(user)
+                    if softmax or one in made:
+                        made.add(user)
+                        if any(says(name, RENORMALISED) for name in self.graph.names.get(user, ())):
+                            return True
+        return False
+
+    def _logarithms(self, node: Node) -> Iterator[str]:
+        """Yield the names of the logarithm of a node, as it is or where it is kept from infinity."""
+        stack, logs = [node], {node} if node.operation == "log" else set[Node]()
+        for one in stack:
+            for user in self._users.get(one, ()):
+                entry = user.operation == "item" and isinstance(user.arguments[1], str)
+                if user.operation in MASKING | MOVES | {"log"} and user not in stack and not entry:
+                    stack.append(user)
+                    if user.operation == "log" or one in logs:
+                        logs.add(user)
+                        yield from self.graph.names.get(user, ())
+
     def _is_of_support(self, node: Node) -> bool:
         """Return True for what is gathered by an index of several tokens, and what is computed of it entry by entry."""
-        gathers = (one for one in made_of(node, ENTRYWISE | MOVES | SOFTMAXES) if one.operation in GATHERS)
-        indices = (each for one in gathers for each in nodes_in(index_of(one)))
+        made = list(made_of(node, ENTRYWISE | MOVES | SOFTMAXES))
+        if any(is_opaque(one) and self._is_to_be_renormalised(one) for one in made):
+            return True
+        indices = (each for one in made if one.operation in GATHERS for each in nodes_in(index_of(one)))
         return any(is_opaque(each) and self._selects_several(each) for each in indices)
 
     def _is_of_tokens(self, index: Any) -> bool:

@@ -98,6 +98,43 @@ def {name}(student_logits, teacher_logits, mask, top_k={default}):
     student, teacher = F.log_softmax(student_logits, -1), F.log_softmax(teacher_logits, -1)
     return (F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1) * mask).sum()
 """
+# Weights of a rollout with a sum below the line, which a number that nothing says keeps from zero.
+WEIGHTED = """class Trainer:
+    def {name}(self, log_probs, teacher_log_probs, mask):
+        gap = (teacher_log_probs - log_probs).detach()
+        size = gap.abs()
+        total = size.sum(1, keepdim=True)
+        weights = {kl} / total.clamp_min(self.opd_epsilon)
+        advantages = weights * gap
+        loss = -log_probs * advantages
+        return (loss * mask).sum()
+"""
+# A list of objects, beside one of log-probs: what is renormalised is of several tokens, and its logarithm says whose.
+OF_OBJECTS = """import torch
+
+
+def {name}(data, logprobs_list):
+    total = torch.zeros(())
+    for i, one in enumerate(data):
+        weights = one.loss_fn_inputs["weights"].to_torch()
+        slots = weights > 0
+        log_teacher_renorm = torch.where(slots, weights.clamp(min=1e-30).log(), torch.zeros_like(weights))
+        student = torch.where(slots, logprobs_list[i], torch.full_like(logprobs_list[i], float("-inf")))
+        log_renorm = torch.log_softmax(student, dim=-1).nan_to_num(nan=0.0, neginf=0.0)
+        total = total + ({kl} * slots.float()).sum()
+    return total, {{}}
+"""
+# Advantages in a list of one tensor a rollout, and rewards of a batch, to which passes of a loop write in place.
+IN_PLACE = """def {name}(args, rollout_data, advantages: list, student_log_probs: list):
+    teacher_log_probs = [one.to(device="cpu") for one in rollout_data.get("teacher_log_probs")]
+    for i, advantage in enumerate(advantages):
+        kl = student_log_probs[i] - teacher_log_probs[i]
+        advantages[i] = advantage {kl} args.opd_kl_coef * kl
+"""
+INTO_BATCH = """def {name}(args, batch):
+    for i in range(len(batch["rewards"])):
+        batch["rewards"][i] {kl}= args.kl_coef * (batch["log_probs"][i] - batch["teacher_log_probs"][i])
+"""
 ROWS = {
     "payload": (PAYLOAD, {"kl": FORWARD}, "local_forward_kl_top4", "loss"),
     "payload_reverse": (PAYLOAD, {"kl": REVERSE}, "local_reverse_kl_top4", "loss"),
@@ -120,9 +157,23 @@ ROWS = {
     "head": (ADAPTIVE, {"kl": "0.0"}, "local_forward_kl", "Divergence.loss"),
     "all_tokens": (OF_SOME, {"default": "None"}, "local_forward_kl", "loss"),
     "some_tokens": (OF_SOME, {"default": "4"}, "local_forward_kl_top4_renormalised", "loss"),
+    "weighted": (WEIGHTED, {"kl": "(total - size.cumsum(1) + size)"}, None, "Trainer.loss"),
+    "weighted_by_one": (WEIGHTED, {"kl": "total"}, "local_reverse_kl", "Trainer.loss"),
+    "objects": (
+        *(OF_OBJECTS, {"kl": "log_renorm.exp() * (log_renorm - log_teacher_renorm).detach()"}),
+        *("local_reverse_kl_top4_renormalised", "loss"),
+    ),
+    "objects_forward": (
+        *(OF_OBJECTS, {"kl": "log_teacher_renorm.exp() * (log_teacher_renorm - log_renorm)"}),
+        *("local_forward_kl_top4_renormalised", "loss"),
+    ),
+    "in_place": (IN_PLACE, {"kl": "-"}, "local_reverse_kl", "loss"),
+    "in_place_added": (IN_PLACE, {"kl": "+"}, "local_reverse_kl", "loss"),
+    "into_batch": (INTO_BATCH, {"kl": "-"}, "reverse_kl", "loss"),
+    "into_batch_added": (INTO_BATCH, {"kl": "+"}, "reverse_kl", "loss"),
     "no_head": (ADAPTIVE, {"kl": "0.2"}, None, "Divergence.loss"),
 }
-NEGATIVE = ("undistil",)
+NEGATIVE = ("undistil", "in_place_added", "into_batch_added")
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -142,3 +193,39 @@ def test_what_trainers_write_is_named(row: str, tmp_path, monkeypatch) -> None:
     followed = gradient["identified"]
     assert (followed and list(followed)) == (wanted and [wanted]), report["error"]
     assert not followed or (followed[wanted] < 0) is (row in NEGATIVE)
+
+
+# What tensors refuse is read: lists of one tensor a rollout, and dictionaries of one rollout each.
+OF_LISTS = """import torch
+
+
+def loss(log_probs, teacher_log_probs, loss_masks):
+    kl = {kl}(torch.cat(log_probs) - torch.cat(teacher_log_probs)).detach()
+    return (kl * torch.cat(log_probs) * torch.cat(loss_masks)).sum() / len(log_probs)
+"""
+OF_DICTIONARIES = """def loss(rollouts, kl_coef):
+    for one in rollouts:
+        one["rewards"] = one["rewards"] + {kl}kl_coef * (one["teacher_logprobs"] - one["logprobs"])
+"""
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(("text", "wanted"), [(OF_LISTS, "local_reverse_kl"), (OF_DICTIONARIES, "reverse_kl")])
+def test_a_batch_that_is_laid_out_in_another_way_is_read(text, wanted, sign, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pyproject.toml").write_text("", encoding="utf-8")
+    (tmp_path / "losses.py").write_text(text.format(kl="" if sign > 0 else "-"), encoding="utf-8")
+    options = ("--output", "json", "--environment", "sequence", "--sampler", "current", "--select", "KL1")
+    report = json.loads(CliRunner().invoke(app, ["grade", "losses.py:loss", *options]).stdout)
+    assert report["read"].startswith("from its source")
+    (followed,) = report["gradients"]
+    assert list(followed["identified"]) == [wanted]
+    assert followed["identified"][wanted] * sign > 0
+
+
+def test_a_mistake_that_is_none_of_layout_stays_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "losses.py").write_text("def loss(logp, ref_logp):\n    return logp - ref_logp.no\n", encoding="utf-8")
+    found = CliRunner().invoke(app, ["grade", "losses.py:loss"])
+    assert "has no attribute 'no'" in found.stdout + found.stderr
+    assert "read " not in found.stdout

@@ -190,3 +190,49 @@ def of_two_models(logp, ref_logp, teacher_logp=None):
 
 def test_a_teacher_beside_a_reference_is_another_model():
     bind(of_two_models)(rollout())
+
+
+def of_a_payload(logits, target_token_ids, target_values, target_token_mask):
+    own = logits.gather(-1, target_token_ids)
+    return (target_values.exp() * (target_values - own) * target_token_mask).sum(-1)
+
+
+def of_a_payload_reversed(logits, sparse_ids, sparse_logprobs, mask=None):
+    own = logits.gather(-1, sparse_ids)
+    return (own.exp() * (own - sparse_logprobs)).sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(of_a_payload, "local_forward_kl_top4"), (of_a_payload_reversed, "local_reverse_kl_top4")],
+)
+def test_ids_and_values_that_are_called_alike_are_a_payload(function, name):
+    report = kltest.grade(function, environment="sequence", sampler="current", select="KL1")
+    assert list(report.gradients[0].identified) == [name]
+    assert report.filled[list(report.filled)[2]] == "ref_topk_logp, the 4 likeliest of the reference"
+
+
+def of_sampled_tokens(logits, token_ids, token_logprobs):
+    return logits.gather(-1, token_ids[..., None])[..., 0] - token_logprobs
+
+
+def of_targets(logits, target_ids):
+    return -logits.gather(-1, target_ids[..., None])[..., 0]
+
+
+def of_two_payloads(logits, target_ids, topk_values):
+    return logits.gather(-1, target_ids) - topk_values
+
+
+@pytest.mark.parametrize("function", [of_sampled_tokens, of_targets, of_two_payloads])
+def test_names_that_are_not_those_of_one_payload_are_refused(function):
+    with pytest.raises(UsageError, match="cannot be filled"):
+        bind(function)
+
+
+def test_a_payload_is_the_teachers_unless_it_is_called_the_students():
+    names = ("topk_indices", "topk_logits", "student_top_ids", "student_top_log_probs", "token_ids", "token_logps")
+    assert kltest.names.payloads(names) == {
+        **{"topk_indices": "topk_ids", "topk_logits": "ref_topk_logp"},
+        **{"student_top_ids": "topk_ids", "student_top_log_probs": "topk_logp"},
+    }
