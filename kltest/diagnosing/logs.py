@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def _of_file(path: Path) -> Iterable[Any]:
             import pandas
 
             return _of_object(pandas.read_parquet(path))
-        if path.suffix in (".pt", ".pth", ".bin"):
+        if path.suffix in (".pt", ".pth"):
             import torch
 
             return _of_object(torch.load(path, map_location="cpu", weights_only=True))
@@ -106,7 +107,7 @@ def _of_file(path: Path) -> Iterable[Any]:
 
 
 def _of_json(text: str, path: Path) -> Iterable[Any]:
-    if text.lstrip()[:1] == "[":
+    with suppress(ValueError):  # one object or array; else an object a line
         return _of_object(json.loads(text))
     found = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -136,9 +137,7 @@ def _exploded(record: Any, place: str, number: int) -> Iterator[dict[str, Any]]:
     if len(sizes) > 1:
         raise UsageError(f"{place}: columns of record {number} have {listed([*map(str, sorted(sizes))])} rollouts")
     size = sizes.pop()
-    each = {
-        name: value if _depth(value) and len(value) == size else [value] * size for name, value in record.items()
-    }
+    each = {name: value if _depth(value) and len(value) == size else [value] * size for name, value in record.items()}
     for row in range(size):
         yield {name: value[row] for name, value in each.items()}
 

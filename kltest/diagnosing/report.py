@@ -1,0 +1,105 @@
+"""The result of a diagnosis as plain data: text, and JSON in the schema kltest.diagnose/1."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kltest.diagnosing.answers import FINDING, INCONCLUSIVE, NOT_LOOKED_AT, NOTHING, STATUSES, Answer
+from kltest.files import as_json, mapped
+from kltest.names import listed
+from kltest.render.tables import PLAIN, Terminal, table, wrap
+
+SCHEMA = "kltest.diagnose/1"
+EXIT_CODES = {"nothing found": 0, "finding": 1, "inconclusive": 4}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of a diagnosis.
+
+    Attributes:
+        source: Where the logs come from.
+        verdict: "finding"; "inconclusive" if a question could not be decided, or with `strict` was not looked at; else
+            "nothing found", which says nothing of questions that were not looked at.
+        error_rate: Highest probability that any interval misses.
+        unit: What is independent of each other: "prompt" or "rollout".
+        units, rollouts, tokens: How many there are.
+        columns: The name in the file of each column that was read.
+        unread: Names that were not read.
+        answers: An answer to each question.
+        notes: Sentences.
+    """
+
+    source: str
+    error_rate: float
+    unit: str
+    units: int
+    rollouts: int
+    tokens: int
+    columns: dict[str, str]
+    unread: list[str]
+    answers: list[Answer]
+    strict: bool = False
+    notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """The worst status."""
+        found = {one.status for one in self.answers}
+        if FINDING in found:
+            return FINDING
+        open_ones = {INCONCLUSIVE, NOT_LOOKED_AT} if self.strict else {INCONCLUSIVE}
+        return INCONCLUSIVE if found & open_ones else NOTHING
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the command line."""
+        return EXIT_CODES[self.verdict]
+
+    def __getitem__(self, question: str) -> Answer:
+        return next(one for one in self.answers if one.question == question)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; numbers that are not finite are None."""
+        found = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
+        return dict(mapped(found, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one))
+
+    def to_json(self) -> str:
+        """Return the JSON text."""
+        return as_json(self.to_dict())
+
+    def first_line(self) -> str:
+        """Return the verdict with the questions that it comes from."""
+        which = [one.question for one in self.answers if one.status == self.verdict != NOTHING]
+        unseen = sum(one.status == NOT_LOOKED_AT for one in self.answers)
+        text = f"{self.verdict.upper()}{': ' if which else ''}{listed(which)}"
+        return f"{text}; {unseen} of {len(self.answers)} questions not looked at" if unseen else text
+
+    def facts(self) -> str:
+        """Return in a sentence what was read, and what the intervals mean."""
+        read = ", ".join(field if field == name else f"{field} ({name})" for field, name in self.columns.items())
+        text = (
+            f"{self.rollouts:,} rollouts, {self.tokens:,} tokens. Read: {read}. All intervals hold together at "
+            f"{100 * (1 - self.error_rate):g} %; the unit is a {self.unit}, of which there are {self.units}."
+        )
+        return f"{text} Not read: {', '.join(self.unread)}." if self.unread else text
+
+    def to_text(self, terminal: Terminal = PLAIN) -> str:
+        """Return the report for people."""
+        return "\n".join(self._lines(terminal)) + "\n"
+
+    def _lines(self, terminal: Terminal) -> Iterator[str]:
+        yield f"{self.source}: {self.first_line()}"
+        for status in STATUSES:
+            rows = [
+                (one.question, f"{one.message}{f' ({one.related})' * bool(one.related)}")
+                for one in self.answers
+                if one.status == status
+            ]
+            if rows:
+                yield f"{status[0].upper()}{status[1:]}"
+                yield table(("", ""), rows, indent=2, terminal=terminal)
+        yield from wrap(" ".join((self.facts(), *self.notes)), terminal)
