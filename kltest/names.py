@@ -245,9 +245,23 @@ _LOGGED = {
 """Columns of logs of rollouts, and names that trainers give them beside those of FIELDS."""
 _OF_A_BATCH = frozenset({"attention_mask", "full_attention_mask", "padding_mask", "labels_mask"})
 """Masks of prompt and completion, which in logs are no mask of the completion."""
-_ENGINES = frozenset("rollout inference infer generation generator gen vllm sglang sampling sampler engine".split())
+_ENGINES = frozenset(
+    (
+        "rollout",
+        "inference",
+        "infer",
+        "generation",
+        "generator",
+        "gen",
+        "vllm",
+        "sglang",
+        "sampling",
+        "sampler",
+        "engine",
+    )
+)
 LOGGED = {
-    field: tuple(name for name in (field, *(FIELDS[field].aliases if field in FIELDS else ()), *names.split()))
+    field: (field, *(FIELDS[field].aliases if field in FIELDS else ()), *names.split())
     for field, names in _LOGGED.items()
 }
 """Columns of logs of rollouts, by the names that each goes by, the first the usual one."""

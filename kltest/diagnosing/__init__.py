@@ -1,1 +1,1 @@
-"""Diagnosis of logged rollouts: what per-token log-probs alone show of sampler, engine, reference, masks and penalty."""
+"""Diagnosis of logged rollouts: what log-probs alone show of sampler, engine, reference, masks and penalty."""

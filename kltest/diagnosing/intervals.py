@@ -1,44 +1,51 @@
 """Intervals from independent units: prompts with their rollouts. Tokens and rollouts within one may depend on others.
 
-An estimate is a function of means over units. Its standard error is that of the jackknife, its quantiles are Student's,
-as in audits; the end on the side to which its noise is skewed is farther away by the first term of Edgeworth's
-expansion, γ(2q² + 1)/(6√n) standard errors (Johnson 1978; Hall 1992).
+An estimate is a function of means over units, and its standard error that of the jackknife, as in audits. Two terms
+make up for noise that is not normal. The degrees of freedom of Student's quantile are those of a variance estimated
+from n numbers of kurtosis κ, 2n/(κ − 1); few are left where a few units carry the noise. The end on the side to which
+noise is skewed is farther away by the first term of Edgeworth's expansion, γ(2q² + 1)/(6√n) standard errors.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from kltest.samples.blocks import Interval, Sample, reach
 
 LEAST = 8
-"""Fewest units for an interval, and fewest that carry the noise of one that decides."""
+"""Fewest units for an interval."""
 MOST_INTERVALS = 40
 """Most intervals of a report; each misses with the error rate divided by this, so that all hold together."""
 ROUNDING = 1e-9
 """Noise below this share of a value is rounding."""
 
 
-@dataclass(frozen=True)
 class Estimate(Interval):
-    """An interval; `short` if it may be too short to decide, as too few units carry its noise."""
-
-    short: bool = False
+    """An interval that is compared with bounds."""
 
     def above(self, bound: float) -> bool:
         """Return whether it is surely above the bound."""
-        return not self.short and self.low > bound
+        return self.low > bound
 
     def below(self, bound: float) -> bool:
         """Return whether it is surely below the bound."""
-        return not self.short and self.high < bound
+        return self.high < bound
+
+    def within(self, low: float, high: float) -> bool:
+        """Return whether it is surely between two bounds."""
+        return low < self.low and self.high < high
 
     def __str__(self) -> str:
-        if not math.isfinite(self.low):
+        if not math.isfinite(self.width):
             return f"{self.value:.3g} [no interval]"
-        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+        if self.width <= ROUNDING * abs(self.value):
+            return f"{self.value:.4g}"
+        digits = max(0, 1 - math.floor(math.log10(self.width)))
+        if digits > 5:
+            return f"{self.value:.2g} [{self.low:.2g}, {self.high:.2g}]"
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 class Units:
@@ -56,7 +63,7 @@ class Units:
         return int(self.group.max()) + 1
 
     def sums(self, values: np.ndarray) -> np.ndarray:
-        """Return the sums (n,) over the rollouts of each unit of numbers of rollouts (N,), or of their tokens (N, T)."""
+        """Return the sums (n,) over each unit of numbers of rollouts (N,), or of tokens (N, T)."""
         return np.bincount(self.group, weights=values if values.ndim == 1 else values.sum(axis=1))
 
     def estimate(self, statistic: Callable[..., np.ndarray], *sums: np.ndarray) -> Estimate:
@@ -65,19 +72,22 @@ class Units:
         if len(self) < LEAST:
             with np.errstate(all="ignore"):
                 value = float(statistic(*(one.mean() for one in sums)))
-            return Estimate(value, -math.inf, math.inf, short=True)
+            return Estimate(value, -math.inf, math.inf)
         sample = Sample(np.stack([*sums, np.ones(len(self))], axis=1)[:, :, None])
 
         def of_means(products: np.ndarray) -> np.ndarray:
             return statistic(*(products[..., row, -1] for row in range(len(sums))))
 
         value, error = sample.estimate(of_means)
-        q, skewness = reach(self.rate, len(self)), sample.skewness(of_means)
-        more = abs(skewness) * (2 * q**2 + 1) / (6 * math.sqrt(len(self)))
-        low, high = value - (q + more * (skewness < 0)) * error, value + (q + more * (skewness > 0)) * error
-        noisy = error > ROUNDING * abs(value)
-        short = not math.isfinite(error) or (noisy and sample.effective(of_means) < LEAST)
-        return Estimate(value, low, high, short)
+        if not math.isfinite(error):
+            return Estimate(value, -math.inf, math.inf)
+        if error <= ROUNDING * abs(value):
+            return Estimate(value, value - error, value + error)
+        n, skewness = len(self), sample.skewness(of_means)
+        freedom = min(n - 1.0, 2 * n / (n / sample.effective(of_means) - 1))
+        q = reach(self.rate, freedom + 1)
+        more = abs(skewness) * (2 * q**2 + 1) / (6 * math.sqrt(n))
+        return Estimate(value, value - (q + more * (skewness < 0)) * error, value + (q + more * (skewness > 0)) * error)
 
     def mean(self, values: np.ndarray, weights: np.ndarray | None = None, *, unseen: bool = False) -> Estimate:
         """Return E Σ values/E Σ weights, for numbers of rollouts (N,) or of tokens (N, T); without weights E values.

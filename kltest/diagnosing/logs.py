@@ -4,7 +4,7 @@ import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,10 @@ class Logs:
         """Return the first of the fields that is there."""
         return next((name for name in fields if name in self.columns), None)
 
+    def without(self, fields: Iterable[str]) -> "Logs":
+        """Return the logs without some columns."""
+        return replace(self, columns={name: one for name, one in self.columns.items() if name not in fields})
+
     def gap(self, one: str, other: str) -> np.ndarray:
         """Return the log-ratio (N, T) of two columns of log-probs, 0 at tokens that do not count."""
         return np.where(self.live, self.columns[one] - self.columns[other], 0.0)
@@ -100,7 +104,9 @@ def _of_file(path: Path) -> Iterable[Any]:
         raise
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RuntimeError, EOFError, ImportError, KeyError, pickle.UnpicklingError) as error:
+    except ImportError:
+        raise UsageError(f"{path} cannot be read: pandas needs pyarrow for parquet (pip install pyarrow)") from None
+    except (ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
         words = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{path} is not what its ending says: {words}") from None
     raise UsageError(f"{path}: logs are JSON lines (.jsonl, .json), .parquet, or tensors of torch (.pt, .pth)")
@@ -186,7 +192,7 @@ def _names(rows: list[dict[str, Any]], chosen: Mapping[str, str], place: str) ->
 
 
 def _logs(found: dict[str, list[Any]], names: dict[str, str], unread: list[str], place: str) -> Logs:
-    lengths: np.ndarray | None = None
+    lengths, first = None, ""
     rows: dict[str, list[np.ndarray]] = {}
     group = None
     for name, values in found.items():

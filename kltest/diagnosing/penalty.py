@@ -1,4 +1,4 @@
-"""The effective β: the multiple of a KL term that logged rewards or advantages hold, which term, and whose log-probs."""
+"""The effective β: the multiple of a KL term that logged rewards or advantages hold, and which term it is."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

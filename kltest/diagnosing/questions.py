@@ -25,7 +25,9 @@ from kltest.diagnosing.logs import LOG_PROBS, Logs
 from kltest.names import listed
 
 MARGIN = 0.01
-"""Mass, or nats of surprise, that a mean over tokens may be off without a finding."""
+"""Mass that the mean weight of a token may be off without a finding."""
+SURPRISE = 0.02
+"""Nats a token that draws may be likelier, or less likely, than those of the policy without a finding."""
 SLOPE = 0.02
 """A ratio of temperatures that differs from 1 by less is no finding."""
 MISMATCH = 0.01
@@ -54,24 +56,29 @@ def mean_weight(logs: Logs, units: Units, one: str, other: str) -> Estimate:
     return units.mean(weights, logs.live, unseen=True)
 
 
-def columns(logs: Logs, units: Units) -> Answer:
-    """Log-probs that cannot be log-probs, and columns that are shifted against the sampler's by one token."""
-    found, own = [], sampler(logs)
+def unusable(logs: Logs) -> dict[str, str]:
+    """Return the columns that cannot be log-probs, with the reason."""
+    found = {}
     for name in (one for one in LOG_PROBS if one in logs.columns):
         values = logs.columns[name][logs.live]
         if (values > 1e-3).mean() > 1 - SHARE:
-            kind = "probabilities" if values.min() >= 0 and values.max() <= 1 else "their negatives, or logits"
-            found.append(f"{logs.names[name]} has positive numbers, up to {values.max():.3g}: {kind}, not log-probs")
-        elif own is not None and name != own:
-            for shift in (-1, 1):
-                if shifted(logs, units, own, name, shift).above(0):
-                    found.append(
-                        f"{logs.names[name]} fits {logs.names[own]} better if it is shifted by one token to the "
-                        f"{'left' if shift < 0 else 'right'}: the columns are not aligned"
-                    )
+            kind = "probabilities" if values.min() >= 0 and values.max() <= 1 else "negatives of log-probs, or logits"
+            found[name] = f"{logs.names[name]} has positive numbers, up to {values.max():.3g}: {kind}?"
+    return found
+
+
+def columns(logs: Logs, units: Units) -> Answer:
+    """Log-probs that cannot be log-probs, and columns that are shifted against the sampler's by one token."""
+    wrong = unusable(logs)
+    found, usable = [*wrong.values()], logs.without(wrong)
+    own = sampler(usable)
+    for name in (one for one in LOG_PROBS if one in usable.columns and own is not None and one != own):
+        for shift, side in ((-1, "left"), (1, "right")):
+            if shifted(usable, units, str(own), name, shift).above(0):
+                found.append(f"{logs.names[name]} fits {logs.names[str(own)]} better one token to the {side}")
     if found:
         return Answer("columns", FINDING, "; ".join(found))
-    return Answer("columns", NOTHING, "Log-probs are at most 0 and aligned with the sampler's")
+    return Answer("columns", NOTHING, "Log-probs are at most 0, and no column is shifted by a token")
 
 
 def shifted(logs: Logs, units: Units, own: str, other: str, shift: int) -> Estimate:
@@ -125,8 +132,12 @@ def mask(logs: Logs, units: Units) -> Answer:
     if found:
         return Answer("mask", FINDING, "; ".join((*found, *facts)).capitalize(), numbers, "KL501")
     if "mask" not in logs.names:
-        return Answer("mask", NOT_LOOKED_AT, "needs mask; zeros at the end of a rollout were left out", numbers)
-    return Answer("mask", NOTHING, "; ".join(facts) or "Ends of rollouts agree with the mask", numbers)
+        return needs("mask", "mask; without it all tokens count but zeros at the end")
+    if not (logs.written & ~live).any():
+        return needs(
+            "mask", "positions that do not count: in this file all do, and an end that was cut off leaves no trace"
+        )
+    return Answer("mask", NOTHING, "; ".join(facts) or "It ends where log-probs end", numbers)
 
 
 def prompt_counts(logs: Logs, units: Units) -> bool:
@@ -149,43 +160,49 @@ def prompt_counts(logs: Logs, units: Units) -> bool:
     return float((-begins * (counts - 1))[counts > 0].sum()) > np.log(1 / units.rate)
 
 
+def distance(logs: Logs, units: Units, own: str, other: str) -> tuple[np.ndarray, Estimate]:
+    """Return the terms (N, T) of KL(own‖other) with the least noise that holds, and the mean weight other/own.
+
+    k3, as long as the mean weight may be 1, which it is if tokens were drawn from `own`; else k1.
+    """
+    gap, weight = logs.gap(own, other), mean_weight(logs, units, other, own)
+    return np.where(
+        logs.live, np.expm1(-np.maximum(gap, -50.0)) + gap, 0.0
+    ) if weight.low <= 1 <= weight.high else gap, weight
+
+
 def staleness(logs: Logs, units: Units) -> Answer:
     """How far the policy has moved from the one that drew the rollouts."""
     old = logs.first("old_logp", "rollout_logp")
     if "logp" not in logs.columns or old is None:
         return needs("staleness", "logp, and old_logp or rollout_logp")
-    gap = -logs.gap("logp", old)
-    versions = (
-        np.unique(logs.columns["version"][logs.live if logs.columns["version"].ndim == 2 else ...])
-        if ("version" in logs.columns)
-        else np.empty(0)
-    )
+    version = logs.get("version")
+    drew = np.empty(0) if version is None else np.broadcast_to(version.reshape(len(logs), -1), logs.live.shape)
+    versions = np.unique(drew[logs.live]) if len(drew) else drew
     if are_copies(logs, "logp", old):
         text = f"{logs.names['logp']} and {logs.names[old]} are equal: every ratio is 1"
-        if len(versions) > 1:
-            return Answer(
-                "staleness",
-                FINDING,
-                f"{text}, though {len(versions)} versions of the weights drew the rollouts: {logs.names[old]} was "
-                "computed again from the current policy, and no ratio corrects for their age",
-                related="KL301",
-            )
-        return Answer("staleness", REPORTED, text + ", as before the first update on them", {"kl": 0.0})
+        if len(versions) < 2:
+            return Answer("staleness", REPORTED, f"{text}, as before the first update on a batch", {"kl": 0.0})
+        text += (
+            f", though {len(versions)} versions of the weights drew the rollouts. {logs.names[old]} was computed again"
+        )
+        return Answer("staleness", FINDING, f"{text}: no ratio corrects for age", related="KL301")
+    terms, _ = distance(logs, units, old, "logp")
     numbers: dict[str, Estimate | float] = {
-        "kl": units.mean(gap),
-        "kl_token": units.mean(gap, logs.live),
-        "effective_rollouts": effective(-gap.sum(axis=1)),
+        "kl": units.mean(terms),
+        "kl_token": units.mean(terms, logs.live),
+        "effective_rollouts": effective(logs.gap("logp", old).sum(axis=1)),
     }
     text = (
-        f"KL({'μ' if old == sampler(logs) else 'old'}‖π) is {numbers['kl']} nats a rollout, {numbers['kl_token']} a "
-        f"token; weights of whole rollouts leave {100 * numbers['effective_rollouts']:.0f} % of them"
+        f"KL({'μ' if old == sampler(logs) else 'old'}‖π): {numbers['kl']} nats a rollout, {numbers['kl_token']} a "
+        f"token. Weights of whole rollouts leave {100 * numbers['effective_rollouts']:.0f} %"
     )
-    for version in versions[::-1][:SHOWN_VERSIONS] if len(versions) > 1 else ():
-        of = logs.live & (logs.columns["version"].reshape(len(logs), -1) == version)
-        numbers[f"kl_token_version_{version:g}"] = units.mean(np.where(of, gap, 0.0), of)
-        text += f"; version {version:g}: {numbers[f'kl_token_version_{version:g}']}"
+    for one in versions[::-1][:SHOWN_VERSIONS] if len(versions) > 1 else ():
+        of = logs.live & (drew == one)
+        numbers[f"kl_token_version_{one:g}"] = units.mean(np.where(of, terms, 0.0), of)
+        text += f"; version {one:g}: {numbers[f'kl_token_version_{one:g}']} a token"
     if old == "rollout_logp":
-        text += ". The engine's rounding is part of it: age alone needs old_logp"
+        text += ". The engine's own difference is part of it: age alone needs old_logp"
     return Answer("staleness", REPORTED, text, numbers)
 
 
@@ -196,28 +213,28 @@ def engine(logs: Logs, units: Units) -> Answer:
         return needs("engine", "rollout_logp, and old_logp or logp")
     one, other = logs.names["rollout_logp"], logs.names[trainer]
     if are_copies(logs, "rollout_logp", trainer):
-        return Answer("engine", NOT_LOOKED_AT, f"{one} is a copy of {other}; it needs the engine's own")
+        return needs("engine", f"the engine's own log-probs: {one} is a copy of {other}")
     gap = logs.gap("rollout_logp", trainer)
+    terms, weight = distance(logs, units, "rollout_logp", trainer)
+    kl, apart = units.mean(terms, logs.live), units.mean(np.abs(gap), logs.live)
     numbers: dict[str, Estimate | float] = {
-        "gap": units.mean(np.abs(gap), logs.live),
+        "gap": apart,
         "largest_gap": float(np.abs(gap).max()),
-        "kl_token": units.mean(gap, logs.live),
+        "kl_token": kl,
         "effective_rollouts": effective(-gap.sum(axis=1)),
     }
     text = (
-        f"{one} and {other} differ by {numbers['gap']} a token, {numbers['largest_gap']:.3g} at most; weights of whole "
-        f"rollouts leave {100 * numbers['effective_rollouts']:.0f} % of them"
+        f"{one} and {other} are {apart} apart, {numbers['largest_gap']:.2g} at most; KL {kl} nats a token. Weights of "
+        f"whole rollouts leave {100 * numbers['effective_rollouts']:.0f} %"
     )
     if trainer == "logp":
-        return Answer("engine", REPORTED, text + ". Age is part of it: the engine alone needs old_logp", numbers)
-    kl = numbers["kl_token"]
-    assert isinstance(kl, Estimate)
+        return Answer("engine", REPORTED, f"{text}. Age is part of it: the engine alone needs old_logp", numbers)
+    if weight.below(1 - MARGIN) or weight.above(1 + MARGIN):
+        return Answer("engine", REPORTED, f"{text}. See truncation", numbers)
     if kl.above(MISMATCH):
-        return Answer(
-            "engine", FINDING, f"{text}. A KL of {kl} nats a token is more than rounding causes", numbers, "KL703"
-        )
-    status = NOTHING if kl.below(MISMATCH) else INCONCLUSIVE
-    return Answer("engine", status, f"{text}. KL {kl} nats a token", numbers)
+        text += f". Rounding causes less than {MISMATCH:g}: other weights, temperature or precision"
+        return Answer("engine", FINDING, text, numbers, "KL703")
+    return Answer("engine", NOTHING if kl.below(MISMATCH) else INCONCLUSIVE, text, numbers)
 
 
 def truncation(logs: Logs, units: Units) -> Answer:
@@ -225,53 +242,45 @@ def truncation(logs: Logs, units: Units) -> Answer:
     trainer = logs.first("old_logp", "logp")
     if "rollout_logp" not in logs.columns or trainer is None:
         return needs("truncation", "rollout_logp, and old_logp or logp")
+    one, other = logs.names["rollout_logp"], logs.names[trainer]
     if are_copies(logs, "rollout_logp", trainer):
-        return Answer("truncation", NOT_LOOKED_AT, "the engine's column is a copy of the trainer's")
+        return needs("truncation", f"the engine's own log-probs: {one} is a copy of {other}")
     mass = mean_weight(logs, units, trainer, "rollout_logp")
     numbers: dict[str, Estimate | float] = {"kept_mass": mass}
     if mass.below(1 - MARGIN):
-        kept = np.exp(logs.gap(trainer, "rollout_logp")[logs.live])
-        numbers["least_kept_mass"] = float(np.quantile(kept, 0.01))
-        return Answer(
-            "truncation",
-            FINDING,
-            f"The sampler keeps {mass} of the trainer's probability, and its log-probs are renormalised: top-p, top-k or "
-            f"min-p; if top-p, of about {numbers['least_kept_mass']:.2g}. Ratios carry the kept mass",
-            numbers,
-            "KL703",
+        numbers["least_kept_mass"] = float(np.quantile(np.exp(logs.gap(trainer, "rollout_logp")[logs.live]), 0.01))
+        text = (
+            f"The sampler keeps {mass} of the trainer's probability and renormalises: top-k, min-p or top-p (of about "
+            f"{numbers['least_kept_mass']:.2g}). Every ratio {other}/{one} holds the kept mass"
         )
+        return Answer("truncation", FINDING, text, numbers, "KL703")
+    text = f"Mean weight {other}/{one} of a token: {mass}"
     if mass.above(1 + MARGIN):
-        return Answer(
-            "truncation",
-            FINDING,
-            f"The mean weight {logs.names[trainer]}/{logs.names['rollout_logp']} is {mass}, where 1 is the most that "
-            "tokens can give which were drawn with these log-probs: temperature, truncation or other weights are not in them",
-            numbers,
-            "KL703",
-        )
-    text = f"The mean weight of trainer over engine is {mass}: no mass is missing"
-    if mass.above(1 - MARGIN) and mass.below(1 + MARGIN):
-        return Answer("truncation", NOTHING, text + ". Truncation behind raw log-probs is another question", numbers)
-    return Answer("truncation", INCONCLUSIVE, f"The mean weight of trainer over engine is {mass}", numbers)
+        text += ". More than 1: tokens were not drawn with these log-probs (temperature, truncation, other weights)"
+        return Answer("truncation", FINDING, text, numbers, "KL703")
+    status = NOTHING if mass.within(1 - MARGIN, 1 + MARGIN) else INCONCLUSIVE
+    return Answer("truncation", status, f"{text}; 1 if no mass is cut off", numbers)
 
 
 def raw_log_probs(logs: Logs, units: Units) -> Answer:
     """Whether tokens are likelier than the policy's own draws: E[−log π(y)] = H if they were drawn from π."""
-    both = "old_logp" in logs.columns and "logp" in logs.columns
-    if "entropy" not in logs.columns or (own := logs.first("old_logp", "logp")) is None:
-        return needs("sampling", "entropy of the next token, and old_logp or logp, of the policy that drew")
-    if both and np.abs(logs.gap("logp", "old_logp"))[logs.live].mean() > 1e-3:
-        return needs("sampling", "logp and old_logp that are equal: it is unknown whose the entropy is")
-    surprise = np.where(logs.live, -logs.columns[own] - logs.columns["entropy"], 0.0)
-    numbers: dict[str, Estimate | float] = {"surprise": (found := units.mean(surprise, logs.live))}
-    if found.below(-MARGIN) or found.above(MARGIN):
-        kind = "likelier" if found.value < 0 else "less likely"
-        why = "top-p, top-k or a temperature below 1" if found.value < 0 else "a temperature above 1 or other weights"
-        text = f"Tokens are {kind} than draws of the policy by {abs(found.value):.3g} nats ({found}): {why} drew them"
-        return Answer("sampling", FINDING, f"{text}, and the log-probs do not have it", numbers, "KL703")
-    sure = found.above(-MARGIN) and found.below(MARGIN)
-    text = f"A token's surprise less the entropy is {found} nats, as of the policy's own draws"
-    return Answer("sampling", NOTHING if sure else INCONCLUSIVE, text, numbers)
+    own = logs.first("old_logp", "logp")
+    if "entropy" not in logs.columns or own is None:
+        return needs("sampling", "entropy, and old_logp or logp, of the policy that drew")
+    if {"logp", "old_logp"} <= set(logs.columns) and np.abs(logs.gap("logp", "old_logp"))[logs.live].mean() > 1e-3:
+        return needs(
+            "sampling", "logs before the first update: it is unknown whose the entropy is, logp and old_logp differ"
+        )
+    found = units.mean(np.where(logs.live, -logs.columns[own] - logs.columns["entropy"], 0.0), logs.live)
+    text = f"A token's surprise less the entropy: {found} nats; 0 for draws of the policy"
+    if found.below(-SURPRISE):
+        text += ". Truncation, or a temperature below 1, drew the tokens and is not in the log-probs"
+    elif found.above(SURPRISE):
+        text += ". A temperature above 1, or other weights, drew the tokens and are not in the log-probs"
+    else:
+        status = NOTHING if found.within(-SURPRISE, SURPRISE) else INCONCLUSIVE
+        return Answer("sampling", status, text, {"surprise": found})
+    return Answer("sampling", FINDING, text, {"surprise": found}, "KL703")
 
 
 def temperature(logs: Logs, units: Units) -> Answer:
@@ -282,7 +291,7 @@ def temperature(logs: Logs, units: Units) -> Answer:
     if "rollout_logp" not in logs.columns or "old_logp" not in logs.columns or len(units) == len(logs):
         return needs("temperature", "rollout_logp, old_logp, and group with several rollouts a prompt")
     if are_copies(logs, "rollout_logp", "old_logp"):
-        return Answer("temperature", NOT_LOOKED_AT, "the engine's column is a copy of the trainer's")
+        return needs("temperature", "the engine's own log-probs")
     rows = np.flatnonzero(logs.live.any(axis=1))
     at, unit = logs.live[rows].argmax(axis=1), logs.group[rows]
     counts = np.maximum(np.bincount(unit, minlength=len(units)), 1)
@@ -292,15 +301,13 @@ def temperature(logs: Logs, units: Units) -> Answer:
         centred = first - (np.bincount(unit, weights=first, minlength=len(units)) / counts)[unit]
         squares.append(np.bincount(unit, weights=centred**2, minlength=len(units)))
     if squares[0].sum() <= SAME:
-        return Answer("temperature", NOT_LOOKED_AT, "all rollouts of a prompt begin with the same token")
+        return needs("temperature", "rollouts of a prompt whose first tokens differ")
     slope = units.estimate(lambda one, other: np.sqrt(other / one), *squares)
     numbers: dict[str, Estimate | float] = {"ratio": slope}
+    text = f"Temperature of the engine over that of the trainer: {slope}"
     if slope.above(1 + SLOPE) or slope.below(1 - SLOPE):
-        text = f"Temperature of the engine over that of the trainer: {slope}"
-        return Answer("temperature", FINDING, f"{text}. Log-probs are of different temperatures", numbers, "KL702")
-    sure = slope.above(1 - SLOPE) and slope.below(1 + SLOPE)
-    text = f"Engine and trainer have one temperature (ratio {slope})"
-    return Answer("temperature", NOTHING if sure else INCONCLUSIVE, text, numbers)
+        return Answer("temperature", FINDING, text, numbers, "KL702")
+    return Answer("temperature", NOTHING if slope.within(1 - SLOPE, 1 + SLOPE) else INCONCLUSIVE, text, numbers)
 
 
 def reference(logs: Logs, units: Units) -> Answer:
@@ -318,19 +325,13 @@ def reference(logs: Logs, units: Units) -> Answer:
     kl, per_token = units.mean(gap), units.mean(gap, logs.live)
     weight = mean_weight(logs, units, "ref_logp", own)
     numbers: dict[str, Estimate | float] = {"kl": kl, "kl_token": per_token, "mean_weight": weight}
+    text = f"KL({'μ' if own != 'logp' else 'π'}‖ref): {kl} nats a rollout, {per_token} a token"
     if per_token.below(-NEGLIGIBLE):
-        return Answer(
-            "reference",
-            FINDING,
-            f"The KL of {logs.names[own]} to {ref} is {per_token} nats a token. No KL of a sampler is negative: the columns "
-            "are exchanged, the sign is wrong, or other log-probs drew the tokens",
-            numbers,
-            "KL103",
-        )
+        text += f". No KL is negative: {ref} and {logs.names[own]} are exchanged, or other log-probs drew the tokens"
+        return Answer("reference", FINDING, text, numbers, "KL103")
     if weight.above(1 + MARGIN):
-        text = f"The mean weight {ref}/{logs.names[own]} is {weight}, where 1 is the most"
-        return Answer("reference", FINDING, f"{text}: these log-probs did not draw the tokens", numbers)
-    text = f"KL({'μ' if own != 'logp' else 'π'}‖ref) is {kl} nats a rollout, {per_token} a token"
+        text += f". Mean weight {ref}/{logs.names[own]}: {weight}; more than 1: these log-probs did not draw the tokens"
+        return Answer("reference", FINDING, text, numbers)
     status = NOTHING if per_token.above(-NEGLIGIBLE) else INCONCLUSIVE
     return Answer("reference", status, f"{text}; {ref} is no copy of another column", numbers)
 
@@ -347,16 +348,16 @@ def ratio(logs: Logs, units: Units) -> Answer:
         "beyond_clip": units.mean(above | below, logs.live),
         "effective_tokens": effective(logs_of[logs.live]),
     }
-    text = f"{numbers['beyond_clip']} of the ratios π/{logs.names[base]} lie beyond 1 ± {CLIP}"
+    text = f"Share of ratios π/{logs.names[base]} beyond 1 ± {CLIP}: {numbers['beyond_clip']}"
     advantage = logs.get("advantage")
     if advantage is not None:
         sign = advantage.reshape(len(logs), -1)
         numbers["clipped"] = units.mean((above & (sign > 0)) | (below & (sign < 0)), logs.live)
-        text += f", and the clip acts on {numbers['clipped']}"
-    text += f"; token weights leave {100 * numbers['effective_tokens']:.0f} % of the tokens"
+        text += f"; the clip acts on {numbers['clipped']}"
+    text += f"; weights of tokens leave {100 * numbers['effective_tokens']:.0f} %"
     if "rollout_logp" in logs.columns and (trainer := logs.first("old_logp", "prox_logp")) is not None:
         numbers["beyond_cap"] = units.mean(logs.live & (logs.gap(trainer, "rollout_logp") > np.log(CAP)), logs.live)
-        text += f"; {numbers['beyond_cap']} of the weights of trainer over engine are above {CAP:g}"
+        text += f"; weights of trainer over engine above {CAP:g}: {numbers['beyond_cap']}"
     return Answer("ratio", REPORTED, text, numbers)
 
 
@@ -364,7 +365,7 @@ def kl_to_go(logs: Logs, units: Units) -> Answer:
     """The variance of the KL to go, which enters the bound on what a token-level term misses."""
     own = sampler(logs)
     if "ref_logp" not in logs.columns or own is None or are_copies(logs, own, "ref_logp"):
-        return needs("kl to go", "ref_logp that is no copy of the policy's")
+        return needs("kl to go", "ref_logp, no copy of another column")
     u = logs.gap(own, "ref_logp")
     after = np.where(logs.live, u[:, ::-1].cumsum(axis=1)[:, ::-1] - u, 0.0)
     pairs = len(units) == len(logs)
@@ -379,20 +380,19 @@ def kl_to_go(logs: Logs, units: Units) -> Answer:
     value = found.estimate(lambda one, two: one / two, scatter.sum(axis=1), np.where(several, counts, 0.0).sum(axis=1))
     units.asked += 1
     if not np.isfinite(value.value):
-        return needs("kl to go", "two rollouts of a prompt, or two prompts")
-    which = "of two prompts" if pairs else "of one prompt"
+        return needs("kl to go", "several rollouts")
+    which = "(prompts unknown)" if pairs else "of a prompt"
     return Answer(
         "kl to go",
         REPORTED,
-        f"The log-ratio that is still to come varies, from rollout to rollout {which} at the same position, by {value} "
-        "nats². It bounds what prefixes vary of the KL to go. It is no share of ∇KL: that needs gradients (kltest audit)",
+        f"Variance of the log-ratio to go among rollouts {which}: {value} nats². It enters the bound on what a "
+        "token-level term misses; it is no share of ∇KL, which needs gradients (kltest audit)",
         {"variance": value},
         "KL201",
     )
 
 
 OF_LOG_PROBS = (
-    columns,
     mask,
     staleness,
     engine,

@@ -43,7 +43,7 @@ class Interval:
         return {name: float(self.value), f"{name}_low": float(self.low), f"{name}_high": float(self.high)}
 
 
-def reach(rate: float, blocks: int) -> float:
+def reach(rate: float, blocks: float) -> float:
     """Standard errors on either side of an interval that misses with probability `rate`."""
     from scipy.special import stdtrit  # slow to import, and what is enumerated needs none
 

@@ -1,0 +1,229 @@
+"""Coverage and power of `kltest diagnose`: logs of rollouts that are drawn exactly, right ones and with a planted bug.
+
+    python -m benchmarks.diagnose [--tries 400]    # writes diagnose.csv and diagnose_coverage.csv
+
+A bigram of 32 tokens with an end token answers sixteen prompts with at most 48 tokens. Policy, older policy, engine and
+reference are tables of log-probs, so that tokens are drawn from what the logs say, or from what a bug makes of it, and
+what the intervals are of is known by recursion.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import typer
+from rich.progress import track
+from scipy.special import log_softmax
+
+from benchmarks.measure import record
+from kltest.diagnosing.diagnose import diagnose
+from kltest.environments.builders import ngram
+from kltest.environments.environment import END
+
+VOCABULARY, LENGTH, PROMPTS, GROUP = 32, 48, 16, 4
+SIZES = (32, 128)
+BETA = 0.05
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Log-probs (C, V) under policy, older policy, engine and reference, and those that tokens are drawn with."""
+
+    logp: np.ndarray
+    old_logp: np.ndarray
+    rollout_logp: np.ndarray
+    ref_logp: np.ndarray
+    drawn: np.ndarray
+
+
+@cache
+def environment():
+    """The bigram; a prompt is the context in which a rollout begins."""
+    base = ngram(VOCABULARY, LENGTH, 2, end_token=0)
+    return replace(base, start=1 + np.arange(PROMPTS), prompts=np.full(PROMPTS, 1 / PROMPTS))
+
+
+@cache
+def tables(seed: int = 0, age: float = 0.1) -> Tables:
+    """Draw an engine that differs from the older policy as rounding does, and a reference farther away."""
+    generator = np.random.default_rng(seed)
+    logits = 1.5 * generator.standard_normal((environment().n_contexts, VOCABULARY))
+    logits[:, 0] = 0.0  # ends a rollout after thirty tokens or so
+    moved = [scale * generator.standard_normal(logits.shape) for scale in (0.0, age, 0.3)]
+    policy, old, ref = (log_softmax(logits + one, axis=1) for one in moved)
+    engine = log_softmax(old + 0.01 * generator.standard_normal(logits.shape), axis=1)
+    return Tables(policy, old, engine, ref, engine)
+
+
+def truncated(log_probs: np.ndarray, p: float = 1.0, k: int = VOCABULARY) -> np.ndarray:
+    """Return log-probs (C, V) of top-p and top-k sampling, renormalised; −inf outside."""
+    order = np.argsort(-log_probs, axis=1)
+    chances = np.take_along_axis(np.exp(log_probs), order, axis=1)
+    keep = (chances.cumsum(axis=1) - chances < p) & (np.arange(VOCABULARY) < k)
+    kept = np.zeros_like(keep)
+    np.put_along_axis(kept, order, keep, axis=1)
+    return log_softmax(np.where(kept, log_probs, -np.inf), axis=1)
+
+
+def at_temperature(log_probs: np.ndarray, temperature: float) -> np.ndarray:
+    """Return the log-probs (C, V) of logits that are divided by a temperature."""
+    return log_softmax(log_probs / temperature, axis=1)
+
+
+def drawn(tables: Tables, prompts: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    """Draw logs of several rollouts for each of some prompts, as one batch that is padded with zeros."""
+    parts = []
+    for prompt, count in enumerate(np.bincount(generator.integers(PROMPTS, size=prompts), minlength=PROMPTS)):
+        if count:
+            alone = replace(environment(), start=environment().start[prompt : prompt + 1], prompts=np.ones(1))
+            parts.append(alone.sample(tables.drawn, int(count) * GROUP, generator))
+    contexts, tokens, mask = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in ("contexts", "tokens", "mask")
+    )
+    names = ("logp", "old_logp", "rollout_logp", "ref_logp")
+    found = {name: np.where(mask, getattr(tables, name)[contexts, tokens], 0.0) for name in names}
+    chances = np.exp(tables.old_logp)
+    entropy = -(chances * np.where(chances > 0, tables.old_logp, 0.0)).sum(axis=1)
+    reward = (tokens[:, 0] % 2 + generator.random(len(tokens)) < 1).astype(float)
+    return found | {
+        "mask": mask.astype(float),
+        "entropy": np.where(mask, entropy[contexts], 0.0),
+        "reward": reward,
+        "group": np.repeat(np.arange(prompts), GROUP),
+    }
+
+
+Logged = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Logs that are right, or have a bug that one of the `questions` should find.
+
+    `tables` changes the policies before rollouts are drawn, `logs` what was logged; `without` are columns that are
+    not logged.
+    """
+
+    name: str
+    questions: tuple[str, ...] = ()
+    tables: Callable[[Tables], Tables] = lambda one: one
+    logs: Callable[[Logged], Logged] = lambda one: one
+    without: tuple[str, ...] = ("entropy",)
+
+
+def _without_last(logs: Logged) -> Logged:
+    last = logs["mask"].sum(axis=1).astype(int) - 1
+    mask = logs["mask"].copy()
+    mask[np.arange(len(last)), last] = 0
+    return logs | {"mask": mask}
+
+
+def _with_padding(logs: Logged) -> Logged:
+    return logs | {"mask": np.ones_like(logs["mask"])}
+
+
+def _with_prompt(logs: Logged) -> Logged:
+    """Three tokens of the prompt before the rollout, the same for all of a group."""
+    size = len(logs["mask"])
+    found = dict(logs)
+    for name in ("logp", "old_logp", "rollout_logp", "ref_logp", "mask"):
+        of_prompt = np.ones((size, 3)) if name == "mask" else -1 - logs["group"][:, None] % 3 - np.arange(3) / 9
+        found[name] = np.concatenate([of_prompt, logs[name]], axis=1)
+    return found
+
+
+def _shaped(logs: Logged, beta: float = BETA, own: str = "old_logp") -> Logged:
+    live, u = logs["mask"] != 0, logs[own] - logs["ref_logp"]
+    last = live.sum(axis=1) - 1
+    reward = np.where(np.arange(live.shape[1]) == last[:, None], logs["reward"][:, None], 0.0)
+    return logs | {"token_level_rewards": reward - beta * u}
+
+
+def _advantages(logs: Logged, beta: float = BETA) -> Logged:
+    returns = logs["reward"] - beta * (logs["logp"] - logs["ref_logp"]).sum(axis=1)
+    groups = returns.reshape(-1, GROUP)
+    scaled = (groups - groups.mean(axis=1, keepdims=True)) / groups.std(axis=1, keepdims=True)
+    return logs | {"advantages": scaled.ravel()}
+
+
+def _exchanged(logs: Logged) -> Logged:
+    return logs | {"old_logp": logs["ref_logp"], "ref_logp": logs["old_logp"]}
+
+
+def _shifted(logs: Logged) -> Logged:
+    return logs | {"ref_logp": np.roll(logs["ref_logp"], 1, axis=1) * logs["mask"]}
+
+
+def _recomputed(logs: Logged) -> Logged:
+    return logs | {"old_logp": logs["logp"], "version": logs["group"] % 2}
+
+
+NO_ENGINE = ("entropy", "rollout_logp")
+CASES = (
+    Case("right"),
+    Case("right, without an engine", without=NO_ENGINE),
+    Case(
+        "right, policy alone",
+        without=(*NO_ENGINE, "old_logp", "group"),
+        tables=lambda one: replace(one, drawn=one.logp),
+    ),
+    Case("right, entropy logged", tables=lambda one: replace(one, logp=one.old_logp), without=("logp",)),
+    Case("right, penalty in rewards", logs=_shaped),
+    Case("right, penalty in advantages", logs=_advantages),
+    Case("top-p .9, renormalised", ("truncation",), lambda one: _of_engine(one, truncated(one.rollout_logp, p=0.9))),
+    Case("top-p .98, renormalised", ("truncation",), lambda one: _of_engine(one, truncated(one.rollout_logp, p=0.98))),
+    Case("top-k 16, renormalised", ("truncation",), lambda one: _of_engine(one, truncated(one.rollout_logp, k=16))),
+    Case(
+        "top-p .9, raw log-probs",
+        ("sampling",),
+        lambda one: replace(one, drawn=truncated(one.rollout_logp, p=0.9)),
+        without=("logp",),
+    ),
+    Case(
+        "temperature .8, raw log-probs",
+        ("sampling",),
+        lambda one: replace(one, drawn=at_temperature(one.rollout_logp, 0.8)),
+        without=("logp",),
+    ),
+    Case(
+        "temperature 1.2 in the engine alone",
+        ("temperature", "engine"),
+        lambda one: _of_engine(one, at_temperature(one.rollout_logp, 1.2)),
+    ),
+    Case(
+        "temperature 1.2 in the trainer alone, engine raw",
+        ("truncation", "temperature"),
+        lambda one: replace(
+            one,
+            drawn=at_temperature(one.rollout_logp, 1.2),
+            logp=at_temperature(one.logp, 1.2),
+            old_logp=at_temperature(one.old_logp, 1.2),
+        ),
+    ),
+    Case("engine with other weights", ("engine",), lambda one: _of_engine(one, tables(0, 0.25).old_logp)),
+    Case("reference is the policy", ("reference",), lambda one: replace(one, ref_logp=one.logp)),
+    Case("reference is the older policy", ("reference",), lambda one: replace(one, ref_logp=one.old_logp)),
+    Case("reference and older policy exchanged", ("reference",), logs=_exchanged, without=NO_ENGINE),
+    Case("reference shifted by one token", ("columns",), logs=_shifted),
+    Case("negatives of log-probs", ("columns",), logs=lambda logs: logs | {"ref_logp": -logs["ref_logp"]}),
+    Case("older policy computed again", ("staleness",), logs=_recomputed, without=NO_ENGINE),
+    Case("mask without the last token", ("mask",), logs=_without_last),
+    Case("mask with padding", ("mask",), logs=_with_padding),
+    Case("mask with the prompt", ("mask",), logs=_with_prompt),
+    Case("penalty of the wrong sign in rewards", ("coefficient",), logs=lambda logs: _shaped(logs, -BETA)),
+    Case("penalty of the wrong sign in advantages", ("coefficient",), logs=lambda logs: _advantages(logs, -BETA)),
+)
+
+
+def _of_engine(one: Tables, engine: np.ndarray) -> Tables:
+    return replace(one, rollout_logp=engine, drawn=engine)
+
+
+def case_logs(case: Case, prompts: int, generator: np.random.Generator) -> Logged:
+    """Draw the logs of a case."""
+    found = case.logs(drawn(case.tables(tables()), prompts, generator))
+    return {name: value for name, value in found.items() if name not in case.without}
