@@ -204,7 +204,7 @@ CASES = (
             old_logp=at_temperature(one.old_logp, 1.2),
         ),
     ),
-    Case("engine with other weights", ("engine",), lambda one: _of_engine(one, tables(0, 0.25).old_logp)),
+    Case("engine with other weights", ("engine",), lambda one: _of_engine(one, tables(0, 0.4).old_logp)),
     Case("reference is the policy", ("reference",), lambda one: replace(one, ref_logp=one.logp)),
     Case("reference is the older policy", ("reference",), lambda one: replace(one, ref_logp=one.old_logp)),
     Case("reference and older policy exchanged", ("reference",), logs=_exchanged, without=NO_ENGINE),

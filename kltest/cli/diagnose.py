@@ -40,7 +40,7 @@ def command(
     from kltest.diagnosing.diagnose import diagnosed
     from kltest.diagnosing.page import page
 
-    found, logs = diagnosed(file, names=names, error_rate=error_rate, strict=strict)
-    text = {"json": lambda shown: found.to_json(), "html": lambda shown: page(found, logs), "text": found.to_text}
-    deliver(where, lambda to, shown: text[to.form](shown), verbose=False)
+    found, logs = diagnosed(file, names, error_rate, strict=strict)
+    forms = {"json": lambda shown: found.to_json(), "html": lambda shown: page(found, logs), "text": found.to_text}
+    deliver(where, lambda to, shown: forms[to.form](shown), verbose=False)
     return found.exit_code

@@ -1,20 +1,15 @@
-"""Answers to questions about logs of rollouts."""
+"""Questions to logs of rollouts, the columns that each needs, and their answers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-
-from kltest.diagnosing.intervals import Estimate
+from kltest.diagnosing.intervals import Estimate, Units
 from kltest.diagnosing.logs import Logs
 
-FINDING, NOTHING, REPORTED = "finding", "nothing found", "reported"
-INCONCLUSIVE, NOT_LOOKED_AT = "inconclusive", "not looked at"
+FINDING, INCONCLUSIVE, REPORTED = "finding", "inconclusive", "reported"
+NOTHING, NOT_LOOKED_AT = "nothing found", "not looked at"
 STATUSES = (FINDING, INCONCLUSIVE, REPORTED, NOTHING, NOT_LOOKED_AT)
-
-SAME = 1e-6
-"""Log-probs that differ by less are copies of each other."""
-SHARE = 0.999
-"""Share of tokens from which on it is said of all."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +27,41 @@ class Answer:
     question: str
     status: str
     message: str
-    numbers: dict[str, Estimate | float] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
     related: str = ""
 
 
-def needs(question: str, columns: str) -> Answer:
+Asked = Callable[[Logs, Units], Answer]
+QUESTIONS: dict[str, Asked] = {}
+"""All questions, in the order of the report."""
+
+
+def question(name: str, *needs: str) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Register a question that needs some columns; `a|b` is the first of them that is there.
+
+    Its function is called with the logs, the units and the fields of these columns.
+    """
+
+    def registered(function: Callable[..., Answer]) -> Callable[..., Answer]:
+        def asked(logs: Logs, units: Units) -> Answer:
+            found = [logs.first(*each.split("|")) for each in needs]
+            if None in found:
+                return missing(name, ", ".join(each.replace("|", " or ") for each in needs))
+            return function(logs, units, *found)
+
+        QUESTIONS[name] = asked
+        return function
+
+    return registered
+
+
+def missing(name: str, what: str) -> Answer:
     """Return the answer to a question that the file has no columns for."""
-    return Answer(question, NOT_LOOKED_AT, f"needs {columns}")
+    return Answer(name, NOT_LOOKED_AT, f"needs {what}")
 
 
-def are_copies(logs: Logs, one: str, other: str) -> bool:
-    """Return whether two columns of log-probs are equal at nearly all tokens, and not all of them are 0."""
-    equal = np.abs(logs.gap(one, other))[logs.live] <= SAME
-    return bool(equal.mean() >= SHARE)
+def judged(found: Estimate, low: float = float("-inf"), high: float = float("inf")) -> str:
+    """Return a finding if an estimate is surely outside two bounds, nothing if surely within, else inconclusive."""
+    if found.high < low or found.low > high:
+        return FINDING
+    return NOTHING if low <= found.low and found.high <= high else INCONCLUSIVE

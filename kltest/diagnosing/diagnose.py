@@ -2,20 +2,19 @@
 
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kltest.diagnosing.answers import Answer
-from kltest.diagnosing.intervals import LEAST, Units
+from kltest.diagnosing import penalty, questions
+from kltest.diagnosing.answers import FINDING, INCONCLUSIVE, NOT_LOOKED_AT, NOTHING, QUESTIONS
+from kltest.diagnosing.intervals import LEAST, MOST_INTERVALS, Units
 from kltest.diagnosing.logs import Logs, read
-from kltest.diagnosing.penalty import coefficient
-from kltest.diagnosing.questions import OF_LOG_PROBS, columns, unusable
 from kltest.diagnosing.report import Diagnosis
 from kltest.errors import UsageError
 from kltest.version import VERSION
 
-QUESTIONS: tuple[Callable[[Logs, Units], Answer], ...] = (*OF_LOG_PROBS, coefficient)
+__all__ = ["diagnose", "diagnosed", "penalty", "questions"]
 
 
 def diagnose(
@@ -37,25 +36,25 @@ def diagnose(
         UsageError: The source cannot be read, or its columns cannot be used.
         NoRolloutsError: It holds no rollout.
     """
-    return diagnosed(source, names=names, error_rate=error_rate, strict=strict)[0]
+    return diagnosed(source, names, error_rate, strict=strict)[0]
 
 
 def diagnosed(
-    source: Any, *, names: Mapping[str, str] | None = None, error_rate: float = 0.01, strict: bool = False
+    source: Any, names: Mapping[str, str] | None, error_rate: float, *, strict: bool
 ) -> tuple[Diagnosis, Logs]:
     """Return a diagnosis, and the logs that were read."""
     if not 0 < error_rate < 1:
         raise UsageError(f"the error rate is a number between 0 and 1; it is {error_rate:g}")
-    logs = read(source, names)
-    began, units = time.monotonic(), Units(logs.group, error_rate)
-    usable = logs.without(unusable(logs))
-    answers = [columns(logs, units), *(question(usable, units) for question in QUESTIONS)]
-    unit = "prompt" if len(units) < len(logs) else "rollout"
-    notes = list(logs.notes)
+    began, logs = time.monotonic(), read(source, names)
+    units = Units(logs.group, error_rate / MOST_INTERVALS)
+    answers = [asked(logs, units) for asked in QUESTIONS.values()]
+    found, unit = {one.status for one in answers}, "prompt" if "group" in logs.columns else "rollout"
+    undecided = INCONCLUSIVE in found or (strict and NOT_LOOKED_AT in found)
     if len(units) < LEAST:
-        notes.append(f"There are no intervals, and nothing that needs one is decided: {unit}s are fewer than {LEAST}.")
-    found = Diagnosis(
+        logs.notes.append(f"Fewer than {LEAST} {unit}s: there are no intervals, and what needs one is not decided.")
+    diagnosis = Diagnosis(
         source=str(source) if isinstance(source, str | Path) else "logs",
+        verdict=FINDING if FINDING in found else INCONCLUSIVE if undecided else NOTHING,
         error_rate=error_rate,
         unit=unit,
         units=len(units),
@@ -64,9 +63,8 @@ def diagnosed(
         columns=logs.names,
         unread=logs.unread,
         answers=answers,
-        strict=strict,
-        notes=notes,
+        notes=logs.notes,
         versions={"kltest": VERSION, "python": platform.python_version()},
         seconds=time.monotonic() - began,
     )
-    return found, logs
+    return diagnosis, logs

@@ -16,26 +16,14 @@ from kltest.samples.blocks import Interval, Sample, reach
 
 LEAST = 8
 """Fewest units for an interval."""
-MOST_INTERVALS = 40
+MOST_INTERVALS = 30
 """Most intervals of a report; each misses with the error rate divided by this, so that all hold together."""
 ROUNDING = 1e-9
 """Noise below this share of a value is rounding."""
 
 
 class Estimate(Interval):
-    """An interval that is compared with bounds."""
-
-    def above(self, bound: float) -> bool:
-        """Return whether it is surely above the bound."""
-        return self.low > bound
-
-    def below(self, bound: float) -> bool:
-        """Return whether it is surely below the bound."""
-        return self.high < bound
-
-    def within(self, low: float, high: float) -> bool:
-        """Return whether it is surely between two bounds."""
-        return low < self.low and self.high < high
+    """An interval as text, with as many decimals as it settles."""
 
     def __str__(self) -> str:
         if not math.isfinite(self.width):
@@ -53,11 +41,11 @@ class Units:
 
     Args:
         group: (N,) the unit of each rollout, counted from 0.
-        error_rate: Highest probability that any interval of a report misses.
+        rate: Highest probability that an interval misses.
     """
 
-    def __init__(self, group: np.ndarray, error_rate: float) -> None:
-        self.group, self.rate, self.asked = group, error_rate / MOST_INTERVALS, 0
+    def __init__(self, group: np.ndarray, rate: float) -> None:
+        self.group, self.rate = group, rate
 
     def __len__(self) -> int:
         return int(self.group.max()) + 1
@@ -68,7 +56,6 @@ class Units:
 
     def estimate(self, statistic: Callable[..., np.ndarray], *sums: np.ndarray) -> Estimate:
         """Return a function of the means over units of sums (n,), with its interval."""
-        self.asked += 1
         if len(self) < LEAST:
             with np.errstate(all="ignore"):
                 value = float(statistic(*(one.mean() for one in sums)))

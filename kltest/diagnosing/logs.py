@@ -2,9 +2,9 @@
 
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,11 @@ from kltest.errors import KltestError, UsageError, did_you_mean
 from kltest.names import LOGGED, listed, logged_field
 
 LOG_PROBS = ("logp", "ref_logp", "old_logp", "rollout_logp", "prox_logp")
-TOKENS = (*LOG_PROBS, "mask", "entropy")
+OF_TOKENS = (*LOG_PROBS, "mask", "entropy")
 """Columns with a number for each token; others may have one for each rollout."""
+SAME, MOST = 1e-6, 0.999
+"""Log-probs that differ by less at more than this share of the tokens are copies of each other."""
+FORMATS = "JSON lines (.jsonl, .json), .parquet, or tensors of torch (.pt, .pth)"
 
 
 class NoRolloutsError(KltestError):
@@ -29,12 +32,13 @@ class Logs:
     """N logged rollouts of at most T tokens.
 
     Attributes:
-        columns: Arrays (N, T), 0 where nothing was written, or (N,), by field.
+        columns: Arrays (N, T), 0 where nothing was written, or (N,), by field; `group` if a prompt has several.
         names: The name that each field has in the file.
         unread: Names that were not read.
         live: (N, T) bool, the tokens that count.
         written: (N, T) bool, the positions that the file has numbers for.
-        group: (N,) which unit: the prompt, or the rollout if prompts are unknown.
+        group: (N,) the unit of each rollout: its prompt, or the rollout alone.
+        wrong: Sentences on columns that cannot be what their names say; they are left out.
         notes: Sentences on how the file was read.
     """
 
@@ -44,216 +48,197 @@ class Logs:
     live: np.ndarray
     written: np.ndarray
     group: np.ndarray
+    wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.live)
 
-    def get(self, *fields: str) -> np.ndarray | None:
-        """Return the first of the columns that is there, as it stands in the file."""
-        return next((self.columns[name] for name in fields if name in self.columns), None)
-
     def first(self, *fields: str) -> str | None:
         """Return the first of the fields that is there."""
         return next((name for name in fields if name in self.columns), None)
-
-    def without(self, fields: Iterable[str]) -> "Logs":
-        """Return the logs without some columns."""
-        return replace(self, columns={name: one for name, one in self.columns.items() if name not in fields})
 
     def gap(self, one: str, other: str) -> np.ndarray:
         """Return the log-ratio (N, T) of two columns of log-probs, 0 at tokens that do not count."""
         return np.where(self.live, self.columns[one] - self.columns[other], 0.0)
 
+    def are_copies(self, one: str, other: str) -> bool:
+        """Return whether two columns of log-probs are there and equal at nearly all tokens."""
+        both = one in self.columns and other in self.columns
+        return both and bool((np.abs(self.gap(one, other))[self.live] <= SAME).mean() >= MOST)
 
-def read(source: Any, columns: Mapping[str, str] | None = None) -> Logs:
+    def first_tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return a column at the first token of each rollout that has one, and the units of these rollouts."""
+        rows = np.flatnonzero(self.live.any(axis=1))
+        return self.columns[name][rows, self.live[rows].argmax(axis=1)], self.group[rows]
+
+    def whole(self, values: np.ndarray) -> np.ndarray:
+        """Return numbers of rollouts (N,), sums over tokens of those of tokens (N, T)."""
+        return values if values.ndim == 1 else np.where(self.live, values, 0.0).sum(axis=1)
+
+
+def read(source: Any, names: Mapping[str, str] | None = None) -> Logs:
     """Read logs of rollouts.
 
     Args:
-        source: A path, a list of rollouts or of batches (mappings of numbers, lists, arrays or tensors), one such
-            mapping, or a DataFrame with a row a rollout.
-        columns: Names of columns by field, for those that the usual names do not find.
+        source: A path, or a list of rollouts or of batches (mappings of numbers, lists, arrays or tensors), or one.
+        names: Names of columns by field, for those that the usual names do not find.
 
     Raises:
         UsageError: The source cannot be read, or a column is missing, ragged or not of finite numbers.
         NoRolloutsError: It holds no rollout.
     """
     place = str(source) if isinstance(source, str | Path) else "the logs"
-    records = _of_file(Path(source)) if isinstance(source, str | Path) else _of_object(source)
-    rows = [rollout for number, record in enumerate(records, 1) for rollout in _exploded(record, place, number)]
+    records = _of_file(Path(source)) if isinstance(source, str | Path) else source
+    records = records if isinstance(records, list | tuple) else [records]
+    rows = [row for number, record in enumerate(records, 1) for row in _rollouts(record, f"{place}: record {number}")]
     if not rows:
         raise NoRolloutsError(f"{place}: there is no rollout in it")
-    names, unread = _names(rows, columns or {}, place)
-    found = {name: [row.get(key) for row in rows] for name, key in names.items()}
-    return _logs(found, names, unread, place)
+    found, unread = _named(rows, names or {}, place)
+    for key in found.values():
+        lacking = [number for number, row in enumerate(rows, 1) if row.get(key) is None]
+        if lacking:
+            raise UsageError(f"{place}: only some rollouts have {key}; rollout {lacking[0]} has none")
+    return _logs({name: [row[key] for row in rows] for name, key in found.items()}, found, unread, place)
 
 
-def _of_file(path: Path) -> Iterable[Any]:
+def _of_file(path: Path) -> Any:
     try:
         if path.suffix in (".json", ".jsonl", ".ndjson"):
-            return _of_json(path.read_text(encoding="utf-8-sig"), path)
+            text = path.read_text(encoding="utf-8-sig")
+            with suppress(ValueError):  # one object or array; else an object a line
+                return json.loads(text)
+            return [json.loads(line) for line in text.split("\n") if line.strip()]
         if path.suffix == ".parquet":
             import pandas
 
-            return _of_object(pandas.read_parquet(path))
+            return pandas.read_parquet(path).to_dict("records")
         if path.suffix in (".pt", ".pth"):
             import torch
 
-            return _of_object(torch.load(path, map_location="cpu", weights_only=True))
-    except UsageError:
-        raise
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+            return torch.load(path, map_location="cpu", weights_only=True)
     except ImportError:
-        raise UsageError(f"{path} cannot be read: pandas needs pyarrow for parquet (pip install pyarrow)") from None
-    except (ValueError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        words = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{path} is not what its ending says: {words}") from None
-    raise UsageError(f"{path}: logs are JSON lines (.jsonl, .json), .parquet, or tensors of torch (.pt, .pth)")
+        raise UsageError(f"{path} cannot be read: pandas needs pyarrow for parquet; install it") from None
+    except (OSError, ValueError, RuntimeError, EOFError, LookupError, RecursionError, pickle.UnpicklingError) as error:
+        words = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{path} cannot be read: {words}") from None
+    raise UsageError(f"{path}: logs are {FORMATS}")
 
 
-def _of_json(text: str, path: Path) -> Iterable[Any]:
-    with suppress(ValueError):  # one object or array; else an object a line
-        return _of_object(json.loads(text))
-    found = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                found.append(json.loads(line))
-            except ValueError as error:
-                raise UsageError(f"{path}: line {number} is no JSON: {error}") from None
-    return found
-
-
-def _of_object(source: Any) -> Iterable[Any]:
-    if hasattr(source, "to_dict") and hasattr(source, "columns"):
-        return list(source.to_dict("records"))
-    return source if isinstance(source, list | tuple) else [source]
-
-
-def _exploded(record: Any, place: str, number: int) -> Iterator[dict[str, Any]]:
+def _rollouts(record: Any, place: str) -> Iterator[dict[str, Any]]:
     """Yield the rollouts of a record, which is one, or a batch if a column of it has two dimensions."""
     if not isinstance(record, Mapping):
-        raise UsageError(f"{place}: record {number} is no mapping of columns; it is {type(record).__name__}")
-    record = {str(name): _plain(value) for name, value in record.items() if value is not None}
-    sizes = {len(value) for value in record.values() if _depth(value) > 1}
+        raise UsageError(f"{place} is no mapping of columns; it is of type {type(record).__name__}")
+    columns = {str(name): _plain(value) for name, value in record.items() if value is not None}
+    sizes = {name: len(value) for name, value in columns.items() if _depth(value) > 1}
+    if len(set(sizes.values())) > 1:
+        raise UsageError(f"{place}: {listed([f'{name} has {size} rollouts' for name, size in sizes.items()])}")
     if not sizes:
-        yield record
+        yield columns
         return
-    if len(sizes) > 1:
-        raise UsageError(f"{place}: columns of record {number} have {listed([*map(str, sorted(sizes))])} rollouts")
-    size = sizes.pop()
-    each = {name: value if _depth(value) and len(value) == size else [value] * size for name, value in record.items()}
+    size = next(iter(sizes.values()))
+    whole = {name: _depth(value) > 0 and len(value) == size for name, value in columns.items()}
     for row in range(size):
-        yield {name: value[row] for name, value in each.items()}
+        yield {name: value[row] if whole[name] else value for name, value in columns.items()}
 
 
 def _plain(value: Any) -> Any:
-    """Return tensors as arrays."""
+    """Return tensors as arrays, and a row of a table as its list."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
-        return value.double().numpy() if value.is_floating_point() else value.numpy()
+        return (value.double() if value.is_floating_point() else value).numpy()
     return value
 
 
 def _depth(value: Any) -> int:
-    """Return the number of dimensions of a column of a record."""
-    if isinstance(value, np.ndarray):
-        nested = value.dtype == object and value.size and isinstance(value.flat[0], list | np.ndarray)
-        return value.ndim + int(bool(nested))
-    if isinstance(value, list | tuple):
-        return 1 + (_depth(value[0]) if len(value) else 0)
-    return 0
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.ndim
+    return 1 + (_depth(value[0]) if len(value) else 0) if isinstance(value, list | tuple | np.ndarray) else 0
 
 
-def _names(rows: list[dict[str, Any]], chosen: Mapping[str, str], place: str) -> tuple[dict[str, str], list[str]]:
+def _named(rows: list[dict[str, Any]], chosen: Mapping[str, str], place: str) -> tuple[dict[str, str], list[str]]:
     """Return the name of each field, and the names that are not read."""
     present = list(dict.fromkeys(name for row in rows for name in row))
     for name, key in chosen.items():
-        if name not in LOGGED:
-            raise UsageError(f"--column {name}={key}: {did_you_mean(name, LOGGED)}columns are {', '.join(LOGGED)}")
-        if key not in present:
-            raise UsageError(f"--column {name}={key}: {did_you_mean(key, present)}{place} has {', '.join(present)}")
+        for given, known in ((name, [*LOGGED]), (key, present)):
+            if given not in known:
+                raise UsageError(
+                    f"--column {name}={key}: there is no {given}; {did_you_mean(given, known)}there are "
+                    f"{', '.join(known)}"
+                )
     names = dict(chosen)
-    for field_name, known in LOGGED.items():
-        if field_name in names:
+    for name, usual in LOGGED.items():
+        means = [key for key in present if key not in chosen.values() and logged_field(key) == name]
+        if name in chosen or not means:
             continue
-        means = [key for key in present if key not in chosen.values() and logged_field(key) == field_name]
-        means.sort(key=lambda key: known.index(key) if key in known else len(known))
-        if len(means) > 1 and field_name in LOG_PROBS:
-            raise UsageError(
-                f"{place}: {listed(means)} may each be {field_name}; choose with --column {field_name}=NAME"
-            )
-        if means:
-            names[field_name] = means[0]
+        if len(means) > 1 and name in LOG_PROBS:
+            raise UsageError(f"{place}: {listed(means)} may each be {name}; choose with --column {name}=NAME")
+        names[name] = min(means, key=lambda key: usual.index(key) if key in usual else len(usual))
     if not set(names) & set(LOG_PROBS):
-        raise UsageError(f"{place} has no log-probs of tokens: its columns are {', '.join(present) or 'none'}")
+        raise UsageError(
+            f"{place} has no log-probs of tokens, as logp, ref_logp or old_logp: it has {', '.join(present)}"
+        )
     return names, [key for key in present if key not in names.values()]
 
 
-def _logs(found: dict[str, list[Any]], names: dict[str, str], unread: list[str], place: str) -> Logs:
-    lengths, first = None, ""
-    rows: dict[str, list[np.ndarray]] = {}
-    group = None
-    for name, values in found.items():
-        key = names[name]
-        missing = [number for number, value in enumerate(values, 1) if value is None]
-        if missing:
-            raise UsageError(f"{place}: only some rollouts have {key}; rollout {missing[0]} has none")
-        if name == "group":
-            group = np.unique([str(value) for value in values], return_inverse=True)[1]
-            continue
-        rows[name] = [_row(value, f"{place}: {key} of rollout {number}") for number, value in enumerate(values, 1)]
-        shapes = {row.ndim for row in rows[name]}
-        if len(shapes) > 1 or (name in TOKENS and shapes != {1}):
-            raise UsageError(f"{place}: {key} is not one list of numbers for each rollout")
+def _logs(values: dict[str, list[Any]], names: dict[str, str], unread: list[str], place: str) -> Logs:
+    notes, wrong, group = [], [], np.unique([str(one) for one in values.pop("group", [])], return_inverse=True)[1]
+    rows = {
+        name: [_row(one, f"{place}: {names[name]} of rollout {number}") for number, one in enumerate(each, 1)]
+        for name, each in values.items()
+    }
+    lengths: dict[str, np.ndarray] = {}
+    for name, each in rows.items():
+        shapes = {row.ndim for row in each}
+        if shapes != {1} and (name in OF_TOKENS or shapes != {0}):
+            raise UsageError(f"{place}: {names[name]} is not one list of numbers for each rollout")
         if shapes == {1}:
-            own = np.array([len(row) for row in rows[name]])
-            lengths, first = (own, key) if lengths is None else (lengths, first)
-            if (own != lengths).any():
-                bad = int((own != lengths).argmax())
+            lengths[name] = np.array([len(row) for row in each])
+            (first, size), own = next(iter(lengths.items())), lengths[name]
+            if (bad := np.flatnonzero(own != size)).size:
                 raise UsageError(
-                    f"{place}: {key} of rollout {bad + 1} has {own[bad]} tokens, {first} has {lengths[bad]}"
+                    f"{place}: {names[name]} of rollout {bad[0] + 1} has {own[bad[0]]} tokens, "
+                    f"{names[first]} has {size[bad[0]]}"
                 )
-    assert lengths is not None
-    written = np.arange(max(int(lengths.max()), 1)) < lengths[:, None]
-    columns = {name: _padded(values, written) for name, values in rows.items()}
-    live, notes = _live(columns, written)
+    size = next(iter(lengths.values()))
+    written = np.less.outer(np.arange(max(size.max(), 1)), size).T
+    columns = {}
+    for name, each in rows.items():
+        columns[name] = np.zeros(written.shape) if name in lengths else np.array(each)
+        if name in lengths:
+            columns[name][written] = np.concatenate(each)
+    of_policies = [name for name in LOG_PROBS if name in columns]
+    if "mask" in columns:
+        live = written & (columns.pop("mask") != 0)
+    else:
+        some = written & np.any([columns[name] != 0 for name in of_policies], axis=0)
+        live = written & np.maximum.accumulate(some[:, ::-1], axis=1)[:, ::-1]
+        notes.append("There is no mask: every token counts but zeros at the end of a rollout.")
     if not live.any():
-        raise NoRolloutsError(f"{place}: no token counts; {names.get('mask', 'every list')} is empty")
+        raise NoRolloutsError(f"{place}: no token counts; all lists are empty, or the mask is 0 everywhere")
     for name, column in columns.items():
-        bad = np.argwhere(~np.isfinite(column) & (live if column.ndim == 2 else True))
-        if len(bad):
-            where = f"rollout {bad[0][0] + 1}" + (f", token {bad[0][1] + 1}" if column.ndim == 2 else "")
-            raise UsageError(f"{place}: {names[name]} is not finite at {len(bad)} places, first in {where}")
+        if (bad := np.argwhere(~np.isfinite(column) & (live if column.ndim == 2 else True))).size:
+            where = listed([f"{word} {index + 1}" for word, index in zip(("rollout", "token"), bad[0], strict=False)])
+            raise UsageError(f"{place}: {names[name]} is not finite in {len(bad)} places, first at {where}")
         columns[name] = np.where(np.isfinite(column), column, 0.0)
-    columns.pop("mask", None)
-    group = np.arange(len(live)) if group is None else group
-    return Logs(columns, names, unread, live, written, group, notes)
-
-
-def _row(value: Any, what: str) -> np.ndarray:
-    try:
-        row = np.asarray(value)
-        if row.dtype.kind not in "biuf":
-            raise TypeError
-        return row.astype(float)
-    except (TypeError, ValueError):
-        raise UsageError(f"{what} is not a number or a list of numbers") from None
-
-
-def _padded(values: list[np.ndarray], written: np.ndarray) -> np.ndarray:
-    if values[0].ndim == 0:
-        return np.array(values, dtype=float)
-    found = np.zeros(written.shape)
-    found[written] = np.concatenate(values)
+    for name in of_policies:
+        if ((inside := columns[name][live]) > 1e-3).mean() > 1 - MOST:
+            kind = "probabilities" if inside.min() >= 0 and inside.max() <= 1 else "negatives of log-probs, or logits"
+            wrong.append(f"{names[name]} has positive numbers, up to {inside.max():.3g}: {kind}?")
+            del columns[name]
+    several = 0 < len(np.unique(group)) < len(live)
+    found = Logs(columns, names, unread, live, written, group if several else np.arange(len(live)), wrong, notes)
+    if several:
+        columns["group"] = group
+    if (trainer := found.first("old_logp", "logp")) and found.are_copies("rollout_logp", trainer):
+        notes.append(f"{names['rollout_logp']} is a copy of {names[trainer]}: nothing can be said of the engine.")
+        del columns["rollout_logp"]
     return found
 
 
-def _live(columns: dict[str, np.ndarray], written: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Return which tokens count: by the mask, else all but zeros at the end."""
-    if "mask" in columns:
-        return written & (columns["mask"] != 0), []
-    zero = np.all([columns[name] == 0 for name in LOG_PROBS if name in columns], axis=0) | ~written
-    padding = np.logical_and.accumulate(zero[:, ::-1], axis=1)[:, ::-1]
-    return written & ~padding, ["There is no mask: every token counts but zeros at the end of a rollout."]
+def _row(value: Any, what: str) -> np.ndarray:
+    with suppress(TypeError, ValueError):
+        row = np.asarray(value)
+        if row.dtype.kind in "biuf" or not row.size:
+            return row.astype(float)
+    raise UsageError(f"{what} is not a number or a list of numbers")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from kltest.diagnosing.answers import FINDING, INCONCLUSIVE, NOT_LOOKED_AT, NOTHING, STATUSES, Answer
@@ -11,7 +11,7 @@ from kltest.names import listed
 from kltest.render.tables import PLAIN, Terminal, table, wrap
 
 SCHEMA = "kltest.diagnose/1"
-EXIT_CODES = {"nothing found": 0, "finding": 1, "inconclusive": 4}
+EXIT_CODES = {NOTHING: 0, FINDING: 1, INCONCLUSIVE: 4}
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Diagnosis:
     """
 
     source: str
+    verdict: str
     error_rate: float
     unit: str
     units: int
@@ -40,19 +41,9 @@ class Diagnosis:
     columns: dict[str, str]
     unread: list[str]
     answers: list[Answer]
-    strict: bool = False
-    notes: list[str] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    @property
-    def verdict(self) -> str:
-        """The worst status."""
-        found = {one.status for one in self.answers}
-        if FINDING in found:
-            return FINDING
-        open_ones = {INCONCLUSIVE, NOT_LOOKED_AT} if self.strict else {INCONCLUSIVE}
-        return INCONCLUSIVE if found & open_ones else NOTHING
+    notes: list[str]
+    versions: dict[str, str]
+    seconds: float
 
     @property
     def exit_code(self) -> int:
@@ -64,7 +55,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; numbers that are not finite are None."""
-        found = {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
+        found = {"schema": SCHEMA, **asdict(self)}
         return dict(mapped(found, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one))
 
     def to_json(self) -> str:
@@ -72,20 +63,21 @@ class Diagnosis:
         return as_json(self.to_dict())
 
     def first_line(self) -> str:
-        """Return the verdict with the questions that it comes from."""
+        """Return the verdict, the questions that it comes from, and how many were not looked at."""
         which = [one.question for one in self.answers if one.status == self.verdict != NOTHING]
         unseen = sum(one.status == NOT_LOOKED_AT for one in self.answers)
-        text = f"{self.verdict.upper()}{': ' if which else ''}{listed(which)}"
-        return f"{text}; {unseen} of {len(self.answers)} questions not looked at" if unseen else text
+        return f"{': '.join(filter(None, (self.verdict.upper(), listed(which))))}; {unseen} questions not looked at"
 
     def facts(self) -> str:
-        """Return in a sentence what was read, and what the intervals mean."""
-        read = ", ".join(field if field == name else f"{field} ({name})" for field, name in self.columns.items())
-        text = (
-            f"{self.rollouts:,} rollouts, {self.tokens:,} tokens. Read: {read}. All intervals hold together at "
-            f"{100 * (1 - self.error_rate):g} %; the unit is a {self.unit}, of which there are {self.units}."
-        )
-        return f"{text} Not read: {', '.join(self.unread)}." if self.unread else text
+        """Return in a few sentences what was read, and what the intervals mean."""
+        read = ", ".join(name if name == key else f"{name} ({key})" for name, key in self.columns.items())
+        return " ".join((
+            f"{self.rollouts:,} rollouts, {self.tokens:,} tokens. Read: {read}.",
+            *([f"Not read: {', '.join(self.unread)}."] if self.unread else []),
+            f"All intervals hold together at {100 * (1 - self.error_rate):g} %; the unit is a {self.unit}, of which "
+            f"there are {self.units:,}.",
+            *self.notes,
+        ))  # fmt: skip
 
     def to_text(self, terminal: Terminal = PLAIN) -> str:
         """Return the report for people."""
@@ -94,12 +86,9 @@ class Diagnosis:
     def _lines(self, terminal: Terminal) -> Iterator[str]:
         yield f"{self.source}: {self.first_line()}"
         for status in STATUSES:
-            rows = [
-                (one.question, f"{one.message}{f' ({one.related})' * bool(one.related)}")
-                for one in self.answers
-                if one.status == status
-            ]
-            if rows:
-                yield f"{status[0].upper()}{status[1:]}"
+            answers = [one for one in self.answers if one.status == status]
+            if answers:
+                yield status.capitalize()
+                rows = [(one.question, one.message + (f" ({one.related})" if one.related else "")) for one in answers]
                 yield table(("", ""), rows, indent=2, terminal=terminal)
-        yield from wrap(" ".join((self.facts(), *self.notes)), terminal)
+        yield from wrap(self.facts(), terminal)
