@@ -7,8 +7,9 @@ reference are tables of log-probs, so that tokens are drawn from what the logs s
 what the intervals are of is known by recursion.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from scipy.special import log_softmax
 
 from benchmarks.measure import record
 from kltest.diagnosing.diagnose import diagnose
+from kltest.diagnosing.intervals import MOST_INTERVALS
+from kltest.diagnosing.questions import CLIP
 from kltest.environments.builders import ngram
 from kltest.environments.environment import END
 
@@ -105,7 +108,7 @@ class Case:
     """Logs that are right, or have a bug that one of the `questions` should find.
 
     `tables` changes the policies before rollouts are drawn, `logs` what was logged; `without` are columns that are
-    not logged.
+    not logged; `besides` are questions that find it as well.
     """
 
     name: str
@@ -113,6 +116,7 @@ class Case:
     tables: Callable[[Tables], Tables] = lambda one: one
     logs: Callable[[Logged], Logged] = lambda one: one
     without: tuple[str, ...] = ("entropy",)
+    besides: tuple[str, ...] = ()
 
 
 def _without_last(logs: Logged) -> Logged:
@@ -208,7 +212,7 @@ CASES = (
     Case("reference is the policy", ("reference",), lambda one: replace(one, ref_logp=one.logp)),
     Case("reference is the older policy", ("reference",), lambda one: replace(one, ref_logp=one.old_logp)),
     Case("reference and older policy exchanged", ("reference",), logs=_exchanged, without=NO_ENGINE),
-    Case("reference shifted by one token", ("columns",), logs=_shifted),
+    Case("reference shifted by one token", ("columns",), logs=_shifted, besides=("reference",)),
     Case("negatives of log-probs", ("columns",), logs=lambda logs: logs | {"ref_logp": -logs["ref_logp"]}),
     Case("older policy computed again", ("staleness",), logs=_recomputed, without=NO_ENGINE),
     Case("mask without the last token", ("mask",), logs=_without_last),
@@ -227,3 +231,138 @@ def case_logs(case: Case, prompts: int, generator: np.random.Generator) -> Logge
     """Draw the logs of a case."""
     found = case.logs(drawn(case.tables(tables()), prompts, generator))
     return {name: value for name, value in found.items() if name not in case.without}
+
+
+def visits(prompt: int, log_probs: np.ndarray) -> np.ndarray:
+    """Return the probability (T, C) of being in each context at each position of the rollouts of a prompt."""
+    found = np.zeros((LENGTH, environment().n_contexts))
+    found[0, environment().start[prompt]] = 1
+    following = environment().successors[:, :, 0]
+    for step in range(LENGTH - 1):
+        np.add.at(
+            found[step + 1], following[following != END], (found[step][:, None] * np.exp(log_probs))[following != END]
+        )
+    return found
+
+
+def truth(one: Tables) -> dict[str, float]:
+    """Return what the intervals are of, by question and name."""
+    chances, each = np.exp(one.drawn), [visits(prompt, one.drawn) for prompt in range(PROMPTS)]
+    counts = sum(each).sum(axis=0) / PROMPTS
+
+    def rollout(values: np.ndarray) -> float:
+        return float(counts @ (chances * np.where(chances > 0, values, 0.0)).sum(axis=1))
+
+    def token(values: np.ndarray) -> float:
+        return rollout(values) / float(counts.sum())
+
+    # Of tokens that the engine can draw, weighted back to the older policy.
+    aged = np.exp(np.where(chances > 0, one.old_logp - one.drawn, 0.0)) * (
+        np.exp(-(one.old_logp - one.logp)) - 1 + one.old_logp - one.logp
+    )
+    age, engine, u = one.old_logp - one.logp, one.rollout_logp - one.old_logp, one.rollout_logp - one.ref_logp
+    entropy = -(np.exp(one.old_logp) * one.old_logp).sum(axis=1, keepdims=True)
+    first = [
+        chances[environment().start] * values[environment().start] ** power
+        for values in (one.old_logp, np.where(chances > 0, one.rollout_logp, 0.0))
+        for power in (1, 2)
+    ]
+    spread = [(first[at + 1].sum(axis=1) - first[at].sum(axis=1) ** 2).sum() for at in (0, 2)]
+    return {
+        "staleness.kl": rollout(aged),
+        "staleness.kl_token": token(aged),
+        "engine.gap": token(np.abs(engine)),
+        "engine.kl_token": token(engine),
+        "truncation.kept_mass": token(np.exp(-engine)),
+        "sampling.surprise": token(-one.old_logp - entropy),
+        "temperature.ratio": float(np.sqrt(spread[0] / spread[1])),
+        "reference.kl": rollout(u),
+        "reference.kl_token": token(u),
+        "reference.mean_weight": token(np.exp(-u)),
+        "ratio.beyond_clip": token(np.abs(np.exp(-age) - 1) > CLIP),
+        "kl to go.variance": to_go(one, u, each),
+    }
+
+
+def to_go(one: Tables, u: np.ndarray, each: list[np.ndarray]) -> float:
+    """Return the variance of Σ_(s>t) u_s among rollouts of a prompt that reach t, over the tokens of groups."""
+    chances, following = np.exp(one.drawn), environment().successors[:, :, 0]
+    u = np.where(chances > 0, u, 0.0)
+    # First and second moments of the sum from a context on; `later` are those of the sum behind each token.
+    moments, later = np.zeros((2, len(u))), []
+    for _ in range(LENGTH):
+        behind = np.where(following == END, 0.0, moments[:, following])
+        later.append((chances * behind).sum(axis=2))
+        moments = np.stack(
+            [(chances * one).sum(axis=1) for one in (u + behind[0], u**2 + 2 * u * behind[0] + behind[1])]
+        )
+    above = below = 0.0
+    for prompt in each:
+        alive = prompt.sum(axis=1)
+        mean, square = ((prompt * np.stack(later[::-1])[:, which]).sum(axis=1) / alive for which in (0, 1))
+        weight = GROUP * alive * (1 - (1 - alive) ** (GROUP - 1))
+        above, below = above + (weight * (square - mean**2)).sum(), below + weight.sum()
+    return above / below
+
+
+COVERED = ("right", "right, entropy logged", "top-p .9, renormalised", "temperature 1.2 in the engine alone")
+EACH = 0.01
+"""Rate at which a single interval may miss, and all of a report."""
+
+
+def coverage(tries: int) -> Iterator[dict[str, Any]]:
+    """Yield how often each interval misses at EACH, and any of a report at an error rate of EACH."""
+    for number, (case, prompts) in enumerate(
+        (case, prompts) for case in CASES if case.name in COVERED for prompts in SIZES
+    ):
+        generator, expected = np.random.default_rng(number), truth(case.tables(tables()))
+        low, high, widths = Counter(), Counter(), Counter()
+        for _ in track(range(tries), f"{case.name}, {prompts}"):
+            logs = case_logs(case, prompts, generator)
+            for rate in (EACH * MOST_INTERVALS, EACH):
+                estimates = {
+                    f"{one.question}.{name}": value
+                    for one in diagnose(logs, error_rate=rate).answers
+                    for name, value in one.numbers.items()
+                    if f"{one.question}.{name}" in expected
+                }
+                missed = {name for name, one in estimates.items() if not one.low <= expected[name] <= one.high}
+                if rate == EACH:
+                    low["any"] += bool(missed)
+                    continue
+                for name, one in estimates.items():
+                    low[name] += one.low > expected[name]
+                    high[name] += one.high < expected[name]
+                    widths[name] += one.width / tries
+        for name in ("any", *widths):
+            shares = (
+                {"below": high[name] / tries, "above": low[name] / tries}
+                if name != "any"
+                else {"any": low[name] / tries}
+            )
+            row = {"logs": case.name, "prompts": prompts, "interval": name, "tries": tries}
+            yield row | {"truth": expected.get(name), "width": widths.get(name)} | shares
+
+
+def power(tries: int) -> Iterator[dict[str, Any]]:
+    """Yield how often the bug of each case is found, something else is, and nothing can be decided."""
+    for number, (case, prompts) in enumerate((case, prompts) for case in CASES for prompts in SIZES):
+        generator, counts = np.random.default_rng(1000 + number), Counter()
+        for _ in track(range(tries), f"{case.name}, {prompts}"):
+            report = diagnose(case_logs(case, prompts, generator))
+            found = {one.question for one in report.answers if one.status == "finding"}
+            counts["found"] += bool(found & {*case.questions})
+            counts["others"] += bool(found - {*case.questions, *case.besides})
+            counts["inconclusive"] += report.verdict == "inconclusive"
+        row = {"planted": case.name, "prompts": prompts, "rollouts": prompts * GROUP, "tries": tries}
+        yield row | {name: counts[name] / tries for name in ("found", "others", "inconclusive")}
+
+
+def main(tries: int = 400) -> None:
+    """Write both tables."""
+    record(Path(__file__).with_suffix(".csv"), pandas.DataFrame(power(tries)))
+    record(Path(__file__).with_name("diagnose_coverage.csv"), pandas.DataFrame(coverage(tries)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -200,8 +200,8 @@ def _logs(values: dict[str, list[Any]], names: dict[str, str], unread: list[str]
                     f"{place}: {names[name]} of rollout {bad[0] + 1} has {own[bad[0]]} tokens, "
                     f"{names[first]} has {size[bad[0]]}"
                 )
-    size = next(iter(lengths.values()))
-    written = np.less.outer(np.arange(max(size.max(), 1)), size).T
+    tokens: np.ndarray = next(iter(lengths.values()))
+    written: np.ndarray = np.arange(max(tokens.max(), 1)) < tokens[:, None]
     columns = {}
     for name, each in rows.items():
         columns[name] = np.zeros(written.shape) if name in lengths else np.array(each)
@@ -217,9 +217,10 @@ def _logs(values: dict[str, list[Any]], names: dict[str, str], unread: list[str]
     if not live.any():
         raise NoRolloutsError(f"{place}: no token counts; all lists are empty, or the mask is 0 everywhere")
     for name, column in columns.items():
-        if (bad := np.argwhere(~np.isfinite(column) & (live if column.ndim == 2 else True))).size:
-            where = listed([f"{word} {index + 1}" for word, index in zip(("rollout", "token"), bad[0], strict=False)])
-            raise UsageError(f"{place}: {names[name]} is not finite in {len(bad)} places, first at {where}")
+        places = np.argwhere(~np.isfinite(column) & (live if column.ndim == 2 else True))
+        if len(places):
+            where = " ".join(f"{word} {at + 1}" for word, at in zip(("rollout", "token"), places[0], strict=False))
+            raise UsageError(f"{place}: {names[name]} is not finite in {len(places)} places, first at {where}")
         columns[name] = np.where(np.isfinite(column), column, 0.0)
     for name in of_policies:
         if ((inside := columns[name][live]) > 1e-3).mean() > 1 - MOST:

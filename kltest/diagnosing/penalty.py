@@ -66,7 +66,7 @@ def of_advantages(logs: Logs, units: Units) -> Iterator[Fit]:
     sums over the prompt; β is the ratio of their means over prompts.
     """
     advantage, whole = logs.columns["advantage"].reshape(len(logs), -1), logs.whole(logs.columns["reward"])[:, None]
-    at = logs.live if advantage.shape[1] > 1 else logs.live.any(axis=1)[:, None]
+    at = logs.live if advantage.shape[1] > 1 else logs.live.any(axis=1).reshape(-1, 1)
     counts = np.maximum(units.sums(at), 1)
 
     def centred(values: np.ndarray) -> np.ndarray:
@@ -84,7 +84,7 @@ def of_advantages(logs: Logs, units: Units) -> Iterator[Fit]:
             x = centred(value)
             ax, rx, xx = units.sums(a * x), units.sums(r * x), units.sums(x**2)
             det, of_r, of_x = rr * xx - rx**2, ar * xx - ax * rx, ax * rr - ar * rx
-            sure: np.ndarray = det > 1e-9 * rr * xx
+            sure = det > 1e-9 * rr * xx
             explained = ((of_r * ar + of_x * ax) / np.where(sure, det, np.inf)).sum()
             share = float(explained / max(aa[sure].sum(), 1e-300))
             yield share, f"{name}, credit: {credit}", np.where(sure, -of_x, 0.0), np.where(sure, of_r, 0.0)

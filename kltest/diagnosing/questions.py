@@ -47,13 +47,16 @@ def mean_weight(logs: Logs, units: Units, one: str, other: str) -> Estimate:
 
 
 def distance(logs: Logs, units: Units, own: str, other: str) -> tuple[np.ndarray, Estimate]:
-    """Return terms (N, T) of KL(own‖other), and the mean weight other/own.
+    """Return terms (N, T) of KL(own‖other) at the prefixes that were drawn, and the mean weight other/own.
 
-    They are k3 as long as the mean weight may be 1, as it is if tokens were drawn from `own`; else k1, with more noise.
+    They are k3. Under a sampler beside `own` they are weighted, own/μ, and tokens that it cannot draw are left out. If
+    the sampler is `own` but the mean weight cannot be 1, so that k3 is biased, they are k1, which has more noise.
     """
     gap, weight = logs.gap(own, other), mean_weight(logs, units, other, own)
-    holds = weight.low <= 1 <= weight.high
-    return np.expm1(-np.maximum(gap, -50.0)) + gap if holds else gap, weight
+    k3, drew = np.expm1(-np.maximum(gap, -50.0)) + gap, logs.first(*SAMPLER.split("|")) or own
+    if drew != own:
+        return np.exp(np.minimum(logs.gap(own, drew), 50.0)) * k3, weight
+    return k3 if weight.low <= 1 <= weight.high else gap, weight
 
 
 @question("columns")
@@ -167,19 +170,18 @@ def engine(logs: Logs, units: Units, own: str, trainer: str) -> Answer:
 def truncation(logs: Logs, units: Units, own: str, trainer: str) -> Answer:
     """The mass that a truncated and renormalised engine keeps; log-probs that the tokens were not drawn with."""
     mass = mean_weight(logs, units, trainer, own)
-    numbers, ratio = {"kept_mass": mass}, f"{logs.names[trainer]}/{logs.names[own]}"
+    of, numbers = f"{logs.names[trainer]}/{logs.names[own]}", {"kept_mass": mass}
     if (status := judged(mass, 1 - MARGIN, 1 + MARGIN)) != FINDING:
-        text = f"Mean weight {ratio} of a token: {mass}; 1 if no mass is cut off"
+        text = f"Mean weight {of} of a token: {mass}; 1 if no mass is cut off"
     elif mass.value > 1:
-        text = f"Mean weight {ratio} of a token: {mass}. More than 1: tokens were not drawn with these log-probs "
+        text = f"Mean weight {of} of a token: {mass}. More than 1: tokens were not drawn with these log-probs "
         text += "(temperature, truncation, other weights)"
     else:
-        least = float(np.quantile(np.exp(-logs.gap(own, trainer)[logs.live]), 0.01))
-        numbers |= {"least_kept_mass": least}
+        least = np.quantile(np.exp(-logs.gap(own, trainer)[logs.live]), 0.01)
         text = (
-            f"The sampler keeps {mass} of the trainer's probability and renormalises: top-k, min-p or top-p (of about "
+            f"The sampler keeps {mass} of the trainer's probability and renormalises: top-k, min-p or top-p, which is "
         )
-        text += f"{least:.2g}). Every ratio {ratio} holds the kept mass"
+        text += f"then about {least:.2f}. Every ratio {of} holds the kept mass"
     return Answer("truncation", status, text, numbers, "KL703" if status == FINDING else "")
 
 
@@ -229,9 +231,7 @@ def reference(logs: Logs, units: Units, ref: str, own: str) -> Answer:
         text += f". No KL is negative: {named} and {logs.names[own]} are exchanged, or other log-probs drew the tokens"
     elif judged(weight, high=1 + MARGIN) == FINDING:
         status = FINDING
-        text += (
-            f". Mean weight {named}/{logs.names[own]} {weight}, more than 1: these log-probs did not draw the tokens"
-        )
+        text += f". Mean weight {named}/{logs.names[own]} {weight}: above 1, as these log-probs did not draw the tokens"
     return Answer("reference", status, text, numbers, "KL103" if status == FINDING else "")
 
 
