@@ -169,6 +169,7 @@ def _recomputed(logs: Logged) -> Logged:
 NO_ENGINE = ("entropy", "rollout_logp")
 CASES = (
     Case("right"),
+    Case("right, old rollouts", tables=lambda _: tables(0, 0.5)),
     Case("right, without an engine", without=NO_ENGINE),
     Case(
         "right, policy alone",
@@ -212,6 +213,7 @@ CASES = (
     Case("reference is the policy", ("reference",), lambda one: replace(one, ref_logp=one.logp)),
     Case("reference is the older policy", ("reference",), lambda one: replace(one, ref_logp=one.old_logp)),
     Case("reference and older policy exchanged", ("reference",), logs=_exchanged, without=NO_ENGINE),
+    Case("the same, with an engine", ("engine",), logs=_exchanged),
     Case("reference shifted by one token", ("columns",), logs=_shifted, besides=("reference",)),
     Case("negatives of log-probs", ("columns",), logs=lambda logs: logs | {"ref_logp": -logs["ref_logp"]}),
     Case("older policy computed again", ("staleness",), logs=_recomputed, without=NO_ENGINE),
@@ -305,7 +307,13 @@ def to_go(one: Tables, u: np.ndarray, each: list[np.ndarray]) -> float:
     return above / below
 
 
-COVERED = ("right", "right, entropy logged", "top-p .9, renormalised", "temperature 1.2 in the engine alone")
+COVERED = (
+    "right",
+    "right, old rollouts",
+    "right, entropy logged",
+    "top-p .9, renormalised",
+    "temperature 1.2 in the engine alone",
+)
 EACH = 0.01
 """Rate at which a single interval may miss, and all of a report."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kltest.diagnosing import penalty, questions
+from kltest.diagnosing import questions, rewards  # register their questions, in the order of the report
 from kltest.diagnosing.answers import FINDING, INCONCLUSIVE, NOT_LOOKED_AT, NOTHING, QUESTIONS
 from kltest.diagnosing.intervals import LEAST, MOST_INTERVALS, Units
 from kltest.diagnosing.logs import Logs, read
@@ -14,7 +14,7 @@ from kltest.diagnosing.report import Diagnosis
 from kltest.errors import UsageError
 from kltest.version import VERSION
 
-__all__ = ["diagnose", "diagnosed", "penalty", "questions"]
+__all__ = ["diagnose", "diagnosed", "questions", "rewards"]
 
 
 def diagnose(

@@ -108,7 +108,7 @@ def _of_file(path: Path) -> Any:
             text = path.read_text(encoding="utf-8-sig")
             with suppress(ValueError):  # one object or array; else an object a line
                 return json.loads(text)
-            return [json.loads(line) for line in text.split("\n") if line.strip()]
+            return [_of_line(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         if path.suffix == ".parquet":
             import pandas
 
@@ -119,10 +119,18 @@ def _of_file(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except ImportError:
         raise UsageError(f"{path} cannot be read: pandas needs pyarrow for parquet; install it") from None
-    except (OSError, ValueError, RuntimeError, EOFError, LookupError, RecursionError, pickle.UnpicklingError) as error:
-        words = getattr(error, "strerror", None) or (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{path} cannot be read: {words}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except (RuntimeError, EOFError, LookupError, pickle.UnpicklingError):
+        raise UsageError(f"{path} holds no tensors as torch.save writes them") from None
     raise UsageError(f"{path}: logs are {FORMATS}")
+
+
+def _of_line(line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} is no JSON ({error})") from None
 
 
 def _rollouts(record: Any, place: str) -> Iterator[dict[str, Any]]:

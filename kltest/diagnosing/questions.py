@@ -90,8 +90,9 @@ def mask(logs: Logs, units: Units, own: str) -> Answer:
     before, gaps, behind = holds & ~begun, begun & to_come & ~live, holds & ~to_come
     zeros = live & ~np.maximum.accumulate(holds[:, ::-1], axis=1)[:, ::-1]
     found, facts = [], []
-    for side, beside in (("last", behind), ("first", before)):
-        if "mask" in logs.names and (beside.sum(axis=1) == 1).mean() >= SHARE:
+    for side, beside, room in (("last", behind, written & ~to_come), ("first", before, written & ~begun)):
+        one = beside.sum(axis=1) == 1
+        if "mask" in logs.names and one.mean() > 0.5 and one.sum() >= SHARE * room.any(axis=1).sum():
             found.append(f"the {side} token is left out: one masked position there has log-probs, in most rollouts")
     if (share := (zeros.sum(axis=1) > 1).mean()) > 0.05:
         found.append(f"padding counts: {100 * share:.0f} % of the rollouts end with zeros that count")
@@ -138,7 +139,7 @@ def staleness(logs: Logs, units: Units, new: str, old: str) -> Answer:
     kl, per_token = units.mean(terms), units.mean(terms, logs.live)
     left = effective(-logs.gap(old, new).sum(axis=1))
     numbers: dict[str, Any] = {"kl": kl, "kl_token": per_token, "effective_rollouts": left}
-    text = f"KL(old‖π): {kl} nats a rollout, {per_token} a token. Weights of whole rollouts leave {left:.0f} %"
+    text = f"KL(old‖π): {kl} nats a rollout, {per_token} a token. Weights of whole rollouts leave {left:.0f} % of them"
     for one in versions[::-1][:SHOWN_VERSIONS] if len(versions) > 1 else ():
         of = logs.live & (drew == one)
         numbers[f"kl_token_version_{one:g}"] = units.mean(np.where(of, terms, 0.0), of)
@@ -156,13 +157,15 @@ def engine(logs: Logs, units: Units, own: str, trainer: str) -> Answer:
     most, left = float(np.abs(gap).max()), effective(-gap.sum(axis=1))
     numbers = {"gap": apart, "largest_gap": most, "kl_token": kl, "effective_rollouts": left}
     text = f"{logs.names[own]} and {logs.names[trainer]} are {apart} apart, {most:.2g} at most; KL {kl} nats a token. "
-    text += f"Weights of whole rollouts leave {left:.0f} %"
+    text += f"Weights of whole rollouts leave {left:.0f} % of them"
     if trainer == "logp":
         return Answer("engine", REPORTED, f"{text}. Age is part of it: the engine alone needs old_logp", numbers)
     if judged(weight, 1 - MARGIN, 1 + MARGIN) == FINDING:
         return Answer("engine", REPORTED, f"{text}. See truncation", numbers)
     if (status := judged(kl, high=MISMATCH)) == FINDING:
         text += f". Rounding causes less than {MISMATCH:g}: other weights, temperature or precision"
+        if "ref_logp" in logs.columns and np.abs(logs.gap(own, "ref_logp")).sum() < np.abs(gap).sum():
+            text += f", or exchanged columns: {logs.names['ref_logp']} is nearer to the engine"
     return Answer("engine", status, text, numbers, "KL703" if status == FINDING else "")
 
 
@@ -242,7 +245,9 @@ def ratio(logs: Logs, units: Units, new: str, old: str) -> Answer:
     above, below = gap > np.log1p(CLIP), gap < np.log1p(-CLIP)
     beyond, left = units.mean(above | below, logs.live), effective(gap[logs.live])
     numbers: dict[str, Any] = {"beyond_clip": beyond, "effective_tokens": left}
-    text = f"Share of ratios π/{logs.names[old]} beyond 1 ± {CLIP}: {beyond}; weights of tokens leave {left:.0f} %"
+    text = (
+        f"Share of ratios π/{logs.names[old]} beyond 1 ± {CLIP}: {beyond}; weights of tokens leave {left:.0f} % of them"
+    )
     if "advantage" in logs.columns:
         sign = logs.columns["advantage"].reshape(len(logs), -1)
         numbers["clipped"] = units.mean((above & (sign > 0)) | (below & (sign < 0)), logs.live)

@@ -66,7 +66,8 @@ class Diagnosis:
         """Return the verdict, the questions that it comes from, and how many were not looked at."""
         which = [one.question for one in self.answers if one.status == self.verdict != NOTHING]
         unseen = sum(one.status == NOT_LOOKED_AT for one in self.answers)
-        return f"{': '.join(filter(None, (self.verdict.upper(), listed(which))))}; {unseen} questions not looked at"
+        verdict = ": ".join(filter(None, (self.verdict.upper(), listed(which))))
+        return f"{verdict}; {unseen} of {len(self.answers)} questions not looked at"
 
     def facts(self) -> str:
         """Return in a few sentences what was read, and what the intervals mean."""
