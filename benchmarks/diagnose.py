@@ -1,6 +1,6 @@
 """Coverage and power of `kltest diagnose`: logs of rollouts that are drawn exactly, right ones and with a planted bug.
 
-    python -m benchmarks.diagnose [--tries 400]    # writes diagnose.csv and diagnose_coverage.csv
+    python -m benchmarks.diagnose [--tries 100]    # writes diagnose.csv and diagnose_coverage.csv
 
 A bigram of 32 tokens with an end token answers sixteen prompts with at most 48 tokens. Policy, older policy, engine and
 reference are tables of log-probs, so that tokens are drawn from what the logs say, or from what a bug makes of it, and
@@ -79,14 +79,16 @@ def at_temperature(log_probs: np.ndarray, temperature: float) -> np.ndarray:
 
 def drawn(tables: Tables, prompts: int, generator: np.random.Generator) -> dict[str, np.ndarray]:
     """Draw logs of several rollouts for each of some prompts, as one batch that is padded with zeros."""
-    parts = []
-    for prompt, count in enumerate(np.bincount(generator.integers(PROMPTS, size=prompts), minlength=PROMPTS)):
-        if count:
-            alone = replace(environment(), start=environment().start[prompt : prompt + 1], prompts=np.ones(1))
-            parts.append(alone.sample(tables.drawn, int(count) * GROUP, generator))
-    contexts, tokens, mask = (
-        np.concatenate([getattr(part, name) for part in parts]) for name in ("contexts", "tokens", "mask")
-    )
+    starts = environment().start[np.sort(generator.integers(PROMPTS, size=prompts))].repeat(GROUP)
+    following, sums = environment().successors[:, :, 0], np.exp(tables.drawn).cumsum(axis=1)
+    contexts, tokens = np.zeros((2, len(starts), LENGTH), dtype=int)
+    mask, current = np.zeros(contexts.shape, dtype=bool), starts
+    for step in range(LENGTH):
+        live = current != END
+        chances = sums[current * live]
+        token = (generator.random((len(starts), 1)) * chances[:, -1:] >= chances).sum(axis=1).clip(0, VOCABULARY - 1)
+        contexts[:, step], tokens[:, step], mask[:, step] = current * live, token * live, live
+        current = np.where(live, following[current * live, token], END)
     names = ("logp", "old_logp", "rollout_logp", "ref_logp")
     found = {name: np.where(mask, getattr(tables, name)[contexts, tokens], 0.0) for name in names}
     chances = np.exp(tables.old_logp)
@@ -366,7 +368,7 @@ def power(tries: int) -> Iterator[dict[str, Any]]:
         yield row | {name: counts[name] / tries for name in ("found", "others", "inconclusive")}
 
 
-def main(tries: int = 400) -> None:
+def main(tries: int = 100) -> None:
     """Write both tables."""
     record(Path(__file__).with_suffix(".csv"), pandas.DataFrame(power(tries)))
     record(Path(__file__).with_name("diagnose_coverage.csv"), pandas.DataFrame(coverage(tries)))
