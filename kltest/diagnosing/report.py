@@ -9,6 +9,7 @@ from kltest.diagnosing.answers import FINDING, INCONCLUSIVE, NOT_LOOKED_AT, NOTH
 from kltest.files import as_json, mapped
 from kltest.names import listed
 from kltest.render.tables import PLAIN, Terminal, table, wrap
+from kltest.render.words import visible
 
 SCHEMA = "kltest.diagnose/1"
 EXIT_CODES = {NOTHING: 0, FINDING: 1, INCONCLUSIVE: 4}
@@ -85,11 +86,12 @@ class Diagnosis:
         return "\n".join(self._lines(terminal)) + "\n"
 
     def _lines(self, terminal: Terminal) -> Iterator[str]:
-        yield f"{self.source}: {self.first_line()}"
+        yield visible(f"{self.source}: {self.first_line()}", keep="")
         for status in STATUSES:
             answers = [one for one in self.answers if one.status == status]
             if answers:
                 yield status.capitalize()
-                rows = [(one.question, one.message + (f" ({one.related})" if one.related else "")) for one in answers]
+                related = [f" ({one.related})" if one.related else "" for one in answers]
+                rows = [(one.question, visible(one.message) + more) for one, more in zip(answers, related, strict=True)]
                 yield table(("", ""), rows, indent=2, terminal=terminal)
-        yield from wrap(self.facts(), terminal)
+        yield from wrap(visible(self.facts()), terminal)
