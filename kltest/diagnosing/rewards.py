@@ -46,11 +46,12 @@ def terms(logs: Logs) -> Iterator[tuple[str, np.ndarray]]:
 def of_rewards(logs: Logs, units: Units) -> Iterator[Fit]:
     """Yield fits of what the shaped reward lacks, a token and a rollout at a time; none if it lacks nothing."""
     reward, shaped = logs.columns["reward"], logs.columns["shaped_reward"]
-    lacks = {"rollout": logs.whole(reward) - logs.whole(shaped)}
+    lacks = {}
     if shaped.ndim == 2:  # a reward of the whole rollout is paid at its last token
         last = logs.live.shape[1] - 1 - logs.live[:, ::-1].argmax(axis=1)
         each = reward if reward.ndim == 2 else (np.arange(shaped.shape[1]) == last[:, None]) * reward[:, None]
         lacks["token"] = np.where(logs.live, each - shaped, 0.0)
+    lacks["rollout"] = logs.whole(reward) - logs.whole(shaped)
     for size, lacking in lacks.items():
         for name, term in terms(logs) if np.abs(lacking).max() > 1e-9 else ():
             x = term if lacking.ndim == 2 else term.sum(axis=1)

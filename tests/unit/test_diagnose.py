@@ -103,8 +103,8 @@ def test_a_report_has_no_more_intervals_than_share_the_error_rate(monkeypatch):
     logs = logs_of("right, penalty in advantages", 64)
     logs |= {"version": logs["group"] % 7, "prox_logp": logs["old_logp"] - 0.1, "entropy": -logs["logp"]}
     report = kltest.diagnose(logs, error_rate=0.02)
-    assert {one.status for one in report.answers} - {"not looked at"} and len(asked) <= MOST_INTERVALS
-    assert len(asked) >= MOST_INTERVALS - 6
+    assert all(one.status != "not looked at" for one in report.answers if one.question != "sampling")
+    assert MOST_INTERVALS - 8 <= len(asked) <= MOST_INTERVALS
     assert set(asked) == {0.02 / MOST_INTERVALS}
 
 
@@ -260,7 +260,9 @@ def test_bad_input_is_one_sentence_and_a_code(name, tmp_path):
     text, code, words = BAD[name]
     (tmp_path / name).write_text(text, encoding="utf-8")
     done = call("diagnose", str(tmp_path / name), code=code)
-    assert words in done.stderr and done.stderr.count("\n") <= 1 and "Traceback" not in done.output
+    assert words in done.stderr
+    assert done.stderr.count("\n") <= 1
+    assert "Traceback" not in done.output
     assert words or "there are no intervals" in " ".join(done.stdout.split())
 
 
@@ -294,16 +296,19 @@ def test_the_command_writes_text_json_and_a_page_with_a_picture(tmp_path):
     done = call("diagnose", str(path), "--column", "logp=my\x1b_logp", "--output", "text", *outputs, code=0)
     report = json.loads((tmp_path / "json").read_text(encoding="utf-8"))
     jsonschema.validate(report, SCHEMA)
-    assert report["verdict"] == "nothing found" and report["columns"]["logp"] == "my\x1b_logp"
+    assert (report["verdict"], report["columns"]["logp"]) == ("nothing found", "my\x1b_logp")
     assert "NOTHING FOUND; 6 of 11 questions not looked at" in done.stdout
-    assert "\x1b" not in done.stdout and len(done.stdout.splitlines()) <= 40
+    assert "\x1b" not in done.stdout
+    assert len(done.stdout.splitlines()) <= 40
     page = (tmp_path / "html").read_text(encoding="utf-8")
-    assert "data:image/png;base64,iVBOR" in page and "<script>" not in page and "http" not in page.split("</style>")[1]
+    assert "data:image/png;base64,iVBOR" in page
+    assert not any(word in page.split("</style>")[1] for word in ("<script>", "http:", "https:", "\x1b"))
     assert call("diagnose", str(path), "--column", "logp=my\x1b_logp", "--strict", code=4)
 
 
 def test_without_a_page_no_library_for_pictures_or_tables_is_imported(tmp_path):
     path = written(tmp_path / "logs.jsonl", [json.loads(ONE)])
-    code = f"import sys, kltest; kltest.diagnose({str(path)!r}); print([x for x in sys.modules if x in {{'matplotlib', 'pandas', 'transformers'}}])"
+    shown = "[one for one in sys.modules if one in {'matplotlib', 'pandas', 'transformers'}]"
+    code = f"import sys, kltest; kltest.diagnose({str(path)!r}); print({shown})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
