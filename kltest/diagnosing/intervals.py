@@ -20,6 +20,8 @@ MOST_INTERVALS = 30
 """Most intervals of a report; each misses with the error rate divided by this, so that all hold together."""
 ROUNDING = 1e-9
 """Noise below this share of a value is rounding."""
+SHOWN = 1e-4
+"""Width of an interval, as a share of its value, below which its ends are not printed."""
 
 
 class Estimate(Interval):
@@ -28,7 +30,7 @@ class Estimate(Interval):
     def __str__(self) -> str:
         if not math.isfinite(self.width):
             return f"{self.value:.3g} [no interval]"
-        if self.width <= ROUNDING * abs(self.value):
+        if self.width <= SHOWN * abs(self.value):
             return f"{self.value:.4g}"
         digits = max(0, 1 - math.floor(math.log10(self.width)))
         if digits > 5:
