@@ -1,6 +1,6 @@
 """Coverage and power of `kltest diagnose`: logs of rollouts that are drawn exactly, right ones and with a planted bug.
 
-    python -m benchmarks.diagnose [--tries 100]    # writes diagnose.csv and diagnose_coverage.csv
+    python -m benchmarks.diagnose [--tries 200]    # writes diagnose.csv and diagnose_coverage.csv
 
 A bigram of 32 tokens with an end token answers sixteen prompts with at most 48 tokens. Policy, older policy, engine and
 reference are tables of log-probs, so that tokens are drawn from what the logs say, or from what a bug makes of it, and
@@ -212,6 +212,21 @@ CASES = (
         ),
     ),
     Case("engine with other weights", ("engine",), lambda one: _of_engine(one, tables(0, 0.4).old_logp)),
+    Case(
+        "top-p .995, renormalised", ("truncation",), lambda one: _of_engine(one, truncated(one.rollout_logp, p=0.995))
+    ),
+    Case(
+        "top-p .98, raw log-probs",
+        ("sampling",),
+        lambda one: replace(one, drawn=truncated(one.rollout_logp, p=0.98)),
+        without=("logp",),
+    ),
+    Case(
+        "temperature 1.03 in the engine alone",
+        ("temperature",),
+        lambda one: _of_engine(one, at_temperature(one.rollout_logp, 1.03)),
+    ),
+    Case("engine a little away", ("engine",), lambda one: _of_engine(one, tables(0, 0.27).old_logp)),
     Case("reference is the policy", ("reference",), lambda one: replace(one, ref_logp=one.logp)),
     Case("reference is the older policy", ("reference",), lambda one: replace(one, ref_logp=one.old_logp)),
     Case("reference and older policy exchanged", ("reference",), logs=_exchanged, without=NO_ENGINE),
@@ -317,48 +332,40 @@ COVERED = (
     "temperature 1.2 in the engine alone",
 )
 EACH = 0.01
-"""Rate at which a single interval may miss, and all of a report."""
+"""Rate at which a single interval may miss, and at which any of a report may."""
 
 
-def coverage(tries: int) -> Iterator[dict[str, Any]]:
-    """Yield how often each interval misses at EACH, and any of a report at an error rate of EACH."""
-    for number, (case, prompts) in enumerate(
-        (case, prompts) for case in CASES if case.name in COVERED for prompts in SIZES
-    ):
-        generator, expected = np.random.default_rng(number), truth(case.tables(tables()))
-        low, high, widths = Counter(), Counter(), Counter()
-        for _ in track(range(tries), f"{case.name}, {prompts}"):
+def coverage(prompts: int, tries: int) -> Iterator[dict[str, Any]]:
+    """Yield how often each interval is below and above what it is of, at EACH, and any of a report at that rate."""
+    for case in (one for one in CASES if one.name in COVERED):
+        generator = np.random.default_rng([prompts, CASES.index(case)])
+        expected, counts, widths, anywhere = truth(case.tables(tables())), Counter(), Counter(), 0
+        for _ in track(range(tries), f"coverage: {case.name}, {prompts}"):
             logs = case_logs(case, prompts, generator)
             for rate in (EACH * MOST_INTERVALS, EACH):
-                estimates = {
-                    f"{one.question}.{name}": value
-                    for one in diagnose(logs, error_rate=rate).answers
-                    for name, value in one.numbers.items()
-                    if f"{one.question}.{name}" in expected
-                }
-                missed = {name for name, one in estimates.items() if not one.low <= expected[name] <= one.high}
+                answers = diagnose(logs, error_rate=rate).answers
+                found = {f"{one.question}.{name}": value for one in answers for name, value in one.numbers.items()}
+                pairs = {name: (one, expected[name]) for name, one in found.items() if name in expected}
                 if rate == EACH:
-                    low["any"] += bool(missed)
+                    anywhere += any(not one.low <= value <= one.high for one, value in pairs.values())
                     continue
-                for name, one in estimates.items():
-                    low[name] += one.low > expected[name]
-                    high[name] += one.high < expected[name]
+                for name, (one, value) in pairs.items():
+                    counts[name, "below"] += one.high < value
+                    counts[name, "above"] += one.low > value
                     widths[name] += one.width / tries
-        for name in ("any", *widths):
-            shares = (
-                {"below": high[name] / tries, "above": low[name] / tries}
-                if name != "any"
-                else {"any": low[name] / tries}
-            )
-            row = {"logs": case.name, "prompts": prompts, "interval": name, "tries": tries}
-            yield row | {"truth": expected.get(name), "width": widths.get(name)} | shares
+        row = {"logs": case.name, "prompts": prompts, "tries": tries}
+        yield row | {"interval": "any of a report", "missed": anywhere / tries}
+        for name, width in widths.items():
+            sides = {side: counts[name, side] / tries for side in ("below", "above")}
+            missed = {"missed": sum(sides.values()), **sides}
+            yield row | {"interval": name, **missed, "truth": float(expected[name]), "width": width}
 
 
-def power(tries: int) -> Iterator[dict[str, Any]]:
+def power(prompts: int, tries: int) -> Iterator[dict[str, Any]]:
     """Yield how often the bug of each case is found, something else is, and nothing can be decided."""
-    for number, (case, prompts) in enumerate((case, prompts) for case in CASES for prompts in SIZES):
-        generator, counts = np.random.default_rng(1000 + number), Counter()
-        for _ in track(range(tries), f"{case.name}, {prompts}"):
+    for number, case in enumerate(CASES):
+        generator, counts = np.random.default_rng([prompts, number]), Counter()
+        for _ in track(range(tries), f"power: {case.name}, {prompts}"):
             report = diagnose(case_logs(case, prompts, generator))
             found = {one.question for one in report.answers if one.status == "finding"}
             counts["found"] += bool(found & {*case.questions})
@@ -368,10 +375,14 @@ def power(tries: int) -> Iterator[dict[str, Any]]:
         yield row | {name: counts[name] / tries for name in ("found", "others", "inconclusive")}
 
 
-def main(tries: int = 100) -> None:
+TABLES = {"diagnose.csv": power, "diagnose_coverage.csv": coverage}
+
+
+def main(tries: int = 200) -> None:
     """Write both tables."""
-    record(Path(__file__).with_suffix(".csv"), pandas.DataFrame(power(tries)))
-    record(Path(__file__).with_name("diagnose_coverage.csv"), pandas.DataFrame(coverage(tries)))
+    for name, rows in TABLES.items():
+        found = [row for prompts in SIZES for row in rows(prompts, tries)]
+        record(Path(__file__).with_name(name), pandas.DataFrame(found))
 
 
 if __name__ == "__main__":
