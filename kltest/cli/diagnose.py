@@ -18,7 +18,10 @@ def command(
     ],
     column: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIELD=NAME", help="Name of a column that the usual names do not find; repeatable."),
+        typer.Option(
+            metavar="FIELD=NAME",
+            help="Name of a column that the usual names do not find, nothing to leave it out; repeatable.",
+        ),
     ] = None,
     error_rate: Annotated[
         float, typer.Option(metavar="RATE", help="Highest probability that any interval of the report misses.")
@@ -34,7 +37,7 @@ def command(
     names = {}
     for text in column or ():
         name, equals, key = text.partition("=")
-        if not equals or not key:
+        if not equals:
             raise UsageError(f"--column {text}: write FIELD=NAME, as logp=my_logprobs")
         names[name] = key
     from kltest.diagnosing.diagnose import diagnosed

@@ -25,7 +25,7 @@ def diagnose(
     Args:
         source: A file (.jsonl, .json, .parquet, .pt), or a list of rollouts or batches: mappings of numbers, lists,
             arrays or tensors, by the names that trainers use.
-        names: Names of columns by field, for those that the usual names do not find.
+        names: Names of columns by field, for those that the usual names do not find; an empty one leaves a field out.
         error_rate: Highest probability that any interval of the report misses.
         strict: Questions that are not looked at make the verdict inconclusive.
 
@@ -49,7 +49,7 @@ def diagnosed(
     units = Units(logs.group, error_rate / MOST_INTERVALS)
     answers = [asked(logs, units) for asked in QUESTIONS.values()]
     found, unit = {one.status for one in answers}, "prompt" if "group" in logs.columns else "rollout"
-    undecided = INCONCLUSIVE in found or (strict and NOT_LOOKED_AT in found)
+    undecided = INCONCLUSIVE in found or found == {NOT_LOOKED_AT} or (strict and NOT_LOOKED_AT in found)
     if len(units) < LEAST:
         logs.notes.append(f"Fewer than {LEAST} {unit}s: there are no intervals, and what needs one is not decided.")
     diagnosis = Diagnosis(

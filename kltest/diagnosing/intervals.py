@@ -73,7 +73,7 @@ class Units:
         if error <= ROUNDING * abs(value):
             return Estimate(value, value - error, value + error)
         n, skewness = len(self), sample.skewness(of_means)
-        freedom = min(n - 1.0, 2 * n / (n / sample.effective(of_means) - 1))
+        freedom = min(n - 1.0, 2 * n / max(n / sample.effective(of_means) - 1, ROUNDING))
         q = reach(self.rate, freedom + 1)
         more = abs(skewness) * (2 * q**2 + 1) / (6 * math.sqrt(n))
         return Estimate(value, value - (q + more * (skewness < 0)) * error, value + (q + more * (skewness > 0)) * error)

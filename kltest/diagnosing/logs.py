@@ -82,7 +82,7 @@ def read(source: Any, names: Mapping[str, str] | None = None) -> Logs:
 
     Args:
         source: A path, or a list of rollouts or of batches (mappings of numbers, lists, arrays or tensors), or one.
-        names: Names of columns by field, for those that the usual names do not find.
+        names: Names of columns by field, for those that the usual names do not find; an empty one leaves a field out.
 
     Raises:
         UsageError: The source cannot be read, or a column is missing, ragged or not of finite numbers.
@@ -169,12 +169,12 @@ def _named(rows: list[dict[str, Any]], chosen: Mapping[str, str], place: str) ->
     present = list(dict.fromkeys(name for row in rows for name in row))
     for name, key in chosen.items():
         for given, known in ((name, [*LOGGED]), (key, present)):
-            if given not in known:
+            if given and given not in known:
                 raise UsageError(
                     f"--column {name}={key}: there is no {given}; {did_you_mean(given, known)}there are "
                     f"{', '.join(known)}"
                 )
-    names = dict(chosen)
+    names = {name: key for name, key in chosen.items() if key}
     for name, usual in LOGGED.items():
         means = [key for key in present if key not in chosen.values() and logged_field(key) == name]
         if name in chosen or not means:

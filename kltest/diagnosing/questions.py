@@ -69,6 +69,8 @@ def columns(logs: Logs, units: Units) -> Answer:
                 found.append(f"{logs.names[other]} fits {logs.names[own]} better one token to the {side}")
     if found:
         return Answer("columns", FINDING, "; ".join(found))
+    if len(logs.columns.keys() & {*LOG_PROBS}) < 2:
+        return missing("columns", "two columns of log-probs")
     return Answer("columns", NOTHING, "Log-probs are at most 0, and no column is shifted by a token")
 
 

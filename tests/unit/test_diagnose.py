@@ -47,7 +47,8 @@ def written(path, rows):
 def test_planted_bugs_are_found_and_right_logs_are_not_accused(case):
     report = kltest.diagnose(case_logs(case, 128, np.random.default_rng(1)))
     found = {one.question for one in report.answers if one.status == "finding"}
-    assert found == {*case.questions} or (found and found <= {*case.questions, *case.besides}), report.to_text()
+    assert found <= {*case.questions, *case.besides}, report.to_text()
+    assert found or case.near or not case.questions, report.to_text()
     assert report.exit_code == (1 if found else {"nothing found": 0, "inconclusive": 4}[report.verdict])
 
 
@@ -94,6 +95,12 @@ def test_intervals_miss_at_their_rate(noise, units):
     group = np.arange(units)
     found = [Units(group, 0.05).mean(draw(*scale, size=units)) for _ in range(2000)]
     assert np.mean([not one.low <= mean <= one.high for one in found]) <= 0.07
+
+
+def test_noise_of_two_values_has_an_interval():
+    """Its kurtosis is 1, the least there is: no division by zero."""
+    one = Units(np.arange(64), 0.01).mean(np.arange(64) % 2.0)
+    assert one.low < one.value == 0.5 < one.high
 
 
 def test_a_report_has_no_more_intervals_than_share_the_error_rate(monkeypatch):
@@ -154,6 +161,15 @@ def test_what_is_known_of_age_alone_and_by_version():
     alone = kltest.diagnose({name: one for name, one in logs.items() if name != "old_logp"})
     assert "age alone needs old_logp" in alone["staleness"].message
     assert alone["temperature"].status == "not looked at"
+
+
+def test_a_file_in_which_nothing_can_be_looked_at_is_inconclusive_and_a_column_can_be_left_out():
+    logs = logs_of("right", 16)
+    assert kltest.diagnose({"logp": logs["logp"]}).verdict == "inconclusive"
+    words = logs | {"version": np.array(["seven"] * len(logs["mask"]))}
+    with pytest.raises(UsageError, match="version of rollout 1 is not a number"):
+        kltest.diagnose(words)
+    assert kltest.diagnose(words, names={"version": ""}).verdict == "nothing found"
 
 
 def test_an_engine_that_is_a_copy_is_not_looked_at():
