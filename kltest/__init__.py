@@ -11,6 +11,7 @@ from kltest.version import VERSION as __version__
 if TYPE_CHECKING:
     from kltest.auditing.audit import audit
     from kltest.auditing.callback import KLAuditCallback
+    from kltest.diagnosing.diagnose import diagnose
     from kltest.grading.configuration import configured
     from kltest.grading.grader import grade
     from kltest.loss.jax import jax_loss
@@ -23,6 +24,7 @@ _PLACES = {
     "Report": "report",
     "audit": "auditing.audit",
     "configured": "grading.configuration",
+    "diagnose": "diagnosing.diagnose",
     "grade": "grading.grader",
     "jax_loss": "loss.jax",
     "parametrize_with_checks": "parametrize",
@@ -34,6 +36,7 @@ __all__ = [
     "__version__",
     "audit",
     "configured",
+    "diagnose",
     "grade",
     "jax_loss",
     "parametrize_with_checks",

@@ -260,6 +260,61 @@ def says_kl(name: str) -> bool:
     return any(map(_KL.fullmatch, words)) and not any(map(_NO_KL.fullmatch, words))
 
 
+_LOGGED = {
+    "logp": "policy_logp policy_logps policy_logprobs curr_logprobs trainer_logprobs action_log_probs",
+    "ref_logp": "reference_logps reference_logprobs reference_policy_logprobs base_action_log_probs",
+    "old_logp": "prev_logprobs old_action_log_probs",
+    "rollout_logp": "rollout_logps rollout_logprob rollout_logprobs rollout_log_prob rollout_log_probs "
+    "inference_logprobs sampling_logps sampling_logprobs sampling_per_token_logps generation_logprobs infer_logprobs "
+    "vllm_logps vllm_logprobs engine_logps engine_logprobs",
+    "prox_logp": "prox_logps prox_logprobs proximal_logp proximal_logps proximal_logprobs",
+    "mask": "response_masks loss_masks final_response_mask",
+    "entropy": "entropys entropies token_entropy token_entropies",
+    "reward": "score raw_reward raw_rewards",
+    "shaped_reward": "shaped_rewards token_level_rewards kl_rewards rewards_with_kl",
+    "advantage": "",
+    "group": "uid prompt_id problem_id",
+    "version": "versions weight_version weight_versions policy_version policy_versions model_version",
+}
+"""Columns of logs of rollouts, and names that trainers give them beside those of FIELDS."""
+_OF_A_BATCH = frozenset({"attention_mask", "full_attention_mask", "padding_mask", "labels_mask"})
+"""Masks of prompt and completion, which in logs are no mask of the completion."""
+_ENGINES = frozenset(
+    (
+        "rollout",
+        "inference",
+        "infer",
+        "generation",
+        "generator",
+        "gen",
+        "vllm",
+        "sglang",
+        "sampling",
+        "sampler",
+        "engine",
+    )
+)
+LOGGED = {
+    field: (field, *(FIELDS[field].aliases if field in FIELDS else ()), *names.split())
+    for field, names in _LOGGED.items()
+}
+"""Columns of logs of rollouts, by the names that each goes by, the first the usual one."""
+_COLUMN = {name: field for field, names in LOGGED.items() for name in names if name not in _OF_A_BATCH}
+
+
+def logged_field(name: str) -> str | None:
+    """Return the column of logs that a name means (`vllm_logprobs`: rollout_logp), or None.
+
+    In logs the engine's log-probs stand beside those that the trainer computed for the same policy.
+    """
+    if name in _COLUMN:
+        return _COLUMN[name]
+    stated = suggested_field(name)
+    if stated == "old_logp" and _ENGINES & set(_words(name)):
+        return "rollout_logp"
+    return stated if stated in ("logp", "ref_logp", "old_logp") else None
+
+
 def listed(words: Sequence[str]) -> str:
     """Return words as a list in a sentence."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -29,6 +29,7 @@ COMMANDS = {
     ),
     "pin": ("pin", "Write one test file, without kltest, that pins the gradients that losses follow today."),
     "audit": ("audit", "Measure the gradient that a loss follows on a language model, by sampling."),
+    "diagnose": ("diagnose", "Report what logged log-probs show: sampler, engine, reference, masks; no model."),
     "list": ("listing", "List estimators, named gradients, environments, fields and checks."),
     "explain": ("explain", "Describe a check, an estimator or a named gradient."),
     "libraries": ("libraries", "Install real libraries and grade all their settings."),
@@ -47,6 +48,8 @@ EPILOGS = {
     "pin": "Exit code: 0 written and green, 2 usage or a loss that cannot be pinned, 3 a loss failed or the file is "
     "not green; then nothing is written.",
     "audit": "Exit code: as of grade. Start with: kltest audit k3-loss --model tiny",
+    "diagnose": "Exit code: 0 nothing found in what was looked at, 1 a finding, 2 usage, 4 inconclusive (with --strict "
+    "also if a question was not looked at), 5 no rollout.",
     "run": "With --set or --seeds its results stand beside those that the figures and the paper read.",
 }
 

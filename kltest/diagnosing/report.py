@@ -1,0 +1,97 @@
+"""The result of a diagnosis as plain data: text, and JSON in the schema kltest.diagnose/1."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kltest.diagnosing.answers import FINDING, INCONCLUSIVE, NOT_LOOKED_AT, NOTHING, STATUSES, Answer
+from kltest.files import as_json, mapped
+from kltest.names import listed
+from kltest.render.tables import PLAIN, Terminal, table, wrap
+from kltest.render.words import visible
+
+SCHEMA = "kltest.diagnose/1"
+EXIT_CODES = {NOTHING: 0, FINDING: 1, INCONCLUSIVE: 4}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The result of a diagnosis.
+
+    Attributes:
+        source: Where the logs come from.
+        verdict: "finding"; "inconclusive" if a question could not be decided, or with `strict` was not looked at; else
+            "nothing found", which says nothing of questions that were not looked at.
+        error_rate: Highest probability that any interval misses.
+        unit: What is independent of each other: "prompt" or "rollout".
+        units, rollouts, tokens: How many there are.
+        columns: The name in the file of each column that was read.
+        unread: Names that were not read.
+        answers: An answer to each question.
+        notes: Sentences.
+    """
+
+    source: str
+    verdict: str
+    error_rate: float
+    unit: str
+    units: int
+    rollouts: int
+    tokens: int
+    columns: dict[str, str]
+    unread: list[str]
+    answers: list[Answer]
+    notes: list[str]
+    versions: dict[str, str]
+    seconds: float
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the command line."""
+        return EXIT_CODES[self.verdict]
+
+    def __getitem__(self, question: str) -> Answer:
+        return next(one for one in self.answers if one.question == question)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; numbers that are not finite are None."""
+        found = {"schema": SCHEMA, **asdict(self)}
+        return dict(mapped(found, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one))
+
+    def to_json(self) -> str:
+        """Return the JSON text."""
+        return as_json(self.to_dict())
+
+    def first_line(self) -> str:
+        """Return the verdict, the questions that it comes from, and how many were not looked at."""
+        which = [one.question for one in self.answers if one.status == self.verdict != NOTHING]
+        unseen = sum(one.status == NOT_LOOKED_AT for one in self.answers)
+        verdict = ": ".join(filter(None, (self.verdict.upper(), listed(which))))
+        return f"{verdict}; {unseen} of {len(self.answers)} questions not looked at"
+
+    def facts(self) -> str:
+        """Return in a few sentences what was read, and what the intervals mean."""
+        read = ", ".join(name if name == key else f"{name} ({key})" for name, key in self.columns.items())
+        return " ".join((
+            f"{self.rollouts:,} rollouts, {self.tokens:,} tokens. Read: {read}.",
+            *([f"Not read: {', '.join(self.unread)}."] if self.unread else []),
+            f"All intervals hold together at {100 * (1 - self.error_rate):g} %; the unit is a {self.unit}, of which "
+            f"there are {self.units:,}.",
+            *self.notes,
+        ))  # fmt: skip
+
+    def to_text(self, terminal: Terminal = PLAIN) -> str:
+        """Return the report for people."""
+        return "\n".join(self._lines(terminal)) + "\n"
+
+    def _lines(self, terminal: Terminal) -> Iterator[str]:
+        yield visible(f"{self.source}: {self.first_line()}", keep="")
+        for status in STATUSES:
+            answers = [one for one in self.answers if one.status == status]
+            if answers:
+                yield status.capitalize()
+                related = [f" ({one.related})" if one.related else "" for one in answers]
+                rows = [(one.question, visible(one.message) + more) for one, more in zip(answers, related, strict=True)]
+                yield table(("", ""), rows, indent=2, terminal=terminal)
+        yield from wrap(visible(self.facts()), terminal)
