@@ -28,6 +28,7 @@ COMMANDS = {
         "Write the continuous integration of a checkout: workflow, hook, configuration, baseline and test.",
     ),
     "pin": ("pin", "Write one test file, without kltest, that pins the gradients that losses follow today."),
+    "same": ("same", "Compare two implementations of a loss: value, gradient and logged numbers."),
     "audit": ("audit", "Measure the gradient that a loss follows on a language model, by sampling."),
     "list": ("listing", "List estimators, named gradients, environments, fields and checks."),
     "explain": ("explain", "Describe a check, an estimator or a named gradient."),
@@ -46,6 +47,7 @@ EPILOGS = {
     "init": "Exit code: 0 written and green, or nothing to write, 1 red, 2 usage, 5 no KL term that can be held.",
     "pin": "Exit code: 0 written and green, 2 usage or a loss that cannot be pinned, 3 a loss failed or the file is "
     "not green; then nothing is written.",
+    "same": "Exit code: 0 the same on everything that was tried, 1 they differ, 2 usage, 4 nothing could be decided.",
     "audit": "Exit code: as of grade. Start with: kltest audit k3-loss --model tiny",
     "run": "With --set or --seeds its results stand beside those that the figures and the paper read.",
 }

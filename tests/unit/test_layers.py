@@ -26,7 +26,7 @@ LAYERS = (
     ("checks",),
     ("render", "adapters"),
     ("grading",),
-    ("training", "reproduce", "scoreboard", "scanning", "auditing", "finetune", "parametrize"),
+    ("training", "reproduce", "scoreboard", "scanning", "auditing", "comparing", "finetune", "parametrize"),
     ("integration",),
     ("pytest_plugin", "cli"),
     ("", "__main__"),
