@@ -67,12 +67,19 @@ class Case:
     @property
     def words(self) -> str:
         """The batch in words."""
-        said = [f"{len(self.rows)} rollout{'s' * (len(self.rows) > 1)} of {self.environment}, {self.sampler} sampler"]
-        said += [f"groups of {self.group}"] * bool(self.group) + [f"{self.padding} at padding"] * bool(self.padding)
-        said += [f"{self.columns} more columns"] * bool(self.columns) + [self.floats] * (self.floats != "float64")
-        said += [f"β = {self.beta:g}"] * (self.beta is not None) + [f"{name} = {one:g}" for name, one in self.options]
-        said += ["another gradient from above than 1"] * self.upstream
-        return ", ".join(said + [f"{self.constant:g} added to all logits"] * bool(self.constant))
+        plural = "s" if len(self.rows) > 1 else ""
+        said = {
+            f"{len(self.rows)} rollout{plural} of {self.environment}, {self.sampler} sampler": True,
+            f"groups of {self.group}": self.group,
+            f"{self.padding} at padding": self.padding,
+            f"{self.columns} more columns": self.columns,
+            self.floats: self.floats != "float64",
+            f"β = {self.beta}": self.beta is not None,
+            ", ".join(f"{name} = {value:g}" for name, value in self.options): self.options,
+            "a gradient from above that is not 1": self.upstream,
+            f"{self.constant:g} and more added to all logits": self.constant,
+        }
+        return ", ".join(words for words, true in said.items() if true)
 
     @property
     def weights(self) -> torch.Tensor:

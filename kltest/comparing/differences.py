@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kltest.comparing.cases import Case, rollout
-from kltest.comparing.sides import Seen
+from kltest.comparing.sides import KL, Seen
 from kltest.moments.tolerances import LOWEST_FIRST, TOLERANCES, Tolerances
 from kltest.rollout import Rollout
 
@@ -63,8 +63,9 @@ def _pairs(batch: Rollout, a: Seen, b: Seen) -> Iterator[tuple[str, tuple[np.nda
         dead = ~(live if leaf == "logp" else live[..., None])
         there = (np.where(dead, one.gradients.get(leaf, 0.0), 0.0) for one in (a, b))
         yield f"the gradient {AT_PADDING} ({leaf})", tuple(there)  # type: ignore[misc]
-    for key in a.logged.keys() & b.logged.keys():
-        yield f"logged {key}" if not key.startswith("the ") else key, (a.logged[key], b.logged[key])
+    common = sorted(a.logged.keys() & b.logged.keys())
+    for key in (key for key in common if key != KL or "kl" not in common):
+        yield f"logged {key}", (a.logged[key], b.logged[key])
 
 
 def gradients(batch: Rollout, a: Seen, b: Seen) -> tuple[np.ndarray, np.ndarray]:

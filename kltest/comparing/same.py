@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -249,8 +250,7 @@ class _Comparing:
         used = [{*one.gradients} for one in (a, b)]
         leaves = ["raw"] if used[0] != used[1] and all(used) else sorted(used[0] | used[1], reverse=True)
         logged = self.found.smallest.differences[0].what if self.found.smallest else ""
-        key = logged.removeprefix("logged ")
-        of_logged = key in a.logged
+        key, of_logged = logged.removeprefix("logged "), logged.startswith("logged ")
         fields = {name: batch.peek(name).detach().numpy() for name in batch.keys()}  # noqa: SIM118
         more: dict[str, Any] = {
             "beta": case.beta if case.beta is not None else batch.peek("beta"),
@@ -260,34 +260,41 @@ class _Comparing:
         words = f"A: {self.a.name}   B: {self.b.name}   {case.words}"
         picks = [one.format("kl" if key == KL else key) for one in LOGGED] if of_logged else LOSSES
         wanted = [one.logged[key] if of_logged else one.value for one in (a, b)]
-        gradient = gradients(batch, a, b)
-        for first in picks:
-            for second in picks:
-                text = program(words, called, fields, picks=(first, second), **more)
-                lines = self.a.ask(printed, text)
-                if self._agrees(lines, wanted, () if of_logged else gradient, raw="raw" in leaves, case=case):
-                    return text
+        shown: list[list[np.ndarray]] = [[], []]
+        if not of_logged and leaves == ["raw"]:
+            shown = [[one] for one in gradients(batch, a, b)]
+        elif not of_logged:
+            shown = [[one.gradients[leaf] for leaf in leaves if leaf in one.gradients] for one in (a, b)]
+        for first, second in product(picks, picks):
+            text = program(words, called, fields, picks=(first, second), **more)
+            if self._agrees(self.a.ask(printed, text), wanted, shown, batch.peek("mask").numpy() != 0):
+                return text
         raise NoSourceError("no short program gives these numbers: a loss is called in a special way")
 
     def _agrees(
-        self, lines: Sequence[Sequence[Any]], values: Sequence[np.ndarray], gradient: Any, *, raw: bool, case: Case
+        self,
+        lines: Sequence[Any],
+        values: Sequence[np.ndarray],
+        shown: Sequence[Sequence[np.ndarray]],
+        live: np.ndarray,
     ) -> bool:
-        """True if a program printed the values that were seen, and, at the logits of all, the gradients."""
-        exact = max(one.dtype for one in self.known) == "float64" and case.floats == "float64"
-        limit = {"rtol": TOLERANCES["float64"] if exact else LOW_PRECISION, "atol": 1e-9, "equal_nan": True}
-        shown = {(line[0], line[1]): line[2:] for line in lines}
-        for letter, value in zip("AB", values, strict=True):
-            got = shown.get((letter, "value"))
-            if not got or np.shape(got[0]) != value.shape or not np.allclose(got[0], value, **limit):
+        """True if a program printed the values that were seen, and the gradients at live positions."""
+        exact = all(one.dtype == "float64" for one in self.known)
+        limit = TOLERANCES["float64"] if exact else LOW_PRECISION
+
+        def near(got: Any, one: np.ndarray) -> bool:
+            return np.shape(got) == one.shape and np.allclose(np.array(got), one, limit, 1e-9, equal_nan=True)
+
+        found = {(line[0], line[1]): line[2:] for line in lines}
+        for letter, value, wanted in zip("AB", values, shown, strict=True):
+            if not near(found.get((letter, "value"), [None])[0], value):
                 return False
-        if not raw or len(gradient) == 0:
-            return True
-        live = rollout(case).peek("mask").numpy() != 0
-        return all(
-            (letter, "gradient") in shown
-            and np.allclose(np.where(live[..., None], shown[letter, "gradient"][0], 0.0), wanted, **limit)
-            for letter, wanted in zip("AB", gradient, strict=True)
-        )
+            got = [np.array(one) for one in found.get((letter, "gradient"), []) if one is not None]
+            places = [live if one.ndim == 2 else live[..., None] for one in wanted]
+            pairs = zip(got, wanted, places, strict=False)
+            if wanted and (len(got) != len(wanted) or not all(near(g * p, w * p) for g, w, p in pairs)):
+                return False
+        return True
 
 
 def _size(case: Case) -> tuple[int, ...]:
@@ -312,6 +319,6 @@ def _only_one_logs(pairs: Sequence[tuple[Case, Seen, Seen]]) -> Iterator[str]:
         kinds = {"scalar": "one number", "rows": "a number a row", "tokens": "a number a token"}
         a, b = next((a, b) for a, b in both if a.returned != b.returned)
         yield (
-            f"A returns {kinds[a.returned]}, B {kinds[b.returned]}: their objectives are compared, sums over tokens and "
-            "means over rows"
+            f"A returns {kinds[a.returned]}, B {kinds[b.returned]}: their objectives are compared, sums over tokens "
+            "and means over rows"
         )

@@ -191,8 +191,8 @@ def _seen(loss: Loss, case: Case) -> Seen:
     return Seen(result.returned, value.detach().numpy(), float(objective.detach()), gradients, logged)
 
 
-KL = "the logged KL"
-"""What a loss logs as its KL, whatever its name is there."""
+KL = "KL"
+"""What a loss logs as its KL, by whatever name."""
 
 
 def with_options(loss: Loss, case: Case) -> Loss:
