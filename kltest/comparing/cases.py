@@ -42,7 +42,7 @@ class Case:
         floats: The type of floating-point fields.
         beta: The coefficient, None for the loss's own.
         options: Values of parameters that both take.
-        upstream: True if what comes in from above is 2 for the first row, 3 for the second, …; 1 for all if not.
+        upstream: 0 if the gradient that comes in from above is 1; else it is 2, and grows by 1 up to this many rows on.
         constant: Added to the logits of every position.
         digits: To which log-probs are rounded.
         trimmed: True if columns without a token are cut off.
@@ -58,7 +58,7 @@ class Case:
     floats: str = "float64"
     beta: float | None = None
     options: tuple[tuple[str, float], ...] = ()
-    upstream: bool = False
+    upstream: int = 0
     constant: float = 0.0
     digits: int | None = None
     trimmed: bool = False
@@ -84,7 +84,8 @@ class Case:
     @property
     def weights(self) -> torch.Tensor:
         """(B,) gradient that comes in from above, times B."""
-        return 2.0 + torch.arange(len(self.rows)) % 3 if self.upstream else torch.ones(len(self.rows))
+        rows = torch.arange(len(self.rows))
+        return 2.0 + rows % self.upstream if self.upstream else torch.ones(len(rows))
 
     @property
     def special(self) -> int:
@@ -155,6 +156,7 @@ def cases(
     logits: bool = False,
     numbers: Mapping[str, float] | None = None,
     groups: tuple[int, ...] = (2, 4),
+    upstream: int = 1,
 ) -> list[Case]:
     """Return what is tried, from small batches to large.
 
@@ -164,6 +166,7 @@ def cases(
         logits: True if both read logits.
         numbers: Values of numeric parameters that both take.
         groups: Sizes of groups.
+        upstream: 3 if both return a number a row, so that each may get another gradient from above, else 1.
     """
 
     def of(family: str, environment: str, many: int, **more: Any) -> Case:
@@ -182,8 +185,8 @@ def cases(
         of("groups", each, size * many, group=size, sampler=sampler)
         for size, many, each, sampler in product(groups, (1, 2, 3), ("bandit", "ragged"), samplers)
     ]
-    found += [of("gradient from above", each, n, upstream=True) for n, each in product((1, 5), ENVIRONMENTS)]
-    found += [of("gradient from above", "ragged", 2 * groups[-1], upstream=True, group=groups[-1])]
+    found += [of("gradient from above", each, n, upstream=upstream) for n, each in product((1, 5), ENVIRONMENTS)]
+    found += [of("gradient from above", "ragged", 2 * groups[-1], upstream=upstream, group=groups[-1])]
     for each, floats in product(("bandit", "ragged", "turns", "far 5"), ("float32", "bfloat16")):
         found.append(of("precision", each, 8, floats=floats))
     if "beta" in reads:
@@ -211,8 +214,15 @@ def simpler(case: Case, *, rounds: bool) -> Iterator[Case]:
             some = combinations(blocks, size) if size != many // 2 or many < 6 else (blocks[:size], blocks[size:])
             for part, _ in zip(some, range(64), strict=False):
                 yield replace(case, rows=sum(part, ()))
-    defaults = {"sampler": "current", "padding": "", "columns": 0, "floats": "float64", "upstream": False}
-    for name, usual in {**defaults, "beta": None, "options": (), "constant": 0.0, "trimmed": True}.items():
+    defaults: dict[str, Any] = {
+        "sampler": "current",
+        "padding": "",
+        "columns": 0,
+        "floats": "float64",
+        "upstream": False,
+    }
+    defaults |= {"beta": None, "options": (), "constant": 0.0, "trimmed": True}
+    for name, usual in defaults.items():
         if getattr(case, name) != usual:
             yield replace(case, **{name: usual})
     if rounds and not case.constant and case.digits != 1:

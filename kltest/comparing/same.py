@@ -33,6 +33,8 @@ ROUNDS, NUMBERS = 12, 6
 # What a program may pick from what a loss returned: the loss, and a logged number by its name.
 LOSSES, LOGGED = ("", "[0]", ".loss", "['loss']"), ("[1][{0!r}]", "[{0!r}]", ".{0}", "[1]")
 
+Arrays = Sequence[np.ndarray]
+
 
 def same(
     a: Callable[..., Any] | str,
@@ -73,14 +75,14 @@ def same(
     if tolerance is not None:
         positive()(tolerance, "tolerance")
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
-    sides = [
+    one, other = (
         _side(loss, {**(arguments or {}), **(own or {})}, seed, isolated, timeout, deadline)
         for loss, own in ((a, arguments_a), (b, arguments_b))
-    ]
+    )
     versions = {"kltest": VERSION, "python": platform.python_version(), "torch": str(torch.__version__)}
-    found = Comparison(*(side.name for side in sides), seed, versions=versions)
+    found = Comparison(one.name, other.name, seed, versions=versions)
     try:
-        _Comparing(*sides, found, tolerance).run(ranks)
+        _Comparing(one, other, found, tolerance).run(ranks)
     except TargetError as error:
         found.verdict = "differ" if any(one.status == "differ" for one in found.tried) else "undecided"
         found.reason = str(error)
@@ -166,6 +168,7 @@ class _Comparing:
             logits="logits" in a.reads & b.reads,
             numbers={name: a.numbers[name] for name in shared},
             groups=groups,
+            upstream=1 if "scalar" in (a.returned, b.returned) else 3,
         )
 
     def _limit(self, case: Case) -> tuple[float, float]:
@@ -209,19 +212,18 @@ class _Comparing:
         for letter, side in (("A", self.a), ("B", self.b)):
             with tempfile.TemporaryDirectory(prefix="kltest-ranks-") as folder:
                 spread[letter] = on_ranks(side, [case for case, *_ in taken], ranks, Path(folder))
+            place, words = "AB".index(letter), f", {letter} on one and{several}"
             together = [
-                (replace(case, family="ranks"), replace(both["AB".index(letter)], returned="one"), one)
+                (replace(case, family="ranks"), replace(both[place], returned="one"), one)
                 for (case, *both), one in zip(taken, spread[letter], strict=True)
             ]
-            rows = [self._tried(*each, f", {letter} on one and{several}") for each in together]
+            rows = [self._tried(case, one, other, words) for case, one, other in together]
             self.found.tried += rows
             if any(one.status == "differ" for one in rows):
                 words = self._explained(together, (f"{letter} on one", f"{letter}{several}"))
                 self.found.notes.append(f"{letter}{several} is not {letter} on one{words and f': {words}'}")
-        both = [
-            (replace(case, family="ranks"), *each) for (case, *_), *each in zip(taken, *spread.values(), strict=True)
-        ]
-        self.found.tried += [self._tried(*each, several) for each in both]
+        for (case, *_), a, b in zip(taken, *spread.values(), strict=True):
+            self.found.tried.append(self._tried(replace(case, family="ranks"), a, b, several))
 
     def _smallest(self, case: Case) -> None:
         """Simplify a batch as long as they differ there, and write the program."""
@@ -283,7 +285,11 @@ class _Comparing:
         limit = TOLERANCES["float64"] if exact else LOW_PRECISION
 
         def near(got: Any, one: np.ndarray) -> bool:
-            return np.shape(got) == one.shape and np.allclose(np.array(got), one, limit, 1e-9, equal_nan=True)
+            return (
+                got is not None
+                and np.shape(got) == one.shape
+                and np.allclose(np.array(got), one, limit, 1e-9, equal_nan=True)
+            )
 
         found = {(line[0], line[1]): line[2:] for line in lines}
         for letter, value, wanted in zip("AB", values, shown, strict=True):

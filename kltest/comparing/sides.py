@@ -16,6 +16,7 @@ from kltest.counterexample.batch import written
 from kltest.counterexample.program import executed
 from kltest.counterexample.sources import NoSourceError
 from kltest.errors import KltestError, TargetError, UsageError
+from kltest.grading.forms import is_number
 from kltest.grading.isolated import Child, Step, note_bug
 from kltest.loss.callables import source_file
 from kltest.loss.calling import Loss
@@ -34,7 +35,8 @@ PATIENCE = 20.0
 class Facts:
     """What is known of a loss before it is compared: its file, the fields that it reads, its numeric parameters.
 
-    `dtype` is the lowest precision in which it computes, `group` the size of groups that it states.
+    `dtype` is the lowest precision in which it computes, `group` the size of groups that it states, `returned` what its
+    first call returned.
     """
 
     file: str
@@ -42,6 +44,7 @@ class Facts:
     numbers: Mapping[str, float]
     group: int | None
     dtype: str
+    returned: str
     notes: tuple[str, ...]
 
 
@@ -130,22 +133,23 @@ def facts(side: Side) -> Iterator[Facts]:
     """Yield what a loss says of itself, and what its first call shows."""
     torch.set_num_threads(1)
     loss = side.resolved()
-    reads, dtype = set(loss.takes), "float64"
+    reads, dtype, returned = set(loss.takes), "float64", ""
     for case in _first(side.seed, loss.arguments.group_size):
         batch = rollout(case)
         with suppress(KltestError), preserved(side.seed):
-            dtype = loss(batch).dtype
+            outcome = loss(batch)
+            dtype, returned = outcome.dtype, outcome.returned
         reads |= batch.accessed
-        if batch.accessed and dtype:
+        if returned:
             break
     numbers = {
         name: value
         for name, value in loss.arguments.stated.items()
-        if type(value) in (int, float) and np.isfinite(value) and name not in side.call.arguments
+        if isinstance(value, int | float) and is_number(value) and name not in side.call.arguments
     }
     group = loss.arguments.group_size
     file = source_file(loss.function) or ""
-    yield Facts(file, frozenset(reads), numbers, group[1] if group else None, dtype, tuple(loss.notes))
+    yield Facts(file, frozenset(reads), numbers, group[1] if group else None, dtype, returned, tuple(loss.notes))
 
 
 def _first(seed: int, group: tuple[str, int] | None) -> list[Case]:
