@@ -26,6 +26,11 @@ class Tried:
     why: str = ""
     differences: list[Difference] = field(default_factory=list)
 
+    @property
+    def at_padding(self) -> bool:
+        """True if all that differs stands at padded positions."""
+        return all(one.at_padding for one in self.differences)
+
 
 @dataclass
 class Comparison:

@@ -27,6 +27,11 @@ class Difference:
     place: str = ""
 
     @property
+    def at_padding(self) -> bool:
+        """True for what stands at padded positions alone."""
+        return AT_PADDING in self.what
+
+    @property
     def words(self) -> str:
         """The difference in words."""
         return f"{self.what}{self.place} is {self.a:.9g} for A and {self.b:.9g} for B"
@@ -61,8 +66,9 @@ def _pairs(batch: Rollout, a: Seen, b: Seen) -> Iterator[tuple[str, tuple[np.nda
     yield "the gradient", gradients(batch, a, b)
     for leaf in dict.fromkeys((*a.gradients, *b.gradients)):
         dead = ~(live if leaf == "logp" else live[..., None])
-        there = (np.where(dead, one.gradients.get(leaf, 0.0), 0.0) for one in (a, b))
-        yield f"the gradient {AT_PADDING} ({leaf})", tuple(there)  # type: ignore[misc]
+        zero = np.zeros_like((a.gradients if leaf in a.gradients else b.gradients)[leaf])
+        one, other = (np.where(dead, each.gradients.get(leaf, zero), 0.0) for each in (a, b))
+        yield f"the gradient {AT_PADDING} ({leaf})", (one, other)
     common = sorted(a.logged.keys() & b.logged.keys())
     for key in (key for key in common if key != KL or "kl" not in common):
         yield f"logged {key}", (a.logged[key], b.logged[key])

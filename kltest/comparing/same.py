@@ -139,11 +139,11 @@ class _Comparing:
             return
         if ranks > 1:
             self._on_ranks(pairs, ranks)
-        differ = [case for case, one in zip(listed, found.tried, strict=False) if one.status == "differ"]
+        differ = [(one, case) for case, one in zip(listed, found.tried, strict=False) if one.status == "differ"]
         stopped = next((each.refused for _, *both in pairs for each in both if each.stopped), "")
         if differ:
             found.explained = found.explained or self._explained(pairs)
-            self._smallest(min(differ, key=lambda case: (case.special, _size(case))))
+            self._smallest(*min(differ, key=lambda pair: (pair[0].at_padding, pair[1].special, _size(pair[1]))))
         if any(one.status == "differ" for one in found.tried):
             found.verdict = "differ"
         elif stopped or all(one.status == "not tried" for one in found.tried):
@@ -177,6 +177,8 @@ class _Comparing:
     def _tried(self, case: Case, a: Seen, b: Seen, words: str = "") -> Tried:
         refused = [f"{letter}: {one.refused}" for letter, one in zip("AB", (a, b), strict=True) if one.refused]
         batch = f"{case.words}{words}"
+        if case.floats != "float64" and {*a.gradients} != {*b.gradients}:
+            refused = refused or ["log-probs and logits that are rounded are not the same input"]
         if refused:
             return Tried(case.family, batch, "not tried", "; ".join(refused))
         found = differences(case, a, b, self._limit(case))
@@ -225,14 +227,15 @@ class _Comparing:
         for (case, *_), a, b in zip(taken, *spread.values(), strict=True):
             self.found.tried.append(self._tried(replace(case, family="ranks"), a, b, several))
 
-    def _smallest(self, case: Case) -> None:
+    def _smallest(self, tried: Tried, case: Case) -> None:
         """Simplify a batch as long as they differ there, and write the program."""
         exact = not any({"logits", "ref_logits"} & one.reads for one in self.known)
         seen = None
         for _ in range(ROUNDS):
             simple = list(simpler(case, rounds=exact))
             for pair in zip(simple, self.a.seen(simple), self.b.seen(simple), strict=True):
-                if self._tried(*pair).status == "differ":
+                one = self._tried(*pair)
+                if one.status == "differ" and one.at_padding == tried.at_padding:
                     case, seen = pair[0], pair[1:]
                     break
             else:

@@ -1,6 +1,7 @@
 """The two losses that are compared: how each is called with a case, in this process or in a child of its own."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -134,11 +135,14 @@ def facts(side: Side) -> Iterator[Facts]:
     torch.set_num_threads(1)
     loss = side.resolved()
     reads, dtype, returned = set(loss.takes), "float64", ""
+    notes: list[str] = []
     for case in _first(side.seed, loss.arguments.group_size):
         batch = rollout(case)
         with suppress(KltestError), preserved(side.seed):
+            drawn = loss.calls.draws()
             outcome = loss(batch)
             dtype, returned = outcome.dtype, outcome.returned
+            notes += ["It draws random numbers: the same in each call"] if drawn.changed() else []
         reads |= batch.accessed
         if returned:
             break
@@ -149,7 +153,7 @@ def facts(side: Side) -> Iterator[Facts]:
     }
     group = loss.arguments.group_size
     file = source_file(loss.function) or ""
-    yield Facts(file, frozenset(reads), numbers, group[1] if group else None, dtype, returned, tuple(loss.notes))
+    yield Facts(file, frozenset(reads), numbers, group[1] if group else None, dtype, returned, (*loss.notes, *notes))
 
 
 def _first(seed: int, group: tuple[str, int] | None) -> list[Case]:
@@ -279,6 +283,7 @@ def definition(side: Side, case: Case) -> Iterator[Any]:
 def printed(_: Side, code: str) -> Iterator[list[list[Any]]]:
     """Yield what each line of a program prints, as it was before it became text; nothing if it fails."""
     lines: list[list[Any]] = []
-    with suppress(Exception):
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         executed(code, {"print": lambda *words: lines.append([*words])})
     yield lines

@@ -3,8 +3,9 @@
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +19,8 @@ from kltest.names import FIELDS
 
 TEMPLATE = Path(__file__).parent / "templates" / "batch.py.j2"
 NAMES = frozenset({"torch", "show", "raw", "upstream", "inf", "nan", *FIELDS})
-# Numbers that a program may hold.
-MOST = 600
+# Characters of the numbers that a program may hold, and equal neighbours that are written once.
+MOST, ALIKE = 12_000, 6
 
 
 class Called(NamedTuple):
@@ -90,7 +91,9 @@ def program(
     needed = {"mask", *(name for one in called for name in one.fields), *leaves} - {"raw", "beta"}
     needed |= {"logits", "tokens", "logp"} if raw else set()
     inputs = {name: fields[name] for name in FIELDS if name in needed}
-    if (count := sum(one.size for one in inputs.values())) > MOST:
+    numbers = {name: _literal(one.tolist()) for name, one in inputs.items()}
+    if sum(map(len, numbers.values())) > MOST:
+        count = sum(one.size for one in inputs.values())
         raise NoSourceError(f"the smallest input that was found has {count:,} numbers")
     lines = [line for one in called for line in one.lines]
     text = template(TEMPLATE).render(
@@ -98,7 +101,7 @@ def program(
         future=FUTURE in lines,
         stubs=any("SimpleNamespace(" in one.call for one in called),
         special=not all(np.isfinite(one).all() for one in inputs.values()),
-        inputs={name: one.tolist() for name, one in inputs.items()},
+        inputs=numbers,
         beta=beta if any("beta" in one.fields for one in called) else None,
         upstream=list(upstream) if set(upstream) != {1.0} else None,
         leaves=leaves,
@@ -109,6 +112,15 @@ def program(
         ],
     )
     return str(text).rstrip("\n")
+
+
+def _literal(numbers: Any) -> str:
+    """Return nested lists of numbers as Python; many equal neighbours are written once."""
+    if not isinstance(numbers, list):
+        return repr(numbers + 0)  # no minus zero
+    runs = ((text, len([*same])) for text, same in groupby(map(_literal, numbers)))
+    parts = (f"*[{text}] * {count}" if count >= ALIKE else ", ".join([text] * count) for text, count in runs)
+    return f"[{', '.join(parts)}]"
 
 
 def _one_by_one(called: Sequence[Called]) -> Iterator[Sequence[str]]:
