@@ -13,7 +13,6 @@ from kltest.checks.batches import LOG_PROBS, batch_of, with_advantage
 from kltest.checks.hygiene.kl501_padding_leak import FILLS as LEGAL
 from kltest.checks.hygiene.kl501_padding_leak import filled
 from kltest.checks.hygiene.kl502_padding_nan import FILLS as EXTREME
-from kltest.checks.stress import long_instance
 from kltest.environments import Instance, bandit
 from kltest.identify.instances import instances
 from kltest.rollout import Rollout
@@ -21,10 +20,14 @@ from kltest.rollout import Rollout
 ENVIRONMENTS = ("bandit", "sequence", "ragged", "turns")
 SIZES = (1, 2, 3, 5, 8, 17, 32)
 # Of one token, for parts of 64 or 128 rows; of one kind of tokens; of rollouts: neither a power of two nor a multiple.
-MANY_ROWS, VOCABULARY, LENGTHS = 257, 1031, (64, 67, 1024, 1031)
+MANY_ROWS, VOCABULARY, LENGTHS, LONGEST = 257, 1031, (64, 67, 1024, 1031), 9
 # Log-ratios of a token to the reference, or to a stale sampler.
 FAR = (2.0, 5.0, 20.0)
 BETAS = (0.0, 0.5, 2.0)
+# Environments on which a numeric option is varied: a bound may act far from the reference only.
+APART = ("ragged", "far 2", "far 20")
+# Log-probs of every token in the plainest batch.
+FLAT = {"logp": -1.0, "ref_logp": -1.5, "old_logp": -1.2}
 FILLS = {**LEGAL, **EXTREME}
 
 
@@ -44,7 +47,7 @@ class Case:
         options: Values of parameters that both take.
         upstream: 0 if the gradient that comes in from above is 1; else it is 2, and grows by 1 up to this many rows on.
         constant: Added to the logits of every position.
-        digits: To which log-probs are rounded.
+        digits: To which log-probs are rounded; 0 if those of a policy are all one number.
         trimmed: True if columns without a token are cut off.
     """
 
@@ -106,8 +109,10 @@ def rollout(case: Case) -> Rollout:
     live = batch.peek("mask") != 0
     changed: dict[str, Any] = {}
     if case.digits is not None:
-        changed = {name: batch.peek(name).detach().round(decimals=case.digits) for name in batch if "logp" in name}
-        changed |= {name: batch.peek(name).round(decimals=case.digits) for name in ("reward", "advantage")}
+        numbers = {name: batch.peek(name).detach() for name in (*FLAT, "reward", "advantage")}
+        changed = {name: one.round(decimals=case.digits or 1) for name, one in numbers.items()}
+        if not case.digits:
+            changed |= {name: torch.full_like(numbers[name], number) for name, number in FLAT.items()}
     if case.constant:
         # Another one at each position.
         steps = case.constant * (1 + torch.arange(live.numel()).reshape(live.shape) % 3)[..., None]
@@ -133,13 +138,30 @@ def _base(environment: str, sampler: str, seed: int) -> Rollout:
         same = {f"old_{name}": mild.peek(f"ref_{name}") for name in ("logp", "logits")}
         return mild.replace(**same, **{f"ref_{name}": mild.peek(f"old_{name}") for name in ("logp", "logits")})
     if kind == "long":
-        instance = long_instance(1, seed, int(number))
-    elif kind == "many":
+        return _long(int(number), sampler, seed)
+    if kind == "many":
         reward = np.random.default_rng(seed).integers(2, size=(1, int(number))).astype(float)
         instance = Instance.draw(bandit(int(number), reward=reward), seed)
     else:
         instance = instances(environment, seed)[0]
     return Rollout.of(instance, sampler=sampler, padding=seed, centre="batch")
+
+
+def _long(length: int, sampler: str, seed: int) -> Rollout:
+    """Rollouts of many tokens, each unlike the others up to the last one; the first has them all, others fewer."""
+    generator = torch.Generator().manual_seed(seed + length)
+    shape = (LONGEST, length, 3)
+    base = torch.randn(shape, generator=generator, dtype=torch.float64)
+    tables = {name: 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) for name in ("", "ref_", "old_")}
+    tables = {name: (base + one).log_softmax(-1) for name, one in tables.items()}
+    if sampler == "current":
+        tables["old_"] = tables[""]
+    tokens = torch.randint(3, shape[:2], generator=generator)
+    rows = torch.arange(LONGEST)
+    fields: dict[str, Any] = {f"{name}logits": one.clone() for name, one in tables.items()}
+    fields |= {f"{name}logp": one.gather(-1, tokens[..., None])[..., 0] for name, one in tables.items()}
+    mask = (torch.arange(length) < length - 3 * rows[:, None]).double()
+    return Rollout({**fields, "tokens": tokens, "mask": mask, "reward": (rows % 2).double(), "group": 0 * rows})
 
 
 def _rows(environment: str, many: int, seed: int) -> tuple[int, ...]:
@@ -188,16 +210,17 @@ def cases(
     found += [of("gradient from above", each, n, upstream=upstream) for n, each in product((1, 5), ENVIRONMENTS)]
     found += [of("gradient from above", "ragged", 2 * groups[-1], upstream=upstream, group=groups[-1])]
     for each, floats in product(("bandit", "ragged", "turns", "far 5"), ("float32", "bfloat16")):
-        found.append(of("precision", each, 8, floats=floats))
+        found.append(of("precision", each, 8, floats=floats, sampler="current"))
     if "beta" in reads:
         found += [of("β", each, 5, beta=beta) for beta, each in product(BETAS, ("bandit", "ragged"))]
     for name, number in (numbers or {}).items():
         others = {2 * number, number + 1, number / 2} if isinstance(number, float) else {2 * number, number + 1}
         for other in sorted(others - {number}):
-            found += [of("options", each, 5, options=((name, other),)) for each in ("ragged", "far 2")]
+            found += [of("options", each, 5, sampler="current", options=((name, other),)) for each in APART]
     found += [of("far", f"far {far:g}", 8, sampler=sampler) for far, sampler in product(FAR, samplers)]
-    found += [of("long", f"long {length}", n) for length, n in product(LENGTHS, (1, 3))]
-    found += [of("long", f"long {LENGTHS[1]}", 17)]
+    found += [
+        Case("long", f"long {length}", tuple(range(n)), seed=seed) for length, n in product(LENGTHS, (1, 3, LONGEST))
+    ]
     if reads & {"logits", "ref_logits", "old_logits"}:
         found += [of("many tokens", f"many {VOCABULARY}", n) for n in (1, 5)]
     if logits:
@@ -225,5 +248,5 @@ def simpler(case: Case, *, rounds: bool) -> Iterator[Case]:
     for name, usual in defaults.items():
         if getattr(case, name) != usual:
             yield replace(case, **{name: usual})
-    if rounds and not case.constant and case.digits != 1:
-        yield from (replace(case, digits=digits) for digits in (1, 2, 3) if case.digits is None or digits < case.digits)
+    if rounds and not case.constant:
+        yield from (replace(case, digits=digits) for digits in range(4) if case.digits is None or digits < case.digits)

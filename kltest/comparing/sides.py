@@ -30,6 +30,8 @@ from kltest.moments.differentiate import leaf_gradients
 
 # Seconds that a rank waits for another one, in a call of its loss.
 PATIENCE = 20.0
+# Characters of the reason why a loss refuses a batch.
+WORDS = 300
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ def _seen(loss: Loss, case: Case) -> Seen:
             objective = (placed * (weights if placed.dim() else weights[0])).mean()
             gradients = {name: one.numpy() for name, one in leaf_gradients(loss, objective, batch).items()}
     except KltestError as error:
-        return Seen(refused=str(error).splitlines()[0])
+        return Seen(refused=" ".join(str(error).split())[:WORDS])
     beside = {**result.beside, **({} if result.metric is None else {KL: result.metric})}
     logged = {name: number for name, one in beside.items() if (number := _number(one)) is not None}
     return Seen(result.returned, value.detach().numpy(), float(objective.detach()), gradients, logged)
