@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,7 +11,8 @@ from kltest.comparing.sides import KL, Seen
 from kltest.moments.tolerances import LOWEST_FIRST, TOLERANCES, Tolerances
 from kltest.rollout import Rollout
 
-AT_PADDING = "at padded positions"
+AT_PADDING, LOGGED = "at padded positions", "logged "
+OF_ONE = TOLERANCES["float32"].rows_absolute / TOLERANCES["float32"].rows
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,38 @@ class Difference:
         return f"{self.what}{self.place} is {self.a:.9g} for A and {self.b:.9g} for B"
 
 
-def limits(case: Case, computes: Sequence[str], tolerance: float | None = None) -> tuple[float, float]:
-    """Return the relative and the absolute distance up to which numbers are equal.
+class Limit(NamedTuple):
+    """How far apart equal numbers may be: relative to the largest, absolute, and relative for logged numbers."""
 
-    They are those of the narrowest type of its input, or of a narrower one in which both losses compute.
+    share: float
+    absolute: float
+    logged: float = 0.0
+
+
+def limits(case: Case, computes: Sequence[str], tolerance: float | None = None) -> Limit:
+    """Return how far apart equal numbers may be on a batch, if losses compute in these types.
+
+    It is what rounding in the narrowest type of the input costs, or in a narrower one in which both losses compute; a
+    tolerance takes its place, but for inputs that are rounded more.
     """
     both = max(computes, key=LOWEST_FIRST.index)
     allowed = TOLERANCES[min(both, case.floats, key=LOWEST_FIRST.index)]
-    return allowed.rows if tolerance is None else tolerance, allowed.rows_absolute
+    limit = Limit(allowed.rows, allowed.rows_absolute, allowed.value)
+    if tolerance is None:
+        return limit
+    least = Limit(0.0, limit.absolute) if case.floats == "float64" else limit
+    # The absolute one is for terms of order 1 that cancel.
+    return Limit(*(max(one, own) for one, own in zip((tolerance, tolerance * OF_ONE, tolerance), least, strict=True)))
 
 
-def differences(case: Case, a: Seen, b: Seen, limit: tuple[float, float]) -> list[Difference]:
+def differences(case: Case, a: Seen, b: Seen, limit: Limit) -> list[Difference]:
     """Return what differs between two calls of a batch."""
     pairs = dict(_pairs(rollout(case), a, b))
-    found = [_difference(what, one, other, limit) for what, (one, other) in pairs.items()]
+    of_logged = limit._replace(share=limit.logged)
+    found = [
+        _difference(what, one, other, of_logged if what.startswith(LOGGED) else limit)
+        for what, (one, other) in pairs.items()
+    ]
     return [one for one in found if one is not None]
 
 
@@ -71,7 +91,7 @@ def _pairs(batch: Rollout, a: Seen, b: Seen) -> Iterator[tuple[str, tuple[np.nda
         yield f"the gradient {AT_PADDING} ({leaf})", (one, other)
     common = sorted(a.logged.keys() & b.logged.keys())
     for key in (key for key in common if key != KL or "kl" not in common):
-        yield f"logged {key}", (a.logged[key], b.logged[key])
+        yield f"{LOGGED}{key}", (a.logged[key], b.logged[key])
 
 
 def gradients(batch: Rollout, a: Seen, b: Seen) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +118,7 @@ def gradients(batch: Rollout, a: Seen, b: Seen) -> tuple[np.ndarray, np.ndarray]
     return at_logits(a), at_logits(b)
 
 
-def _difference(what: str, one: np.ndarray, other: np.ndarray, limit: tuple[float, float]) -> Difference | None:
+def _difference(what: str, one: np.ndarray, other: np.ndarray, limit: Limit) -> Difference | None:
     if one.shape != other.shape:
         return Difference(f"the shape of {what}", float(one.size), float(other.size), np.inf)
     with np.errstate(invalid="ignore"):
@@ -108,7 +128,7 @@ def _difference(what: str, one: np.ndarray, other: np.ndarray, limit: tuple[floa
         return None
     numbers = np.abs(np.concatenate([one.ravel(), other.ravel()]))
     scale = float(numbers[np.isfinite(numbers)].max(initial=0.0))
-    if gap.max() <= limit[0] * scale + limit[1]:
+    if gap.max() <= limit.share * scale + limit.absolute:
         return None
     at = np.unravel_index(gap.argmax(), gap.shape)
     place = f" at {', '.join(f'{name} {index}' for name, index in zip(PLACES, at, strict=False))}" if at else ""
@@ -133,7 +153,7 @@ class _Ratio:
 SIZED = ("the number of rows", "the number of tokens", "the width of the batch")
 
 
-def ratio(case: Case, a: Seen, b: Seen, limit: tuple[float, float]) -> _Ratio | None:
+def ratio(case: Case, a: Seen, b: Seen, limit: Limit) -> _Ratio | None:
     """Compare two calls as multiples; None if nothing can be seen there: zeros, or numbers that are not finite."""
     batch = rollout(case)
     mask = batch.peek("mask").numpy()

@@ -14,7 +14,7 @@ import torch
 
 from kltest.comparing.cases import Case, cases, rollout, simpler
 from kltest.comparing.comparison import Comparison, Tried
-from kltest.comparing.differences import differences, explanation, gradients, limits, ratio
+from kltest.comparing.differences import LOGGED, Limit, differences, explanation, gradients, limits, ratio
 from kltest.comparing.sides import KL, Facts, Seen, Side, definition, facts, on_ranks, printed
 from kltest.counterexample.batch import program
 from kltest.counterexample.program import LOW_PRECISION, TOLERANCES
@@ -31,7 +31,7 @@ from kltest.version import VERSION
 # Times that the search for a smaller input tries all that are simpler; numeric parameters that are varied.
 ROUNDS, NUMBERS = 12, 6
 # What a program may pick from what a loss returned: the loss, and a logged number by its name.
-LOSSES, LOGGED = ("", "[0]", ".loss", "['loss']"), ("[1][{0!r}]", "[{0!r}]", ".{0}", "[1]")
+LOSSES, BESIDE = ("", "[0]", ".loss", "['loss']"), ("[1][{0!r}]", "[{0!r}]", ".{0}", "[1]")
 
 Arrays = Sequence[np.ndarray]
 
@@ -171,7 +171,7 @@ class _Comparing:
             upstream=1 if "scalar" in (a.returned, b.returned) else 3,
         )
 
-    def _limit(self, case: Case) -> tuple[float, float]:
+    def _limit(self, case: Case) -> Limit:
         return limits(case, [one.dtype for one in self.known], self.tolerance)
 
     def _tried(self, case: Case, a: Seen, b: Seen, words: str = "") -> Tried:
@@ -192,7 +192,7 @@ class _Comparing:
                 if one.refused or other.refused:
                     continue
                 allowed = ALLOWED[self.known["AB".index(letter)].dtype].repeated
-                if off := differences(case, one, other, (allowed, 0.0)):
+                if off := differences(case, one, other, Limit(allowed, 0.0, allowed)):
                     what = off[0]
                     return (
                         f"{letter} does not repeat itself: called again with {case.words} {what.what}{what.place} is "
@@ -255,7 +255,7 @@ class _Comparing:
         used = [{*one.gradients} for one in (a, b)]
         leaves = ["raw"] if used[0] != used[1] and all(used) else sorted(used[0] | used[1], reverse=True)
         logged = self.found.smallest.differences[0].what if self.found.smallest else ""
-        key, of_logged = logged.removeprefix("logged "), logged.startswith("logged ")
+        key, of_logged = logged.removeprefix(LOGGED), logged.startswith(LOGGED)
         fields = {name: batch.peek(name).detach().numpy() for name in batch.keys()}  # noqa: SIM118
         more: dict[str, Any] = {
             "beta": case.beta if case.beta is not None else batch.peek("beta"),
@@ -263,7 +263,7 @@ class _Comparing:
             "leaves": leaves,
         }
         words = f"A: {self.a.name}   B: {self.b.name}   {case.words}"
-        picks = [one.format("kl" if key == KL else key) for one in LOGGED] if of_logged else LOSSES
+        picks = [one.format("kl" if key == KL else key) for one in BESIDE] if of_logged else LOSSES
         wanted = [one.logged[key] if of_logged else one.value for one in (a, b)]
         shown: list[list[np.ndarray]] = [[], []]
         if not of_logged and leaves == ["raw"]:

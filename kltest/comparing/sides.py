@@ -216,7 +216,7 @@ def with_options(loss: Loss, case: Case) -> Loss:
 
 def _number(item: Any) -> np.ndarray | None:
     with suppress(TypeError, ValueError, RuntimeError):
-        return torch.as_tensor(item).detach().double().numpy()
+        return torch.as_tensor(item, dtype=torch.float64).detach().numpy()
     return None
 
 

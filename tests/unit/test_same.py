@@ -227,7 +227,7 @@ DIFFER = {
     ("fused", "without_upstream"): ("gradient from above", "batch sizes", "the gradient", "1 rollout of bandit"),
     ("by_row", "first_upstream"): ("gradient from above", "batch sizes", "the gradient", "2 rollouts of bandit"),
     ("packed", "across_rows"): ("batch sizes", "", "the value", "2 rollouts of bandit"),
-    ("over_tokens", "over_columns"): ("columns", "far", "the value", "1 rollout of"),
+    ("over_tokens", "over_columns"): ("columns", "", "the value", "1 rollout of"),
     ("squares", "in_float32"): ("batch sizes", "precision", "the value", "A computes in float64 and B in float32"),
     ("squares", "halved"): ("batch sizes", "", "the value", "B is A times 0.5"),
     ("squares", "shifted"): ("batch sizes", "", "the value", "B is A plus 0.25; the gradients are equal"),
