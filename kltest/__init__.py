@@ -11,6 +11,7 @@ from kltest.version import VERSION as __version__
 if TYPE_CHECKING:
     from kltest.auditing.audit import audit
     from kltest.auditing.callback import KLAuditCallback
+    from kltest.comparing.same import same
     from kltest.diagnosing.diagnose import diagnose
     from kltest.grading.configuration import configured
     from kltest.grading.grader import grade
@@ -28,6 +29,7 @@ _PLACES = {
     "grade": "grading.grader",
     "jax_loss": "loss.jax",
     "parametrize_with_checks": "parametrize",
+    "same": "comparing.same",
     "scan": "scanning.scan",
 }
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "grade",
     "jax_loss",
     "parametrize_with_checks",
+    "same",
     "scan",
 ]
 

@@ -248,7 +248,7 @@ def batch_of(log_ratios: list[float], companions: int, *, length: int) -> Rollou
 
 def _logits(logp: Tensor, others: tuple[float, ...]) -> Tensor:
     """(B, T, V) normalised rows in which token 1 has this log-prob and the others share the rest."""
-    left = torch.log(-torch.expm1(logp))[..., None] + torch.tensor(others).double().log()
+    left = torch.log(-torch.expm1(logp))[..., None] + torch.tensor(others, dtype=torch.float64).log()
     return torch.cat([left[..., :1], logp[..., None], left[..., 1:]], dim=-1)
 
 

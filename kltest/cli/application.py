@@ -28,6 +28,7 @@ COMMANDS = {
         "Write the continuous integration of a checkout: workflow, hook, configuration, baseline and test.",
     ),
     "pin": ("pin", "Write one test file, without kltest, that pins the gradients that losses follow today."),
+    "same": ("same", "Compare two implementations of a loss: value, gradient and logged numbers."),
     "audit": ("audit", "Measure the gradient that a loss follows on a language model, by sampling."),
     "diagnose": ("diagnose", "Report what logged log-probs show: sampler, engine, reference, masks; no model."),
     "list": ("listing", "List estimators, named gradients, environments, fields and checks."),
@@ -47,6 +48,7 @@ EPILOGS = {
     "init": "Exit code: 0 written and green, or nothing to write, 1 red, 2 usage, 5 no KL term that can be held.",
     "pin": "Exit code: 0 written and green, 2 usage or a loss that cannot be pinned, 3 a loss failed or the file is "
     "not green; then nothing is written.",
+    "same": "Exit code: 0 the same on everything that was tried, 1 they differ, 2 usage, 4 nothing could be decided.",
     "audit": "Exit code: as of grade. Start with: kltest audit k3-loss --model tiny",
     "diagnose": "Exit code: 0 nothing found in what was looked at, 1 a finding, 2 usage, 4 inconclusive (with --strict "
     "also if a question was not looked at), 5 no rollout.",

@@ -62,12 +62,16 @@ class Expectation:
     rewarded: bool = False
 
     def __post_init__(self) -> None:
+        self.check()
+        if self.batch > len(ROWS):
+            raise NoSourceError(f"its batches have {self.batch} rollouts")
+
+    def check(self) -> None:
+        """Raise NoSourceError for a loss that an expression cannot call."""
         if self.loss.less == "reference":
             raise NoSourceError("what it returns with the policy as reference is subtracted")
         if "rollout" in self.loss.takes:
             raise NoSourceError("it reads the rollout as an object of kltest")
-        if self.batch > len(ROWS):
-            raise NoSourceError(f"its batches have {self.batch} rollouts")
 
     @property
     def chance(self) -> str:
@@ -100,7 +104,7 @@ class Expectation:
             around: Returns the expression that checks the form of what is picked.
         """
         rows, beta = self.rows, self.loss.fixed_beta or 1.0
-        call, cost = "-" * self.loss.shaped + around(f"{self._call()}{first}"), f"call({rows})"
+        call, cost = "-" * self.loss.shaped + around(f"{self.called()}{first}"), f"call({rows})"
         parameters = rows
         if self.loss.takes_beta:
             parameters, cost = f"{rows}, beta", f"call({rows}, {beta!r})"
@@ -132,7 +136,7 @@ class Expectation:
         share = f" / {self.batch}" if self.summed else ""
         return placed + (".mean()" if self.returned != "scalar" else "") + share
 
-    def _call(self) -> str:
+    def called(self) -> str:
         """The call with its arguments: by position until a parameter is left out, then by name."""
         fillings = self.loss.arguments.fillings
 

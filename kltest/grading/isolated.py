@@ -131,9 +131,9 @@ class Child:
             self._connection.send(timeout)
         return self
 
-    def step(self, timeout: float | None = None) -> Step:
-        """Run the child to its next value, for at most `timeout` seconds."""
-        self.begin(timeout)
+    def step(self, timeout: float | None = None, *, limit: float | None = None, home: str = "") -> Step:
+        """Run the child to its next value, for at most `timeout` seconds; see `begin`."""
+        self.begin(timeout, limit=limit, home=home)
         while (step := self.poll()) is None:
             wait(self.sources, self.left)
         return step

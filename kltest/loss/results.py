@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ Call = Callable[[RolloutView], Any]
 class Result:
     """A loss as returned, before placement; `metric` is the logged KL, a copy, float64; `note` is for the report.
 
-    `logged` is that KL itself, as the loss left it.
+    `logged` is that KL itself, as the loss left it; `beside` all that stands beside the loss, by name.
     """
 
     loss: Tensor
@@ -43,6 +43,7 @@ class Result:
     metric: Tensor | None = None
     logged: Any = None
     note: str | None = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Parts(NamedTuple):
@@ -79,7 +80,7 @@ class Reader:
         if note is not None and not (note == PAIR and words in (NO_KL, OF_METRICS)):
             # That of the first call stays: at β = 0 a KL may be missing.
             self._note = self._note or f"{note} {words}."
-        return Result(loss, returned, metric, logged, self._note)
+        return Result(loss, returned, metric, logged, self._note, dict(_labelled(beside)))
 
     def _logged(
         self, name: str, beside: Sequence[tuple[str, Any]], rollout: Rollout, view: RolloutView, call: Call
@@ -224,7 +225,7 @@ def _entries(thing: Any) -> Mapping[Any, Any] | None:
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
         return dict(zip(thing._fields, thing, strict=True))
     if is_dataclass(thing) and not isinstance(thing, type):
-        return {field.name: getattr(thing, field.name, None) for field in fields(thing)}
+        return {one.name: getattr(thing, one.name, None) for one in fields(thing)}
     held = getattr(thing, "__dict__", {})
     return held if "loss" in held and not isinstance(thing, Tensor) else None
 
@@ -249,10 +250,10 @@ def _kind(tensor: Tensor, rollout: Rollout) -> Returned | None:
 
 def _given(name: str, rollout: Rollout, place: tuple[int, ...]) -> str:
     """Return the value of a (B, T) or (B,) field at a place, as text; empty for any other field."""
-    field = rollout.built(name)
-    if not isinstance(field, Tensor) or not 0 < field.dim() <= 2:
+    given = rollout.built(name)
+    if not isinstance(given, Tensor) or not 0 < given.dim() <= 2:
         return ""
-    return f"{name} = {field.detach()[place[: field.dim()]].tolist()}"
+    return f"{name} = {given.detach()[place[: given.dim()]].tolist()}"
 
 
 def _no_tensor(name: str, answer: Any) -> TargetError:

@@ -26,7 +26,7 @@ LAYERS = (
     ("checks",),
     ("render", "adapters"),
     ("grading",),
-    ("training", "reproduce", "scoreboard", "scanning", "auditing", "diagnosing", "finetune", "parametrize"),
+    ("training", "reproduce", "scoreboard", "scanning", "auditing", "comparing", "diagnosing", "finetune", "parametrize"),
     ("integration",),
     ("pytest_plugin", "cli"),
     ("", "__main__"),

@@ -25,6 +25,11 @@ from kltest.rollout import LEAVES, Rollout
 LEAST = -50.0
 # By its name in a message: the number for the policy's log-probs and for the others', None for other legal entries.
 Fills = Mapping[str, tuple[float, float] | None]
+FILLS: Fills = {
+    "other log-probs and token ids": None,
+    "0 for the policy and −50 for the others": (0.0, LEAST),
+    "−50 for the policy and 0 for the others": (LEAST, 0.0),
+}
 
 
 def moot(findings: Findings) -> str | None:
@@ -35,12 +40,7 @@ def moot(findings: Findings) -> str | None:
 @shared
 def examine(findings: Findings) -> Found | None:
     """Fill padding with other legal numbers: near those that stood there, and as far apart as the usual ones get."""
-    fills: Fills = {
-        "other log-probs and token ids": None,
-        "0 for the policy and −50 for the others": (0.0, LEAST),
-        "−50 for the policy and 0 for the others": (LEAST, 0.0),
-    }
-    return exchange(findings, fills)
+    return exchange(findings, FILLS)
 
 
 def _others(name: str, dead: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def exchange(findings: Findings, fills: Fills) -> Found | None:
     if before.outcome.returned == "tokens" and not takes_mask:
         return Found("it returns one number per token and takes no mask, so its caller cuts padding out", "skip")
     for name, numbers in fills.items():
-        after = experiment.call(_filled(base, numbers))
+        after = experiment.call(filled(base, numbers))
         if words := _moved(before, after):
             return Found(f"With {name} at padded positions, {words}.")
     return None
@@ -94,7 +94,8 @@ def _at_padding(result: CallResult) -> Tensor:
     return torch.zeros(0) if value is None or result.outcome.returned != "tokens" else value[~result.live]
 
 
-def _filled(base: Rollout, numbers: tuple[float, float] | None) -> Rollout:
+def filled(base: Rollout, numbers: tuple[float, float] | None) -> Rollout:
+    """Return the batch with a number for the policy and one for the others, or other legal ones, at padding."""
     dead = base.peek("mask") == 0
     fields = {name: base.peek(name).detach().clone() for name in (*LOG_PROBS, "tokens")}
     for name, field in fields.items():
