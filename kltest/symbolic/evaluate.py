@@ -38,6 +38,7 @@ from kltest.symbolic.values import (
     fixed,
     implied,
     nodes_in,
+    reached,
     values_of,
 )
 
