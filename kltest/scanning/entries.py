@@ -89,11 +89,13 @@ class Tree:
     """The files of a tree, by the paths that their functions are known by; `lost` are functions that were not read.
 
     Functions of the files `looked_at` are entered, of all if there are none; others are followed where they are called.
+    Somebody may have `asked` for one function by its name.
     `interrupted` is true if not all of them were. `seen` are lines of what other functions put into losses or metrics.
     """
 
     sources: Mapping[str, Source]
     looked_at: Collection[str] = ()
+    asked: str = ""
     evaluator: Evaluator = field(init=False)
     interrupted: bool = False
 
@@ -108,13 +110,20 @@ class Tree:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Defaults of options: the constants of classes, modules and arguments, where all of one name agree."""
-        found: dict[str, set[Any]] = {}
+        """Defaults of options: the constants of classes, modules and arguments, where all of one name agree.
+
+        An option without one that is given to a parameter of the `asked` function has the default of that.
+        """
+        said: dict[str, set[Any]] = {}
         for source in self.sources.values():
             for node in ast.walk(source.tree):
                 name, default = option(node)
                 if isinstance(default, ast.Constant):
-                    found.setdefault(name, set()).add(default.value)
+                    said.setdefault(name, set()).add(default.value)
+        given: dict[str, set[Any]] = {}
+        for name, default in chain(*(_given(self.sources[file].tree, self.asked) for file in self.looked_at)):
+            given.setdefault(name, set()).add(default)
+        found = {**given, **said}
         return {name: next(iter(values)) for name, values in found.items() if len(values) == 1}
 
     @cached_property
@@ -284,6 +293,23 @@ def option(node: ast.AST) -> tuple[str, ast.expr | None]:
             return flag.rpartition(".")[2].lstrip("-").replace("-", "_"), default
         case _:
             return "", None
+
+
+def _given(tree: ast.Module, function: str) -> Iterator[tuple[str, Any]]:
+    """Yield attributes that a function of a file is given for parameters with a default, with that default."""
+    nodes = list(ast.walk(tree))
+    defaults: dict[str, Any] = {}
+    for one in nodes:
+        if isinstance(one, ast.FunctionDef) and one.name == function:
+            last = reversed([*one.args.posonlyargs, *one.args.args])
+            pairs = [*zip(last, reversed(one.args.defaults), strict=False)]
+            pairs += [pair for pair in zip(one.args.kwonlyargs, one.args.kw_defaults, strict=True) if pair[1]]
+            defaults |= {name.arg: value.value for name, value in pairs if isinstance(value, ast.Constant)}
+    for one in nodes:
+        if isinstance(one, ast.Call) and function in (getattr(one.func, "attr", ""), getattr(one.func, "id", "")):
+            for each in one.keywords:
+                if isinstance(each.value, ast.Attribute) and each.arg in defaults:
+                    yield each.value.attr, defaults[each.arg]
 
 
 def _literals(annotation: ast.expr) -> list[Any]:

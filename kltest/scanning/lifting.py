@@ -75,6 +75,7 @@ class Lifted:
         notes: what was guessed.
         refused: why it was not lifted.
         whole: false if it is the term alone, or of each token, and no number of a batch.
+        others: conditions of further configurations in which the term is the same.
     """
 
     assumed: Assumed
@@ -83,6 +84,7 @@ class Lifted:
     notes: list[str] = field(default_factory=list)
     refused: str = ""
     whole: bool = True
+    others: list[Assumed] = field(default_factory=list)
 
 
 class Lifting:
@@ -106,10 +108,10 @@ class Lifting:
             return
         known = self.unfolding.decided
         branches = tuple(one for one in branches if one[0].operation != "call" or known(one[0]) is not one[1])
-        for case in self.unfolding.cases(part.core, branches):
+        for case in list(self.unfolding.cases(part.core, branches)):
             if not isinstance(case.node, Node) or len(self.roles.of(case.node).sides) < 2:
                 continue
-            found = Lifted(case.assumed)
+            found = Lifted(case.assumed, others=case.others)
             self._assumed = case.assumed
             configurations = islice(self.unfolding.cases(whole, case.assumed), MOST)
             outer = islice((one for one in configurations if _is_in({case.node, part.core}, one)), TRIED)

@@ -150,7 +150,12 @@ class _Reader:
             files |= {each: each.read_bytes() for each in new}
             waiting += new
         files |= dict(_defining(self.path, files))
-        search = Search(list(files.items()), Store(None), entered=[self.path, *(one for one, _ in callers)])
+        search = Search(
+            list(files.items()),
+            Store(None),
+            entered=[self.path, *(one for one, _ in callers)],
+            asked=self.name.rpartition(".")[2],
+        )
         every = [row for row in search if row.place != "logged"]
         own = [row for row in every if self._computes(row) or any(map(self._is_own, row.used))]
         reached = self._reached(self.path, self.name.rpartition(".")[2])

@@ -27,8 +27,9 @@ class Search:
 
     `loose` are comments that stand on no term, with their places, and `unread` names that say KL of which nothing was
     found. With `logged` what is only logged is a term, too. Functions of the files `entered` are looked at, of all if
-    there are none, and others where those call them. `reading` is called with the file of each function that is
-    followed, its number, and how many there are. Interrupted, it yields what it has found before it raises that.
+    there are none, and others where those call them; one function may have been `asked` for by name. `reading` is
+    called with the file of each function that is followed, its number, and how many there are. Interrupted, it yields
+    what it has found before it raises that.
     """
 
     def __init__(
@@ -38,13 +39,14 @@ class Search:
         *,
         logged: bool = False,
         entered: Collection[Path] = (),
+        asked: str = "",
         reading: Callable[[str, int, int], None] = lambda file, number, total: None,
     ) -> None:
         self._reading = reading
         self._files, self._root, self._store, self._logged = files, Path.cwd(), store, logged
-        self._entered = [str(path) for path in entered]
+        self._entered, self._asked = [str(path) for path in entered], asked
         digests = [(str(path), hashlib.sha256(content).hexdigest()) for path, content in files]
-        self._key = store.key("terms", str(self._root), digests, logged, self._entered)
+        self._key = store.key("terms", str(self._root), digests, logged, self._entered, asked)
         self.known = store.read(self._key)
         self.left, self.lines = 0, 0
         self.left_out: list[str] = []
@@ -65,7 +67,7 @@ class Search:
 
     def _searched(self) -> Iterator[Row]:
         sources = {str(source.path): source for source in parsed(self._files, self.left_out)}
-        tree = Tree(sources, [file for file in self._entered if file in sources])
+        tree = Tree(sources, [file for file in self._entered if file in sources], self._asked)
         found = finds(
             tree,
             logged=self._logged,

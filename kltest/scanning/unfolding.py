@@ -1,7 +1,7 @@
 """Choices of a part of a graph, unfolded: one graph without choices for each configuration that changes it."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kltest.scanning.measured import FAILURES, LOOPING, Rollouts, field_of, filled, is_settled, leaves, value_of
@@ -26,10 +26,12 @@ class Case:
     Attributes:
         assumed: conditions that were chosen, in that order, and whether they hold.
         node: the part without choices.
+        others: what is assumed of later configurations in which the part is the same.
     """
 
     assumed: Assumed
     node: Any
+    others: list[Assumed] = field(default_factory=list)
 
 
 def excluded(one: Assumed, other: Assumed) -> bool:
@@ -50,7 +52,7 @@ class Unfolding:
 
         The condition of an outer choice is decided before those in its branches.
         """
-        seen: set[Any] = set()
+        seen: dict[Any, Case] = {}
         waiting = [_Path(self, assumed)]
         for _ in range(MOST * 4):
             if not waiting:
@@ -61,9 +63,11 @@ class Unfolding:
                 continue
             node = path.of(value)
             key = self.graph.node("same", node)
-            if key not in seen:
-                seen.add(key)
-                yield Case(path.assumed, node)
+            if key in seen:
+                seen[key].others.append(path.assumed)
+            else:
+                seen[key] = Case(path.assumed, node)
+                yield seen[key]
 
     def is_free(self, node: Node) -> bool:
         """Return True for what no choice changes: there is none in it, or none that matters."""

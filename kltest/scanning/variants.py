@@ -57,7 +57,7 @@ class Variant:
     def learn(self, other: "Variant") -> None:
         """Take over what is known of the defaults of another variant that is this one: its nearest ones of each use."""
         for use, against in other.against.items():
-            self.against[use] = min(self.against.get(use, against), against, key=lambda one: tuple(map(len, one)))
+            self.against[use] = min(self.against.get(use, against), against, key=_nearest)
 
 
 def defaults(variant: Variant, variants: Sequence[Variant]) -> dict[str, list[str]]:
@@ -69,6 +69,12 @@ def defaults(variant: Variant, variants: Sequence[Variant]) -> dict[str, list[st
         if others and all(set(own) <= set(one) for one in there):
             found[use] = list(others)
     return found
+
+
+def _nearest(against: tuple[list[str], list[str]]) -> tuple[int, int]:
+    """Order what is said of defaults: fewest that are others first, then fewest that are not known."""
+    others, unknown = against
+    return len(others), len(unknown)
 
 
 def told(made: Sequence[Variant]) -> list[Variant]:
@@ -144,7 +150,8 @@ def made(
             assumed=one.assumed,
         )
         variant.used = [use] if place not in ("helper", "logged") else []
-        variant.against = {use: contradicted(one.assumed, entry.graph, settings)}
+        against = [contradicted(assumed, entry.graph, settings) for assumed in (one.assumed, *one.others)]
+        variant.against = {use: min(against, key=_nearest)}
         variant.whole, variant.entry, variant.sides = one.whole, entry.title, entry.roles.of(part.core).sides
         _write(variant, one)
         if entry.failure:

@@ -216,6 +216,50 @@ def test_a_call_site_that_leaves_it_open_uses_no_variant(configured, own, code):
     assert result.stdout.count("does not count (kind is") == 2
 
 
+JSD = """from torch.nn.functional import kl_div
+from transformers import Trainer
+
+
+class Distilling(Trainer):
+    def divergence(self, student_logits, teacher_logits, mask, beta=DEFAULT, top_k=None, probs=False):
+        if top_k is not None and top_k > 0:
+            kept = teacher_logits.topk(top_k, dim=-1)[1]
+            student_logits, teacher_logits = student_logits.gather(-1, kept), teacher_logits.gather(-1, kept)
+        if probs:
+            student, teacher = student_logits.log(), teacher_logits.log()
+        else:
+            student, teacher = student_logits.log_softmax(-1), teacher_logits.log_softmax(-1)
+        if beta == 0:
+            kl = kl_div(student, teacher, reduction="none", log_target=True)
+        else:
+            kl = kl_div(teacher, student, reduction="none", log_target=True)
+        return (kl.sum(-1) * mask).sum(-1).mean()
+
+    def compute_loss(self, model, inputs):
+        student, teacher = model(inputs["input_ids"]).logits, inputs["teacher_logits"]
+        return self.divergence(student, teacher, inputs["mask"], beta=self.args.beta, top_k=self.top_k)
+
+
+class Config:
+    top_k: int = 0
+"""
+
+
+@pytest.mark.parametrize(("default", "code"), [("0", 1), ("1", 0)])
+def test_its_own_default_decides_where_nothing_says_what_it_is_given(checkout, default, code):
+    (checkout / "jsd.py").write_text(JSD.replace("DEFAULT", default), encoding="utf-8")
+    found, result = graded("jsd.py:Distilling.divergence", "--read", *LOSS)
+    assert found == code, result.output
+    assert result.stdout.count("REFUTED") + result.stdout.count("CONFIRMED") == 1
+    words = " ".join(result.stdout.split())
+    assert words.count("does not count") == 3
+    # Zero is none of the likeliest tokens: the same sum as without them.
+    assert words.count("top_k is 0 by default") == 2
+    found, result = graded("jsd.py:Distilling.compute_loss", "--read", *LOSS)
+    assert found == 1
+    assert "nothing says which variant is the default" in " ".join(result.stdout.split())
+
+
 def test_what_cannot_be_called_nor_read_says_both(checkout):
     code, result = graded("trainer.py:Trainer.no_kl")
     assert code == 2
