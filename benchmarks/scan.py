@@ -11,7 +11,7 @@ them. Its rows `first` are those of `later`, as the scan of revision 320d790 saw
 and the scan was changed for them after it. Its rows `opened` are the first look at those six, as the scan of revision
 15e596d saw them, without JAX; `unopened` are the one look of the scan on the symbolic evaluator, of revision 50f4d2f.
 These three are never replaced: `opened` and `unopened` are counted again in `scan_again.csv`, by a scan that was
-changed for all of these trees, as `used`, `later` and `held` are: all of them of revision 435ee721. For these only what
+changed for all of these trees, as `used`, `later` and `held` are: all of them of revision 56c8edad. For these only what
 is counted here was graded, the names on-policy, on a machine that others used as well: they have no seconds.
 
 A label gives the gradients of a variant as they were called when it was written. What has got a name since, as the
