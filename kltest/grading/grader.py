@@ -392,7 +392,7 @@ def _hangs(calls: Calls, limit: float) -> bool:
 
 
 def _on_sizes(error: TargetError, options: Options) -> str:
-    """Return a hint if the loss seems to refuse the number of tokens or rows, or tensors, else ""."""
+    """Return a hint if it seems to refuse the number of tokens to choose from, or of rows, or tensors; else ""."""
     cause = error.__cause__
     if "index k out of range" in str(cause):  # of topk
         return f"\n{OF_CHOICES}"

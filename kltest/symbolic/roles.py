@@ -22,6 +22,7 @@ from kltest.symbolic.words import (
     TOKENS,
     Side,
     is_mask,
+    is_of_reference,
     is_ratio,
     says,
     side,
@@ -379,8 +380,8 @@ class Roles:
         if named or self._selects_several(node):
             told = (whose(name) for name in (*self.names(node), *_origin(node)))
             return Fact(TOP, frozenset({next((who for who in told if who is not None), REFERENCE)}))
-        if (who := next(filter(None, map(whose, self._logarithms(node))), None)) is not None:
-            return self._of_side(node, Side("prob", who))
+        if any(map(is_of_reference, self._logarithms(node))):
+            return self._of_side(node, Side("prob", REFERENCE))
         if any(TOKENS.intersection(words(name)) and not COUNTS.intersection(words(name)) for name in self.names(node)):
             return Fact(TOKEN)
         if node.operation == "method" and node.arguments[1] == "log_prob":

@@ -90,6 +90,11 @@ def whose(text: str) -> str | None:
     return next((who for who in PREFIXES if who in stated), None)
 
 
+def is_of_reference(name: str) -> bool:
+    """Return True for a name that says the reference or the teacher, and no ratio, difference or the like."""
+    return not _NO_SIDE.intersection(words(name)) and whose(name) == REFERENCE
+
+
 def is_preference(name: str) -> bool:
     """Return True for names of preference pairs: chosen_logps."""
     return bool(_PREFERENCE.intersection(words(name)))
