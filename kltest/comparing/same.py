@@ -155,6 +155,9 @@ class _Comparing:
         for known, letter in zip(self.known, "AB", strict=True):
             yield from (f"{letter}: {note}" for note in known.notes)
         a, b = self.known
+        ours, theirs = [*a.defaults.values()], [*b.defaults.values()]
+        if a.beta is b.beta is None and ours and theirs and ours != theirs:
+            yield f"the default of the coefficient is {ours[0]} in A and {theirs[0]} in B: both were given β in its place"
         if a.dtype != b.dtype:
             yield f"A computes in {a.dtype} and B in {b.dtype}, given float64: what that costs counts as a difference"
 
@@ -162,13 +165,14 @@ class _Comparing:
         a, b = self.known
         shared = [name for name in a.numbers if name in b.numbers][:NUMBERS]
         groups = tuple(dict.fromkeys(one.group for one in (a, b) if one.group)) or (2, 4)
+        fixed = a.beta is not None or b.beta is not None
         return cases(
             self.found.seed,
-            reads=a.reads | b.reads,
+            reads=(a.reads | b.reads) - {"beta"} if fixed else a.reads | b.reads,
             logits="logits" in a.reads & b.reads,
             numbers={name: a.numbers[name] for name in shared},
             groups=groups,
-            upstream=1 if "scalar" in (a.returned, b.returned) else 3,
+            upstream=3 if {a.returned, b.returned} <= {"rows", "tokens"} else 1,
         )
 
     def _limit(self, case: Case) -> Limit:
@@ -258,7 +262,6 @@ class _Comparing:
         key, of_logged = logged.removeprefix(LOGGED), logged.startswith(LOGGED)
         fields = {name: batch.peek(name).detach().numpy() for name in batch.keys()}  # noqa: SIM118
         more: dict[str, Any] = {
-            "beta": case.beta if case.beta is not None else batch.peek("beta"),
             "upstream": case.weights.tolist() if a.returned != "scalar" else [float(case.weights[0])],
             "leaves": leaves,
         }
