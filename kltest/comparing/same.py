@@ -157,7 +157,7 @@ class _Comparing:
         a, b = self.known
         ours, theirs = [*a.defaults.values()], [*b.defaults.values()]
         if a.beta is b.beta is None and ours and theirs and ours != theirs:
-            yield f"the default of the coefficient is {ours[0]} in A and {theirs[0]} in B: both were given β in its place"
+            yield f"the default of the coefficient is {ours[0]} in A, {theirs[0]} in B: both were given β in its place"
         if a.dtype != b.dtype:
             yield f"A computes in {a.dtype} and B in {b.dtype}, given float64: what that costs counts as a difference"
 

@@ -165,7 +165,11 @@ def facts(side: Side) -> Iterator[Facts]:
         dtype,
         returned,
         loss.fixed_beta,
-        {one.name: one.default for one in loss.arguments.parameters if loss.fields.get(one.name) == "beta"},
+        {
+            one.name: one.default
+            for one in loss.arguments.parameters
+            if loss.fields.get(one.name) == "beta" and is_number(one.default)
+        },
         (*loss.notes, *notes),
     )
 

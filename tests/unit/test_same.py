@@ -303,7 +303,7 @@ def test_a_tolerance_is_obeyed(compare):
 def test_arguments_of_both_and_of_one(compare):
     assert compare("clipped", "clipped", arguments={"most": 2.0}, arguments_b={"most": 1.0}).verdict == "differ"
     assert compare("in_chunks", "in_chunks", arguments_b={"chunk": 3}).verdict == "same"
-    assert "is 0.1 in A and 0.04 in B" in compare("logs", "logs_less").to_text()
+    assert "is 0.1 in A, 0.04 in B" in compare("logs", "logs_less").to_text()
     given = compare("logs", "logs_less", arguments_a={"kl_coef": 0.2}, arguments_b={"kl_coef": 0.1})
     assert given.explained == "B is A times 0.5"
     assert "0.2)[0])" in given.program
