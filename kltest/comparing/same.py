@@ -139,11 +139,12 @@ class _Comparing:
             return
         if ranks > 1:
             self._on_ranks(pairs, ranks)
-        differ = [(one, case) for case, one in zip(listed, found.tried, strict=False) if one.status == "differ"]
+        differ = [(one, pair) for pair, one in zip(pairs, found.tried, strict=False) if one.status == "differ"]
         stopped = next((each.refused for _, *both in pairs for each in both if each.stopped), "")
         if differ:
             found.explained = found.explained or self._explained(pairs)
-            self._smallest(*min(differ, key=lambda pair: (pair[0].at_padding, pair[1].special, _size(pair[1]))))
+            tried, pair = min(differ, key=lambda one: (one[0].at_padding, one[1][0].special, _size(one[1][0])))
+            self._smallest(tried, *pair)
         if any(one.status == "differ" for one in found.tried):
             found.verdict = "differ"
         elif stopped or all(one.status == "not tried" for one in found.tried):
@@ -231,23 +232,21 @@ class _Comparing:
         for (case, *_), a, b in zip(taken, *spread.values(), strict=True):
             self.found.tried.append(self._tried(replace(case, family="ranks"), a, b, several))
 
-    def _smallest(self, tried: Tried, case: Case) -> None:
+    def _smallest(self, tried: Tried, case: Case, a: Seen, b: Seen) -> None:
         """Simplify a batch as long as they differ there, and write the program."""
         exact = not any({"logits", "ref_logits"} & one.reads for one in self.known)
-        seen = None
         for _ in range(ROUNDS):
             simple = list(simpler(case, rounds=exact))
             for pair in zip(simple, self.a.seen(simple), self.b.seen(simple), strict=True):
                 one = self._tried(*pair)
                 if one.status == "differ" and one.at_padding == tried.at_padding:
-                    case, seen = pair[0], pair[1:]
+                    tried, (case, a, b) = one, pair
                     break
             else:
                 break
-        seen = seen or (next(self.a.seen([case])), next(self.b.seen([case])))
-        self.found.smallest = self._tried(case, *seen)
+        self.found.smallest = tried
         try:
-            self.found.program = self._program(case, *seen)
+            self.found.program = self._program(case, a, b)
         except NoSourceError as reason:
             self.found.unwritten = str(reason)
 

@@ -202,9 +202,13 @@ def drawn(logp, ref_logp, mask):
 
 
 def hanging(logp, ref_logp, mask):
-    while len(logp) > 2:
+    while len(logp) > 8:
         time.sleep(0.01)
     return squares(logp, ref_logp, mask)
+
+
+def hanging_later(logp, ref_logp, mask):
+    return hanging(logp, ref_logp, mask) / 2
 
 
 def over_all_tokens(logp, ref_logp, mask):
@@ -369,6 +373,9 @@ def test_exit_codes_of_the_command(folder):
     assert call(f"{losses}:squares", f"{losses}:nothing").exit_code == 2
     assert call(f"{losses}:squares", "trl").exit_code == 2
     assert call(f"{losses}:squares", f"{losses}:clipped", "--arg-a", "most=1").exit_code == 2
+    wrong = call(f"{losses}:squares", f"{losses}:hanging_later", "--timeout", 6)
+    assert wrong.exit_code == 1
+    assert "smallest  " in wrong.stdout
     hangs = call(f"{losses}:squares", f"{losses}:hanging", "--timeout", 6)
     assert hangs.exit_code == 4
     assert "did not return within 6 s (--timeout), in hanging at" in hangs.stdout
