@@ -137,14 +137,14 @@ class _Comparing:
         if reason := self._unrepeatable(pairs, len(listed)):
             found.reason = reason
             return
-        if ranks > 1:
-            self._on_ranks(pairs, ranks)
         differ = [(one, pair) for pair, one in zip(pairs, found.tried, strict=False) if one.status == "differ"]
         stopped = next((each.refused for _, *both in pairs for each in both if each.stopped), "")
         if differ:
-            found.explained = found.explained or self._explained(pairs)
+            found.explained = self._explained(pairs)
             tried, pair = min(differ, key=lambda one: (one[0].at_padding, one[1][0].special, _size(one[1][0])))
             self._smallest(tried, *pair)
+        if ranks > 1 and not stopped:
+            self._on_ranks(pairs, ranks)
         if any(one.status == "differ" for one in found.tried):
             found.verdict = "differ"
         elif stopped or all(one.status == "not tried" for one in found.tried):
@@ -319,7 +319,7 @@ def _only_one_logs(pairs: Sequence[tuple[Case, Seen, Seen]]) -> Iterator[str]:
     both = [(a, b) for _, a, b in pairs if not (a.refused or b.refused)]
     for letter, one, other in (("A", 0, 1), ("B", 1, 0)):
         keys = {key for pair in both for key in pair[one].logged.keys() - pair[other].logged.keys()}
-        if keys:
+        if keys := keys - ({KL} if "kl" in keys else set()):
             yield f"only {letter} logs {', '.join(sorted(keys))}: not compared"
         for leaf in ("logp", "logits"):
             if any(
