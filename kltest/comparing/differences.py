@@ -132,7 +132,7 @@ def _difference(what: str, one: np.ndarray, other: np.ndarray, limit: Limit) -> 
         return None
     at = np.unravel_index(gap.argmax(), gap.shape)
     place = f" at {', '.join(f'{name} {index}' for name, index in zip(PLACES, at, strict=False))}" if at else ""
-    return Difference(what, float(one[at]), float(other[at]), float(gap.max() / scale) if scale else np.inf, place)
+    return Difference(what, float(one[at]), float(other[at]), float(gap.max()) / scale if scale else np.inf, place)
 
 
 PLACES = ("row", "token", "action")

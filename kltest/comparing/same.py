@@ -137,13 +137,14 @@ class _Comparing:
         if reason := self._unrepeatable(pairs, len(listed)):
             found.reason = reason
             return
-        if ranks > 1:
-            self._on_ranks(pairs, ranks)
-        differ = [(one, case) for case, one in zip(listed, found.tried, strict=False) if one.status == "differ"]
+        differ = [(one, pair) for pair, one in zip(pairs, found.tried, strict=False) if one.status == "differ"]
         stopped = next((each.refused for _, *both in pairs for each in both if each.stopped), "")
         if differ:
-            found.explained = found.explained or self._explained(pairs)
-            self._smallest(*min(differ, key=lambda pair: (pair[0].at_padding, pair[1].special, _size(pair[1]))))
+            found.explained = self._explained(pairs)
+            tried, pair = min(differ, key=lambda one: (one[0].at_padding, one[1][0].special, _size(one[1][0])))
+            self._smallest(tried, *pair)
+        if ranks > 1 and not stopped:
+            self._on_ranks(pairs, ranks)
         if any(one.status == "differ" for one in found.tried):
             found.verdict = "differ"
         elif stopped or all(one.status == "not tried" for one in found.tried):
@@ -155,6 +156,9 @@ class _Comparing:
         for known, letter in zip(self.known, "AB", strict=True):
             yield from (f"{letter}: {note}" for note in known.notes)
         a, b = self.known
+        ours, theirs = [*a.defaults.values()], [*b.defaults.values()]
+        if a.beta is b.beta is None and ours and theirs and ours != theirs:
+            yield f"the default of the coefficient is {ours[0]} in A, {theirs[0]} in B: both were given β in its place"
         if a.dtype != b.dtype:
             yield f"A computes in {a.dtype} and B in {b.dtype}, given float64: what that costs counts as a difference"
 
@@ -162,13 +166,14 @@ class _Comparing:
         a, b = self.known
         shared = [name for name in a.numbers if name in b.numbers][:NUMBERS]
         groups = tuple(dict.fromkeys(one.group for one in (a, b) if one.group)) or (2, 4)
+        fixed = a.beta is not None or b.beta is not None
         return cases(
             self.found.seed,
-            reads=a.reads | b.reads,
+            reads=(a.reads | b.reads) - {"beta"} if fixed else a.reads | b.reads,
             logits="logits" in a.reads & b.reads,
             numbers={name: a.numbers[name] for name in shared},
             groups=groups,
-            upstream=1 if "scalar" in (a.returned, b.returned) else 3,
+            upstream=3 if {a.returned, b.returned} <= {"rows", "tokens"} else 1,
         )
 
     def _limit(self, case: Case) -> Limit:
@@ -227,23 +232,21 @@ class _Comparing:
         for (case, *_), a, b in zip(taken, *spread.values(), strict=True):
             self.found.tried.append(self._tried(replace(case, family="ranks"), a, b, several))
 
-    def _smallest(self, tried: Tried, case: Case) -> None:
+    def _smallest(self, tried: Tried, case: Case, a: Seen, b: Seen) -> None:
         """Simplify a batch as long as they differ there, and write the program."""
         exact = not any({"logits", "ref_logits"} & one.reads for one in self.known)
-        seen = None
         for _ in range(ROUNDS):
             simple = list(simpler(case, rounds=exact))
             for pair in zip(simple, self.a.seen(simple), self.b.seen(simple), strict=True):
                 one = self._tried(*pair)
                 if one.status == "differ" and one.at_padding == tried.at_padding:
-                    case, seen = pair[0], pair[1:]
+                    tried, (case, a, b) = one, pair
                     break
             else:
                 break
-        seen = seen or (next(self.a.seen([case])), next(self.b.seen([case])))
-        self.found.smallest = self._tried(case, *seen)
+        self.found.smallest = tried
         try:
-            self.found.program = self._program(case, *seen)
+            self.found.program = self._program(case, a, b)
         except NoSourceError as reason:
             self.found.unwritten = str(reason)
 
@@ -258,7 +261,6 @@ class _Comparing:
         key, of_logged = logged.removeprefix(LOGGED), logged.startswith(LOGGED)
         fields = {name: batch.peek(name).detach().numpy() for name in batch.keys()}  # noqa: SIM118
         more: dict[str, Any] = {
-            "beta": case.beta if case.beta is not None else batch.peek("beta"),
             "upstream": case.weights.tolist() if a.returned != "scalar" else [float(case.weights[0])],
             "leaves": leaves,
         }
@@ -317,7 +319,7 @@ def _only_one_logs(pairs: Sequence[tuple[Case, Seen, Seen]]) -> Iterator[str]:
     both = [(a, b) for _, a, b in pairs if not (a.refused or b.refused)]
     for letter, one, other in (("A", 0, 1), ("B", 1, 0)):
         keys = {key for pair in both for key in pair[one].logged.keys() - pair[other].logged.keys()}
-        if keys:
+        if keys := keys - ({KL} if "kl" in keys else set()):
             yield f"only {letter} logs {', '.join(sorted(keys))}: not compared"
         for leaf in ("logp", "logits"):
             if any(

@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Facts:
     """What is known of a loss before it is compared: its file, the fields that it reads, its numeric parameters.
 
     `dtype` is the lowest precision in which it computes, `group` the size of groups that it states, `returned` what its
-    first call returned.
+    first call returned, `beta` the coefficient that was given for it, and `defaults` those in whose place it gets β.
     """
 
     file: str
@@ -48,6 +48,8 @@ class Facts:
     group: int | None
     dtype: str
     returned: str
+    beta: float | None
+    defaults: Mapping[str, object]
     notes: tuple[str, ...]
 
 
@@ -134,7 +136,8 @@ def value_of(side: Side, step: Step) -> Any:
 
 def facts(side: Side) -> Iterator[Facts]:
     """Yield what a loss says of itself, and what its first call shows."""
-    torch.set_num_threads(1)
+    if side.isolated:
+        torch.set_num_threads(1)
     loss = side.resolved()
     reads, dtype, returned = set(loss.takes), "float64", ""
     notes: list[str] = []
@@ -154,8 +157,21 @@ def facts(side: Side) -> Iterator[Facts]:
         if isinstance(value, int | float) and is_number(value) and name not in side.call.arguments
     }
     group = loss.arguments.group_size
-    file = source_file(loss.function) or ""
-    yield Facts(file, frozenset(reads), numbers, group[1] if group else None, dtype, returned, (*loss.notes, *notes))
+    yield Facts(
+        source_file(loss.function) or "",
+        frozenset(reads),
+        numbers,
+        group[1] if group else None,
+        dtype,
+        returned,
+        loss.fixed_beta,
+        {
+            one.name: one.default
+            for one in loss.arguments.parameters
+            if loss.fields.get(one.name) == "beta" and is_number(one.default)
+        },
+        (*loss.notes, *notes),
+    )
 
 
 def _first(seed: int, group: tuple[str, int] | None) -> list[Case]:
@@ -166,7 +182,7 @@ def _first(seed: int, group: tuple[str, int] | None) -> list[Case]:
     return [usual, next(one for one in listed if one.group)]
 
 
-def seen(side: Side, tried: Sequence[Case], rank: int | None = None, ranks: int = 1) -> Iterator[Seen]:
+def seen(side: Side, tried: Sequence[Case], rank: int = 0, ranks: int = 1) -> Iterator[Seen]:
     """Yield what the call of each case shows, with its share of the rows if there are several ranks."""
     if side.isolated:
         torch.set_num_threads(1)
@@ -175,14 +191,14 @@ def seen(side: Side, tried: Sequence[Case], rank: int | None = None, ranks: int 
         random = loss.calls.draws()
     with loss.calls.holding(random):
         for case in tried:
-            part = np.array_split(case.rows, ranks)[rank or 0]
-            yield _seen(loss, replace(case, rows=tuple(int(row) for row in part)))
+            yield _seen(loss, case, np.array_split(np.arange(len(case.rows)), ranks)[rank] if ranks > 1 else None)
 
 
-def _seen(loss: Loss, case: Case) -> Seen:
+def _seen(loss: Loss, case: Case, part: np.ndarray | None) -> Seen:
     try:
         with preserved(case.seed):
             loss, batch = with_options(loss, case), rollout(case)
+            batch = batch if part is None else batch.take(part)
             if not unambiguous(batch):
                 loss.settle(batch)
             beta = case.beta if case.beta is not None else loss.beta(batch)
@@ -276,8 +292,9 @@ def definition(side: Side, case: Case) -> Iterator[Any]:
     try:
         with preserved(side.seed):
             loss = with_options(loss, case)
-            loss.returned(batch, case.beta if case.beta is not None else loss.beta(batch))
-        yield written(loss, len(case.rows))
+            beta = case.beta if case.beta is not None else loss.beta(batch)
+            loss.returned(batch, beta)
+        yield written(loss, len(case.rows), beta)
     except (KltestError, NoSourceError) as reason:
         yield str(reason)
 

@@ -37,9 +37,10 @@ class Called(NamedTuple):
 
 @dataclass(frozen=True)
 class _OnBatch(Expectation):
-    """Writes the call of a loss with one batch, whose fields are tensors by their names."""
+    """Writes the call of a loss with one batch, whose fields are tensors by their names, at one β."""
 
     at = ""
+    beta: float = 1.0
 
     def __post_init__(self) -> None:
         self.check()
@@ -48,19 +49,19 @@ class _OnBatch(Expectation):
 
     def _field(self, name: str) -> str:
         if name in ("tokens", "group", "beta"):
-            return name
+            return repr(self.beta) if name == "beta" else name
         form = self.loss.record.form
         repeated = name in ROW_FIELDS and form is not None and form.per_token
         return f"{name}{'[:, None].expand_as(mask)' * repeated}{self._cast('mask' if name == 'mask' else 'floats')}"
 
 
-def written(loss: Loss, rows: int) -> Called:
-    """Return how a loss is defined and called; NoSourceError if a few lines cannot say it."""
+def written(loss: Loss, rows: int, beta: float) -> Called:
+    """Return how a loss is defined and called at this β; NoSourceError if a few lines cannot say it."""
     if isinstance(loss.function, JaxLoss):
         raise NoSourceError("the loss is written for JAX, and these programs are for torch")
     source = source_of(loss.function, loss.name, NAMES)
     sign = "-" * loss.shaped
-    return Called(source.lines, sign + _OnBatch(loss, source.name, rows, masked=True).called())
+    return Called(source.lines, sign + _OnBatch(loss, source.name, rows, masked=True, beta=beta).called())
 
 
 def program(
@@ -68,7 +69,6 @@ def program(
     called: Sequence[Called],
     fields: Mapping[str, np.ndarray],
     *,
-    beta: float,
     upstream: Sequence[float],
     leaves: Sequence[str],
     picks: Sequence[str],
@@ -79,7 +79,6 @@ def program(
         words: What is compared, for its first line.
         called: The losses.
         fields: The numbers of the batch.
-        beta: The coefficient.
         upstream: What comes in from above, a row each.
         leaves: Fields at which the gradient is taken; with "raw", the logits that all others are made of.
         picks: Picks what is shown from what each returns, as "[0]".
@@ -88,7 +87,7 @@ def program(
         NoSourceError: The batch is too large to be written down.
     """
     raw = "raw" in leaves
-    needed = {"mask", *(name for one in called for name in one.fields), *leaves} - {"raw", "beta"}
+    needed = {"mask", *(name for one in called for name in one.fields), *leaves} - {"raw"}
     needed |= {"logits", "tokens", "logp"} if raw else set()
     inputs = {name: fields[name] for name in FIELDS if name in needed}
     numbers = {name: _literal(one.tolist()) for name, one in inputs.items()}
@@ -102,7 +101,6 @@ def program(
         stubs=any("SimpleNamespace(" in one.call for one in called),
         special=not all(np.isfinite(one).all() for one in inputs.values()),
         inputs=numbers,
-        beta=beta if any("beta" in one.fields for one in called) else None,
         upstream=list(upstream) if set(upstream) != {1.0} else None,
         leaves=leaves,
         raw=raw,

@@ -116,7 +116,13 @@ def test_the_notebook_was_executed(site):
     assert "forward_kl" in page
 
 
-PAGES = ("quickstart.md", "concepts/placements.md", "guides/your-own-loss.md", "guides/distillation.md")
+PAGES = (
+    "quickstart.md",
+    "concepts/placements.md",
+    "guides/your-own-loss.md",
+    "guides/distillation.md",
+    "guides/same.md",
+)
 
 
 @pytest.mark.parametrize("name", PAGES)

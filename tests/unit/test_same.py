@@ -150,6 +150,10 @@ def squared_coefficient(logp, ref_logp, mask, kl_coef=0.1):
     return kl_coef**2 * kl, {"kl": kl.detach(), "rows": len(logp)}
 
 
+def logs_less(logp, ref_logp, mask, kl_coef=0.04):
+    return logs(logp, ref_logp, mask, kl_coef)
+
+
 def clipped(logp, ref_logp, mask, most=3.0):
     return cut(logp, ref_logp, mask).clamp(-most, most).square().sum() / 2
 
@@ -198,9 +202,13 @@ def drawn(logp, ref_logp, mask):
 
 
 def hanging(logp, ref_logp, mask):
-    while len(logp) > 2:
+    while len(logp) > 8:
         time.sleep(0.01)
     return squares(logp, ref_logp, mask)
+
+
+def hanging_later(logp, ref_logp, mask):
+    return hanging(logp, ref_logp, mask) / 2
 
 
 def over_all_tokens(logp, ref_logp, mask):
@@ -299,6 +307,10 @@ def test_a_tolerance_is_obeyed(compare):
 def test_arguments_of_both_and_of_one(compare):
     assert compare("clipped", "clipped", arguments={"most": 2.0}, arguments_b={"most": 1.0}).verdict == "differ"
     assert compare("in_chunks", "in_chunks", arguments_b={"chunk": 3}).verdict == "same"
+    assert "is 0.1 in A, 0.04 in B" in compare("logs", "logs_less").to_text()
+    given = compare("logs", "logs_less", arguments_a={"kl_coef": 0.2}, arguments_b={"kl_coef": 0.1})
+    assert given.explained == "B is A times 0.5"
+    assert "0.2)[0])" in given.program
 
 
 def test_what_one_refuses_is_listed_and_nothing_at_all_is_undecided(compare):
@@ -361,6 +373,9 @@ def test_exit_codes_of_the_command(folder):
     assert call(f"{losses}:squares", f"{losses}:nothing").exit_code == 2
     assert call(f"{losses}:squares", "trl").exit_code == 2
     assert call(f"{losses}:squares", f"{losses}:clipped", "--arg-a", "most=1").exit_code == 2
+    wrong = call(f"{losses}:squares", f"{losses}:hanging_later", "--timeout", 6)
+    assert wrong.exit_code == 1
+    assert "smallest  " in wrong.stdout
     hangs = call(f"{losses}:squares", f"{losses}:hanging", "--timeout", 6)
     assert hangs.exit_code == 4
     assert "did not return within 6 s (--timeout), in hanging at" in hangs.stdout
