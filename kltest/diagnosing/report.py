@@ -73,13 +73,15 @@ class Diagnosis:
     def facts(self) -> str:
         """Return in a few sentences what was read, and what the intervals mean."""
         read = ", ".join(name if name == key else f"{name} ({key})" for name, key in self.columns.items())
-        return " ".join((
-            f"{self.rollouts:,} rollouts, {self.tokens:,} tokens. Read: {read}.",
-            *([f"Not read: {', '.join(self.unread)}."] if self.unread else []),
-            f"All intervals hold together at {100 * (1 - self.error_rate):g} %; the unit is a {self.unit}, of which "
-            f"there are {self.units:,}.",
-            *self.notes,
-        ))  # fmt: skip
+        return " ".join(
+            (
+                f"{self.rollouts:,} rollouts, {self.tokens:,} tokens. Read: {read}.",
+                *([f"Not read: {', '.join(self.unread)}."] if self.unread else []),
+                f"All intervals hold together at {100 * (1 - self.error_rate):g} %; the unit is a {self.unit}, of which "
+                f"there are {self.units:,}.",
+                *self.notes,
+            )
+        )
 
     def to_text(self, terminal: Terminal = PLAIN) -> str:
         """Return the report for people."""

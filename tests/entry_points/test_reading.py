@@ -256,8 +256,8 @@ def test_its_own_default_decides_where_nothing_says_what_it_is_given(checkout, d
     # Zero is none of the likeliest tokens: the same sum as without them.
     assert words.count("top_k is 0 by default") == 2
     found, result = graded("jsd.py:Distilling.compute_loss", "--read", *LOSS)
-    assert found == 1
-    assert "nothing says which variant is the default" in " ".join(result.stdout.split())
+    # What it hands on is asked of nobody: both decide.
+    assert (found, " ".join(result.stdout.split()).count("as far as it is known, the default")) == (1, 2)
 
 
 def test_what_cannot_be_called_nor_read_says_both(checkout):

@@ -203,16 +203,34 @@ def test_masked_tokens_in_between_and_numbers_behind_the_mask_are_reported():
 
 
 NAMES = {
-    "per_token_logps": "logp", "ref_per_token_logps": "ref_logp", "old_per_token_logps": "old_logp",
-    "sampling_per_token_logps": "rollout_logp", "completion_mask": "mask",
-    "old_log_probs": "old_logp", "ref_log_prob": "ref_logp", "rollout_log_probs": "rollout_logp",
-    "token_level_scores": "reward", "token_level_rewards": "shaped_reward", "entropys": "entropy", "uid": "group",
-    "generation_logprobs": "rollout_logp", "prev_logprobs": "old_logp", "reference_policy_logprobs": "ref_logp",
-    "inference_logprobs": "rollout_logp", "trainer_logprobs": "logp", "vllm_logprobs": "rollout_logp",
-    "sglang_log_probs": "rollout_logp", "base_action_log_probs": "ref_logp", "action_log_probs": "logp",
-    "prox_logp": "prox_logp", "proximal_logprobs": "prox_logp", "weight_versions": "version",
-    "attention_mask": None, "prompt": None, "kl_coef": None,
-}  # fmt: skip
+    "per_token_logps": "logp",
+    "ref_per_token_logps": "ref_logp",
+    "old_per_token_logps": "old_logp",
+    "sampling_per_token_logps": "rollout_logp",
+    "completion_mask": "mask",
+    "old_log_probs": "old_logp",
+    "ref_log_prob": "ref_logp",
+    "rollout_log_probs": "rollout_logp",
+    "token_level_scores": "reward",
+    "token_level_rewards": "shaped_reward",
+    "entropys": "entropy",
+    "uid": "group",
+    "generation_logprobs": "rollout_logp",
+    "prev_logprobs": "old_logp",
+    "reference_policy_logprobs": "ref_logp",
+    "inference_logprobs": "rollout_logp",
+    "trainer_logprobs": "logp",
+    "vllm_logprobs": "rollout_logp",
+    "sglang_log_probs": "rollout_logp",
+    "base_action_log_probs": "ref_logp",
+    "action_log_probs": "logp",
+    "prox_logp": "prox_logp",
+    "proximal_logprobs": "prox_logp",
+    "weight_versions": "version",
+    "attention_mask": None,
+    "prompt": None,
+    "kl_coef": None,
+}
 """Names of TRL, verl, NeMo RL, prime-rl, OpenRLHF, AReaL and slime."""
 
 
