@@ -302,8 +302,10 @@ def _given(tree: ast.Module, function: str) -> Iterator[tuple[str, Any]]:
     for one in nodes:
         if isinstance(one, ast.FunctionDef) and one.name == function:
             last = reversed([*one.args.posonlyargs, *one.args.args])
-            pairs = [*zip(last, reversed(one.args.defaults), strict=False)]
-            pairs += [pair for pair in zip(one.args.kwonlyargs, one.args.kw_defaults, strict=True) if pair[1]]
+            pairs = [
+                *zip(last, reversed(one.args.defaults), strict=False),
+                *zip(one.args.kwonlyargs, one.args.kw_defaults, strict=True),
+            ]
             defaults |= {name.arg: value.value for name, value in pairs if isinstance(value, ast.Constant)}
     for one in nodes:
         if isinstance(one, ast.Call) and function in (getattr(one.func, "attr", ""), getattr(one.func, "id", "")):
