@@ -83,6 +83,16 @@ class Place:
     first: int
     last: int
 
+    @property
+    def name(self) -> str:
+        """Its own name, without those of classes and functions that it is in."""
+        return self.title.rpartition(".")[2]
+
+    @property
+    def is_test(self) -> bool:
+        """True for a function of tests."""
+        return self.name.startswith("test_")
+
 
 @dataclass
 class Tree:
@@ -90,7 +100,8 @@ class Tree:
 
     Functions of the files `looked_at` are entered, of all if there are none; others are followed where they are called.
     Somebody may have `asked` for one function by its name.
-    `interrupted` is true if not all of them were. `seen` are lines of what other functions put into losses or metrics.
+    `interrupted` is true if not all of them were. `seen` are lines of what other functions put into losses or metrics,
+    and `logged` those of what is called a KL and has probabilities of two sides in it.
     """
 
     sources: Mapping[str, Source]
@@ -106,6 +117,7 @@ class Tree:
         self._ends: dict[str, dict[int, int]] = {}
         self.lost: list[str] = []
         self.seen: set[tuple[str, int]] = set()
+        self.logged: set[tuple[str, int]] = set()
         self._given: dict[tuple[Any, str], set[Fact]] = {}
 
     @cached_property
@@ -265,6 +277,19 @@ def _script(tree: ast.Module, scope: Scope) -> Function:
     assert isinstance(definition, ast.FunctionDef)
     definition.name, definition.body = MODULE, tree.body
     return Function(definition, Scope(scope.file, {"__name__": "__main__"}, scope))
+
+
+def assigned(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
+    """Yield the variables that are computed of probabilities, with the first and last line of each.
+
+    What is made of something that is called a KL itself is left out.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp | ast.Call | ast.UnaryOp | ast.IfExp):
+            names = [*_names(node.value)]
+            if any(side(name) is not None for name in names) and not any(map(says_kl, names)):
+                targets = (target for target in node.targets if isinstance(target, ast.Name))
+                yield from ((target.id, node.lineno, node.end_lineno or node.lineno) for target in targets)
 
 
 def speaks_of_probabilities(node: ast.AST) -> bool:

@@ -143,6 +143,8 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
     handed_on = reached([root for root, place in starts if place == "helper"])
     seen = [one for one in metrics if handed_on.isdisjoint(nodes_in(one))]
     tree.seen |= _seen(entry, [*(root for root, place in starts if place != "helper"), *seen])
+    of_two = [one for one in metrics if isinstance(one, Node) and len(entry.roles.of(one).sides) > 1]
+    tree.logged |= {place for one in reached(of_two) for place in entry.graph.written.get(one, ())}
     if logged:
         starts += ((value, "logged") for value in metrics)
     for root, place in starts:

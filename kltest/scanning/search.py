@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kltest.files import relative
 from kltest.scanning.declarations import comments
-from kltest.scanning.entries import Tree
+from kltest.scanning.entries import Place, Tree, assigned
 from kltest.scanning.finds import Find, finds
 from kltest.scanning.rows import Row
 from kltest.scanning.sources import parsed
@@ -138,15 +138,26 @@ def _uncollected() -> Iterator[None]:
 
 
 def _unread(tree: Tree, found: Sequence[Find]) -> Iterator[str]:
-    """Yield the functions whose names say KL in which nothing was recognised, but tests."""
-    lines = {(find.file, line) for find in found for line in find.lines}
+    """Yield the functions and variables, but of tests, whose names say KL and in which nothing was recognised.
+
+    A variable that is stored as a metric is recognised as that, and one that is made of no log-probs is none of a KL.
+    """
+    lines = tree.logged | {(find.file, line) for find in found for line in find.lines}
     lines |= {one for find in found for one in (*find.others, *find.depends)}
     for name, places in tree.places.items():
+        source, silent = tree.sources[name], set()
         for place in places:
             own = any((name, line) in lines for line in range(place.first, place.last + 1))
-            called = place.title.rpartition(".")[2]
-            if not own and says_kl(called) and not called.startswith("test_"):
-                yield f"{tree.sources[name].place(place.first)} {place.title}"
+            if not own and says_kl(place.name) and not place.is_test:
+                silent.add(place)
+                yield f"{source.place(place.first)} {place.title}"
+        variables: dict[tuple[Place, str], int] = {}
+        for variable, first, last in assigned(source.tree):
+            around = next((one for one in places if one.first <= first <= one.last), None)
+            own = any((name, line) in lines for line in range(first, last + 1))
+            if around and around not in silent and not (own or around.is_test) and says_kl(variable):
+                variables.setdefault((around, variable), first)
+        yield from (f"{source.place(line)} {one.title}: {variable}" for (one, variable), line in variables.items())
 
 
 def _on(find: Find, said: Sequence[tuple[int, bool, str]]) -> Iterator[tuple[int, str]]:

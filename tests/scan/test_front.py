@@ -405,6 +405,21 @@ def test_names_of_a_kl_in_which_nothing_was_recognised_are_listed_and_counted(tr
     assert scan() == (5, "no KL term in 1 file (1 lines)\n")
 
 
+def test_variables_named_kl_in_which_nothing_is_recognised_are_counted(tree):
+    Path("code.py").write_text(
+        "def train(policy, batch):\n"
+        "    logprobs = policy(batch['ids'])\n"
+        "    kl = logprobs.exp().sum()\n"
+        "    approx_kl = (batch['old_logprobs'] - logprobs).mean()\n"
+        "    mean_kl = kl.mean()\n"
+        "    loss = (kl * batch['advantages']).mean()\n"
+        "    return loss, {'kl': approx_kl, 'mean': mean_kl}\n"
+    )
+    code, words = scan()
+    assert (code, words.splitlines()[-1]) == (5, "1 named KL and not recognised")
+    assert "named KL and not recognised: code.py:3 train: kl" in words
+
+
 # The first screen.
 
 FORMULA = "(log π - log ref).clamp(-10, 10).exp()·mask / mask.sum(-1, keepdim=True).clamp(min=1.0) - (log π - log ref)"
