@@ -29,6 +29,8 @@ APART = ("ragged", "far 2", "far 20")
 # Log-probs of every token in the plainest batch.
 FLAT = {"logp": -1.0, "ref_logp": -1.5, "old_logp": -1.2}
 FILLS = {**LEGAL, **EXTREME}
+# What every case has.
+USUAL = ("family", "environment", "rows", "sampler", "digits", "seed")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Case:
     @property
     def special(self) -> int:
         """How many things about it are not the usual."""
-        ours = (each for each in fields(self) if each.name not in ("family", "environment", "rows", "digits", "seed"))
+        ours = (each for each in fields(self) if each.name not in USUAL)
         return sum(getattr(self, each.name) != each.default for each in ours)
 
 
