@@ -20,7 +20,7 @@ from kltest.rollout import Rollout
 ENVIRONMENTS = ("bandit", "sequence", "ragged", "turns")
 SIZES = (1, 2, 3, 5, 8, 17, 32)
 # Of one token, for parts of 64 or 128 rows; of one kind of tokens; of rollouts: neither a power of two nor a multiple.
-MANY_ROWS, VOCABULARY, LENGTHS, LONGEST = 257, 1031, (64, 67, 1024, 1031), 9
+MANY_ROWS, VOCABULARY, LENGTHS, LONGEST = 257, 1031, (64, 67, 1024, 1031), 72
 # Log-ratios of a token to the reference, or to a stale sampler.
 FAR = (2.0, 5.0, 20.0)
 BETAS = (0.0, 0.5, 2.0)
@@ -29,6 +29,8 @@ APART = ("ragged", "far 2", "far 20")
 # Log-probs of every token in the plainest batch.
 FLAT = {"logp": -1.0, "ref_logp": -1.5, "old_logp": -1.2}
 FILLS = {**LEGAL, **EXTREME}
+# What every case has.
+USUAL = ("family", "environment", "rows", "sampler", "step", "digits", "seed")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Case:
         environment: A graded one, or "far U", "long T", "many V".
         rows: The rollouts of the environment that it takes.
         group: Rollouts in a group of one prompt, 0 for the environment's own prompts.
+        step: The number of rows is a multiple of it.
         padding: What stands at padded positions, a key of FILLS; "" for what the environment writes there.
         columns: Columns of padding that are added.
         floats: The type of floating-point fields.
@@ -56,6 +59,7 @@ class Case:
     rows: tuple[int, ...]
     sampler: str = "stale"
     group: int = 0
+    step: int = 1
     padding: str = ""
     columns: int = 0
     floats: str = "float64"
@@ -93,7 +97,7 @@ class Case:
     @property
     def special(self) -> int:
         """How many things about it are not the usual."""
-        ours = (each for each in fields(self) if each.name not in ("family", "environment", "rows", "digits", "seed"))
+        ours = (each for each in fields(self) if each.name not in USUAL)
         return sum(getattr(self, each.name) != each.default for each in ours)
 
 
@@ -160,7 +164,7 @@ def _long(length: int, sampler: str, seed: int) -> Rollout:
     rows = torch.arange(LONGEST)
     fields: dict[str, Any] = {f"{name}logits": one.clone() for name, one in tables.items()}
     fields |= {f"{name}logp": one.gather(-1, tokens[..., None])[..., 0] for name, one in tables.items()}
-    mask = (torch.arange(length) < length - 3 * rows[:, None]).double()
+    mask = (torch.arange(length) < length - 3 * rows[:, None] % (length // 2)).double()
     return Rollout({**fields, "tokens": tokens, "mask": mask, "reward": (rows % 2).double(), "group": 0 * rows})
 
 
@@ -179,6 +183,7 @@ def cases(
     numbers: Mapping[str, float] | None = None,
     groups: tuple[int, ...] = (2, 4),
     upstream: int = 1,
+    step: int = 1,
 ) -> list[Case]:
     """Return what is tried, from small batches to large.
 
@@ -189,10 +194,11 @@ def cases(
         numbers: Values of numeric parameters that both take.
         groups: Sizes of groups.
         upstream: 3 if both return a number a row, so that each may get another gradient from above, else 1.
+        step: Numbers of rows are multiples of it, for losses that take no others.
     """
 
     def of(family: str, environment: str, many: int, **more: Any) -> Case:
-        return Case(family, environment, _rows(environment, many, seed), seed=seed, **more)
+        return Case(family, environment, _rows(environment, many * step, seed), seed=seed, step=step, **more)
 
     samplers = ("current", "stale")
     found = [of("batch sizes", each, n, sampler=s) for n, each, s in product(SIZES, ENVIRONMENTS, samplers)]
@@ -201,14 +207,14 @@ def cases(
     found += [replace(one, family="padding", padding=name) for name, one in product(FILLS, usual.values())]
     found += [replace(one, family="columns", columns=more) for more, one in product((1, 5), usual.values())]
     whole = of("order and parts", "ragged", 17)
-    parts = (whole.rows[::-1], whole.rows[8:] + whole.rows[:8], whole.rows[:8], whole.rows[8:])
+    half = 8 * step
+    parts = (whole.rows[::-1], whole.rows[half:] + whole.rows[:half], whole.rows[:half], whole.rows[half:])
     found += [replace(whole, rows=part) for part in parts]
     found += [
-        of("groups", each, size * many, group=size, sampler=sampler)
+        replace(of("groups", each, size * many, group=size, sampler=sampler), rows=_rows(each, size * many, seed))
         for size, many, each, sampler in product(groups, (1, 2, 3), ("bandit", "ragged"), samplers)
     ]
     found += [of("gradient from above", each, n, upstream=upstream) for n, each in product((1, 5), ENVIRONMENTS)]
-    found += [of("gradient from above", "ragged", 2 * groups[-1], upstream=upstream, group=groups[-1])]
     for each, floats in product(("bandit", "ragged", "turns", "far 5"), ("float32", "bfloat16")):
         found.append(of("precision", each, 8, floats=floats, sampler="current"))
     if "beta" in reads:
@@ -219,7 +225,8 @@ def cases(
             found += [of("options", each, 5, sampler="current", options=((name, other),)) for each in APART]
     found += [of("far", f"far {far:g}", 8, sampler=sampler) for far, sampler in product(FAR, samplers)]
     found += [
-        Case("long", f"long {length}", tuple(range(n)), seed=seed) for length, n in product(LENGTHS, (1, 3, LONGEST))
+        Case("long", f"long {length}", tuple(range(n * step)), seed=seed, step=step)
+        for length, n in product(LENGTHS, (1, 3, 9))
     ]
     if reads & {"logits", "ref_logits", "old_logits"}:
         found += [of("many tokens", f"many {VOCABULARY}", n) for n in (1, 5)]
@@ -230,7 +237,8 @@ def cases(
 
 def simpler(case: Case, *, rounds: bool) -> Iterator[Case]:
     """Yield cases that say less: fewer rows first, then nothing unusual that is not needed, then round numbers."""
-    step, many = case.group or 1, len(case.rows) // (case.group or 1)
+    step = case.group or case.step
+    many = len(case.rows) // step
     blocks = [case.rows[step * place : step * (place + 1)] for place in range(many)]
     for size in (1, 2, many // 2, many - 1):
         if 0 < size < many:

@@ -83,9 +83,10 @@ class Comparison:
     def _lines(self) -> Iterator[str]:
         compared = [one for one in self.tried if one.status != "not tried"]
         differ = [one for one in compared if one.status == "differ"]
+        left = f"; {len(self.tried) - len(compared)} were not" if len(compared) < len(self.tried) else ""
         first = {
-            "same": f"SAME: equal on all {len(compared)} batches that were compared",
-            "differ": f"DIFFER: on {len(differ)} of {len(compared)} batches that were compared",
+            "same": f"SAME: equal on all {len(compared)} batches that were compared{left}",
+            "differ": f"DIFFER: on {len(differ)} of {len(compared)} batches that were compared{left}",
             "undecided": f"UNDECIDED: {self.reason}",
         }
         yield first[self.verdict]

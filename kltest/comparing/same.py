@@ -128,7 +128,7 @@ class _Comparing:
         found.notes += self._notes()
         listed = self._cases()
         # The same again in the end: a loss that keeps state, or draws from the system, does not repeat itself.
-        again = [one for one in listed if len(one.rows) in (5, 8) and not one.special][:3]
+        again = [one for one in listed if len(one.rows) // one.step in (5, 8) and not one.special][:3]
         pairs = list(
             zip([*listed, *again], self.a.seen([*listed, *again]), self.b.seen([*listed, *again]), strict=True)
         )
@@ -147,8 +147,8 @@ class _Comparing:
             self._on_ranks(pairs, ranks)
         if any(one.status == "differ" for one in found.tried):
             found.verdict = "differ"
-        elif stopped or all(one.status == "not tried" for one in found.tried):
-            found.reason = stopped or f"nothing could be compared: {found.tried[0].why}"
+        elif stopped or all(one.status == "not tried" for one in found.tried if one.family != "precision"):
+            found.reason = stopped or f"nothing could be compared in float64: {found.tried[0].why}"
         else:
             found.verdict = "same"
 
@@ -174,6 +174,8 @@ class _Comparing:
             numbers={name: a.numbers[name] for name in shared},
             groups=groups,
             upstream=3 if {a.returned, b.returned} <= {"rows", "tokens"} else 1,
+            # Eight at most: long batches have few rows.
+            step=min(max(a.step, b.step), 8),
         )
 
     def _limit(self, case: Case) -> Limit:
@@ -185,7 +187,8 @@ class _Comparing:
         if case.floats != "float64" and {*a.gradients} != {*b.gradients}:
             refused = refused or ["log-probs and logits that are rounded are not the same input"]
         if refused:
-            return Tried(case.family, batch, "not tried", "; ".join(refused))
+            why = f"A and B: {a.refused}" if len(refused) > 1 else refused[0]
+            return Tried(case.family, batch, "not tried", why)
         found = differences(case, a, b, self._limit(case))
         return Tried(case.family, batch, "differ" if found else "same", differences=found)
 

@@ -38,14 +38,16 @@ WORDS = 300
 class Facts:
     """What is known of a loss before it is compared: its file, the fields that it reads, its numeric parameters.
 
-    `dtype` is the lowest precision in which it computes, `group` the size of groups that it states, `returned` what its
-    first call returned, `beta` the coefficient that was given for it, and `defaults` those in whose place it gets β.
+    `group` is the size of groups that it states, `step` 1, or the rows of a group if it takes no five rows; `dtype` the
+    lowest precision in which it computes, `returned` what its first call returned; `beta` the coefficient that was
+    given for it, `defaults` those in whose place it gets β.
     """
 
     file: str
     reads: frozenset[str]
     numbers: Mapping[str, float]
     group: int | None
+    step: int
     dtype: str
     returned: str
     beta: float | None
@@ -151,6 +153,7 @@ def facts(side: Side) -> Iterator[Facts]:
         reads |= batch.accessed
         if returned:
             break
+    step = case.group or 1 if returned else 1
     numbers = {
         name: value
         for name, value in loss.arguments.stated.items()
@@ -162,6 +165,7 @@ def facts(side: Side) -> Iterator[Facts]:
         frozenset(reads),
         numbers,
         group[1] if group else None,
+        step,
         dtype,
         returned,
         loss.fixed_beta,
