@@ -77,8 +77,8 @@ class Diagnosis:
             (
                 f"{self.rollouts:,} rollouts, {self.tokens:,} tokens. Read: {read}.",
                 *([f"Not read: {', '.join(self.unread)}."] if self.unread else []),
-                f"All intervals hold together at {100 * (1 - self.error_rate):g} %; the unit is a {self.unit}, of which "
-                f"there are {self.units:,}.",
+                f"All intervals hold together at {100 * (1 - self.error_rate):g} %; the unit is a {self.unit}, of "
+                f"which there are {self.units:,}.",
                 *self.notes,
             )
         )
