@@ -134,7 +134,7 @@ class Lifting:
             except FAILURES as error:
                 if isinstance(error, TypeError) and "NoneType" in str(error):  # it would raise there as well
                     continue
-                found.refused = f"it cannot be computed: {' '.join(str(error).split())[:200]}"
+                found.refused = _failed(error)
             yield found
 
     def _place(self, found: Lifted, core: Node, outer: Iterable[Case], place: str) -> None:
@@ -153,7 +153,7 @@ class Lifting:
             except _ZeroError as error:
                 zero = error
             except (*FAILURES, NotLiftedError) as error:
-                why = why or str(error)
+                why = why or (str(error) if isinstance(error, NotLiftedError) else _failed(error))
         else:
             if zero and not why:
                 raise zero
@@ -290,6 +290,10 @@ class Lifting:
             except FAILURES:
                 continue
         return known
+
+
+def _failed(error: Exception) -> str:
+    return f"with rollouts as tensors (B, T) it cannot be computed: {' '.join(str(error).split())[:200]}"
 
 
 def _is_rest_of(number: Node, node: Node) -> bool:
