@@ -279,6 +279,11 @@ def _script(tree: ast.Module, scope: Scope) -> Function:
     return Function(definition, Scope(scope.file, {"__name__": "__main__"}, scope))
 
 
+def names_kl(node: ast.AST) -> bool:
+    """Return True if a name, attribute or key in it says KL."""
+    return any(map(says_kl, _names(node)))
+
+
 def assigned(tree: ast.AST) -> Iterator[tuple[str, int, int]]:
     """Yield the variables that are computed of probabilities, with the first and last line of each.
 

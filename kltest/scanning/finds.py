@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kltest.scanning.entries import MODULE, Entry, Place, Tree
+from kltest.scanning.entries import MODULE, Entry, Place, Tree, names_kl
 from kltest.scanning.lifting import REWARDS
 from kltest.scanning.measured import FAILURES, Leaves, leaves
 from kltest.scanning.parts import Part, Parts
@@ -128,9 +128,12 @@ def _looked(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: b
         for variants in _look(tree, entry, known, logged=logged):
             found += variants
         tree.remember(entry)
+        failure = "" if found or not names_kl(entry.function.definition) else entry.failure
     except (*FAILURES, RecursionError) as error:  # one function that is stumbled over ends no scan
+        failure = f"it cannot be read: {error}"
+    if failure:
         place = entry.source.place(entry.function.definition.lineno)
-        tree.lost.append(f"{place} {entry.title}: it cannot be read: {error}"[:200])
+        tree.lost.append(f"{place} {entry.title}: {failure}"[:200])
     return found
 
 

@@ -534,7 +534,7 @@ class Evaluator(Calls):
         if not inside.isdisjoint({*before, *self._loops} - {key}):
             return None  # a pass has what another one left, or is one of several inside of it
         read = [one.arguments[0] for one in inside if one.operation == "item" and one.arguments[1] is key]
-        read = sorted((one for one in read if one is not written), key=lambda one: one.number)
+        read = sorted((one for one in read if isinstance(one, Node) and one is not written), key=lambda one: one.number)
         counted = self._counted(read[0], key)[0] if read else counted
         return self.graph.node("stack", self.graph.node("mapped", counted, key, entry, []))
 

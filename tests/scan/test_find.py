@@ -14,6 +14,17 @@ from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
 
 TERMS = {
+    "a loss beside entries of lists that a loop writes": (
+        """
+def loss(logp, ref_logp, mask, heads):
+    scales = [1.0] * len(heads)
+    for at in range(len(heads)):
+        scales[at] = heads[at] * [0.5, 2.0][at]
+    kl = ((logp - ref_logp) ** 2 * mask).sum()
+    return kl
+""",
+        "loss",
+    ),
     "a loss that is logged as a number where it is one": (
         """
 def loss_of(logp, ref_logp, mask, data):
