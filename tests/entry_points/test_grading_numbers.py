@@ -52,7 +52,7 @@ def graded(folder, text: str, name: str, *options: str):
     return CliRunner().invoke(app, ["grade", f"losses.py:{name}", "--output", "json", *options])
 
 
-@pytest.mark.parametrize("of", [IN_LISTS, BY_ID])
+@pytest.mark.parametrize("of", [IN_LISTS, pytest.param(BY_ID, marks=pytest.mark.scheduled)])
 @pytest.mark.parametrize("row", ROWS)
 def test_entries_of_objects_are_told_by_their_names(row, of, tmp_path, monkeypatch) -> None:
     text, kl, options, wanted, sign = ROWS[row]

@@ -93,6 +93,7 @@ def test_it_writes_what_holds_a_checkout_and_a_second_run_changes_nothing(checko
     assert init._run(Plan("", "")) == "the scan (exit code 1) and the test (exit code 1)"
 
 
+@pytest.mark.scheduled
 def test_of_a_right_checkout_no_failure_is_expected(checkout):
     (checkout / "losses.py").write_text(RIGHT, encoding="utf-8")
     (checkout / "pyproject.toml").unlink()

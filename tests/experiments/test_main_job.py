@@ -71,6 +71,7 @@ for name in names:
 """
 
 
+@pytest.mark.scheduled
 def test_what_is_said_of_results_does_not_depend_on_how_words_are_hashed(ran, results):
     """The main job said it with one seed; another process says it of the same rows with another."""
     other = {"cwd": ROOT, "env": {**os.environ, "PYTHONHASHSEED": "2"}, "check": True}
