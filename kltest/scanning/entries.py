@@ -11,7 +11,7 @@ from typing import Any
 from kltest.scanning.measured import FAILURES
 from kltest.scanning.sources import Source
 from kltest.scanning.unfolding import Unfolding
-from kltest.symbolic.calls import branches_of
+from kltest.symbolic.calls import branches_of, defaults_of
 from kltest.symbolic.evaluate import BUDGET, Evaluator
 from kltest.symbolic.modules import Modules
 from kltest.symbolic.operations import MODULES
@@ -331,12 +331,8 @@ def _given(tree: ast.Module, function: str) -> Iterator[tuple[str, Any]]:
     defaults: dict[str, Any] = {}
     for one in nodes:
         if isinstance(one, ast.FunctionDef) and one.name == function:
-            last = reversed([*one.args.posonlyargs, *one.args.args])
-            pairs = [
-                *zip(last, reversed(one.args.defaults), strict=False),
-                *zip(one.args.kwonlyargs, one.args.kw_defaults, strict=True),
-            ]
-            defaults |= {name.arg: value.value for name, value in pairs if isinstance(value, ast.Constant)}
+            its = defaults_of(one.args)
+            defaults |= {name: value.value for name, value in its.items() if isinstance(value, ast.Constant)}
     for one in nodes:
         if isinstance(one, ast.Call) and function in (getattr(one.func, "attr", ""), getattr(one.func, "id", "")):
             for each in one.keywords:

@@ -3,7 +3,7 @@
 import ast
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,12 +167,7 @@ class _Reader:
             one for one in ast.walk(_tree(self.path) or ast.Module([], [])) if isinstance(one, ast.FunctionDef)
         ]
         spoken = {one.name: {each.id for each in ast.walk(one) if isinstance(each, ast.Name)} for one in functions}
-        reached, left = set[str](), [self.name]
-        while left:
-            one = left.pop()
-            left += spoken.get(one, set()) - reached
-            reached |= spoken.get(one, set())
-        return "float" in reached
+        return "float" in _closed(spoken, self.name)
 
     def told(self, row: Row, rows: Sequence[Row]) -> tuple[str, str]:
         """Return why a variant of a term decides nothing, and what is said of one that does decide.
@@ -246,13 +241,18 @@ class _Reader:
         """Return the names that a function of a file calls, directly or through others of its file, and its own."""
         if path not in self._known:
             self._known[path] = _calls(path)
-        reached, left = set(), [name]
-        while left:
-            one = left.pop()
-            if one not in reached:
-                reached.add(one)
-                left += self._known[path].get(one, ())
-        return reached
+        return _closed(self._known[path], name)
+
+
+def _closed(known: Mapping[str, Collection[str]], name: str) -> set[str]:
+    """Return a name, and all names that it leads to."""
+    reached, left = set[str](), [name]
+    while left:
+        one = left.pop()
+        if one not in reached:
+            reached.add(one)
+            left += known.get(one, ())
+    return reached
 
 
 def _shown(path: Path) -> Path:

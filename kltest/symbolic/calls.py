@@ -169,8 +169,7 @@ class Calls:
         if spec.kwarg:
             found[spec.kwarg.arg] = {name: value for name, value in named.items() if name not in known}
         found |= known
-        defaults = dict(zip(reversed(names), reversed(spec.defaults), strict=False))
-        defaults |= {name: one for name, one in zip(keyword_only, spec.kw_defaults, strict=True) if one is not None}
+        defaults = defaults_of(spec)
         for name in (*names, *keyword_only):
             if name not in found:
                 default = defaults.get(name)
@@ -205,14 +204,11 @@ class Calls:
     def _symbols(self, function: Function) -> dict[str, Any]:
         """Return an input for each parameter; its default, if that is a constant, is noted in `graph.defaults`."""
         spec = function.definition.args
-        names = [*spec.posonlyargs, *spec.args]
-        given = [*([None] * (len(names) - len(spec.defaults))), *spec.defaults]
-        pairs = [*zip(names, given, strict=True), *zip(spec.kwonlyargs, spec.kw_defaults, strict=True)]
-        variables: dict[str, Any] = {}
-        for one, default in [*pairs, *((one, None) for one in (spec.vararg, spec.kwarg) if one)]:
+        defaults, variables = defaults_of(spec), dict[str, Any]()
+        for one in filter(None, (*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg)):
             node = variables[one.arg] = self.graph.node(INPUT, one.arg)
-            if default is not None:
-                value = self._default(function, default)
+            if one.arg in defaults:
+                value = self._default(function, defaults[one.arg])
                 if is_constant(value):
                     self.graph.defaults[node] = value
                 else:
@@ -672,6 +668,14 @@ def _is_number(value: Any) -> bool:
 def _may_be_absent(node: Node) -> bool:
     absent = [one for one in node.arguments[1:] if isinstance(one, Node) and one.arguments == (ABSENT,)]
     return node.operation == CHOICE and bool(absent)
+
+
+def defaults_of(parameters: ast.arguments) -> dict[str, ast.expr]:
+    """Return the default of each parameter that has one."""
+    names = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
+    found = dict(zip(reversed(names), reversed(parameters.defaults), strict=False))
+    pairs = zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)
+    return found | {one.arg: default for one, default in pairs if default is not None}
 
 
 def stored(target: ast.expr) -> ast.expr:

@@ -491,29 +491,22 @@ class Roles:
 
     def _is_to_be_renormalised(self, node: Node) -> bool:
         """Return True for log-probs of which a softmax is called renormalised: they are of several tokens."""
-        stack, made = [node], set[Node]()
-        for one in stack:
-            for user in self._users.get(one, ()):
-                softmax = user.operation in ("softmax", "log_softmax")
-                if (softmax or user.operation in MASKING | MOVES) and user not in stack:
-                    stack.append(user)
-                    if softmax or one in made:
-                        made.add(user)
-                        if any(says(name, RENORMALISED) for name in self.graph.names.get(user, ())):
-                            return True
-        return False
+        operations = MASKING | MOVES | SOFTMAXES
+        softmaxes = [one for one in self._makes(node, operations) if one.operation in SOFTMAXES and one is not node]
+        made = (each for one in softmaxes for each in self._makes(one, operations))
+        return any(says(name, RENORMALISED) for one in made for name in self.graph.names.get(one, ()))
 
     def _logarithms(self, node: Node) -> Iterator[str]:
         """Yield the names of the logarithm of a node, as it is or where it is kept from infinity."""
-        stack, logs = [node], {node} if node.operation == "log" else set[Node]()
-        for one in stack:
-            for user in self._users.get(one, ()):
-                entry = user.operation == "item" and isinstance(user.arguments[1], str)
-                if user.operation in MASKING | MOVES | {"log"} and user not in stack and not entry:
-                    stack.append(user)
-                    if user.operation == "log" or one in logs:
-                        logs.add(user)
-                        yield from self.graph.names.get(user, ())
+
+        def made(one: Node) -> Iterator[Node]:
+            users = (user for user in self._users.get(one, ()) if user.operation in MASKING | MOVES | {"log"})
+            return (user for user in users if user.operation != "item" or not isinstance(user.arguments[1], str))
+
+        logarithms = [one for one in walked([node], made) if one.operation == "log"]
+        for one in walked(logarithms, made):
+            if one is not node:
+                yield from self.graph.names.get(one, ())
 
     def _is_of_support(self, node: Node) -> bool:
         """Return True for what is gathered by an index of several tokens, and what is computed of it entry by entry."""
