@@ -16,9 +16,9 @@ from kltest.comparing.cases import Case, cases, rollout
 from kltest.counterexample.batch import written
 from kltest.counterexample.program import executed
 from kltest.counterexample.sources import NoSourceError
-from kltest.errors import KltestError, TargetError, UsageError
+from kltest.errors import KltestError
 from kltest.grading.forms import is_number
-from kltest.grading.isolated import Child, Step, note_bug
+from kltest.grading.isolated import Child, Step
 from kltest.loss.callables import source_file
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
@@ -97,7 +97,7 @@ class Side:
         if not self.isolated:
             return next(steps(self, *given))
         with Child(steps, self, *given) as child:
-            return value_of(self, self.step(child))
+            return self.step(child).result(self.name)
 
     def seen(self, tried: Sequence[Case]) -> Iterator[Seen]:
         """Yield what the call of each case showed."""
@@ -115,7 +115,7 @@ class Side:
                     left -= 1
                     continue
                 if step.kind != "ended":
-                    value_of(self, step)
+                    step.result(self.name)
                 yield from [Seen(refused=f"{self.name} {step.message}", stopped=True)] * left
                 return
 
@@ -123,17 +123,6 @@ class Side:
         """Run a child to its next value, within the time that is left."""
         left = None if self.limit is None else max(self.deadline - time.monotonic(), 1e-3)
         return child.step(left, limit=self.limit, home=self.home)
-
-
-def value_of(side: Side, step: Step) -> Any:
-    """Return the value of a step of a child; raise what kept it from one."""
-    if step.kind == "value":
-        return step.value
-    if step.kind == "usage":
-        raise UsageError(step.message)
-    if step.kind == "crashed":
-        raise KltestError(note_bug(step.message, step.trace))
-    raise TargetError(f"{side.name} {step.message}" if step.kind == "ended" else step.message)
 
 
 def facts(side: Side) -> Iterator[Facts]:
@@ -270,7 +259,7 @@ def on_ranks(side: Side, tried: Sequence[Case], ranks: int, folder: Path) -> lis
     finally:
         for child in children:
             child.close()
-    parts = [value_of(side, steps[number]) for number in range(ranks)]
+    parts = [steps[number].result(side.name) for number in range(ranks)]
     return [_averaged(each) for each in zip(*parts, strict=True)]
 
 

@@ -61,6 +61,18 @@ class Step:
     message: str = ""
     trace: str = ""
 
+    def result(self, of: str) -> Any:
+        """Return the value; raise what kept it from one, with `of` as the subject of an end."""
+        match self.kind:
+            case "value":
+                return self.value
+            case "usage":
+                raise UsageError(self.message)
+            case "crashed":
+                raise KltestError(note_bug(self.message, self.trace))
+            case _:
+                raise TargetError(f"{of} {self.message}" if self.kind == "ended" else self.message)
+
 
 @dataclass
 class Output:

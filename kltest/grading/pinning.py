@@ -11,7 +11,7 @@ from typing import Any
 
 from kltest.errors import KltestError, TargetError, UsageError
 from kltest.files import write
-from kltest.grading.isolated import Child, Children, Step, cores, note_bug, without_kltest
+from kltest.grading.isolated import Child, Children, Step, cores, without_kltest
 from kltest.grading.jobs import Job
 from kltest.grading.options import OPTIONS, Options
 from kltest.loss.target import named
@@ -71,7 +71,7 @@ def write_pins(jobs: Sequence[Job], output: Path) -> Written:
         for number, job in enumerate(jobs):
             children.add(number, _in_child(job, folder))
         for number, (step, job) in children.finished():
-            pins[number] = _value(step, job)
+            pins[number] = step.result(job.name)
     ordered = [pins[number] for number in range(len(jobs))]
     text = file_of(ordered)
     if (size := len(text.encode())) > MOST_BYTES:
@@ -113,16 +113,6 @@ def _steps(job: Job, folder: Path) -> Iterator[Any]:
         yield pin(findings, job.name, job.target, folder)
     except NotPinnedError as reason:
         raise UsageError(f"{job.name} cannot be pinned: {reason}; nothing was written") from None
-
-
-def _value(step: Step, job: Job) -> Any:
-    if step.kind == "value":
-        return step.value
-    if step.kind == "usage":
-        raise UsageError(step.message)
-    if step.kind == "crashed":
-        raise KltestError(note_bug(step.message, step.trace))
-    raise TargetError(f"{job.name} {step.message}" if step.kind == "ended" else step.message)
 
 
 def _run(file: Path, timeout: float) -> float:
