@@ -49,17 +49,17 @@ def cuts(findings: Findings) -> Found | None:
         return Found(why, "inconclusive", level=None if any(_is_step(name) for name, _, _ in numbers) else "warning")
     found: list[Found] = []
     for name, value, others in numbers:
-        batches = _batches(findings, FAR if _is_step(name) else NEAR)
+        scheduled = _is_step(name)
+        batches = _batches(findings, FAR if scheduled else NEAR)
         usual = _gradients(findings, batches)
         for other in others:
             try:
                 changed = _gradients(findings, batches, name, other)
             except KltestError:  # it refuses what is longer
                 continue
-            if _is_another(usual, changed, limit(findings), _is_step(name)):
-                found.append(
-                    _other_step(name, value, other) if _is_step(name) else _cut(name, value, other, usual, changed)
-                )
+            if _is_another(usual, changed, limit(findings), scheduled):
+                step = _other_step(name, value, other) if scheduled else None
+                found.append(step or _cut(name, value, other, usual, changed))
                 break
         else:
             findings.notes.append(f"{name} is {value}; the gradient is the same at {listed(list(map(str, others)))}.")

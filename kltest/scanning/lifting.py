@@ -423,7 +423,7 @@ def contradicted(
     others: dict[str, None] = {}
     unknown: dict[str, None] = {}
     for condition, holds in (one for pair in case for one in plain(*pair)):
-        options = [one for one in reached(condition) if one.operation in OPTIONS]
+        options = sorted((one for one in reached(condition) if one.operation in OPTIONS), key=lambda one: one.number)
         known = {one: graph.defaults.get(one, settings.get(own_name(one), UNSET)) for one in options}
         known = {one: default for one, default in known.items() if default is not UNSET}
         try:

@@ -696,7 +696,7 @@ from pathlib import Path
 from kltest.scanning.search import Search
 from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
-print([row.to_dict() for row in Search(list(contents(map(Path, sys.argv[1:]), [])), Store(None))])
+print([(row.to_dict(), row.against) for row in Search(list(contents(map(Path, sys.argv[1:]), [])), Store(None))])
 """
 
 
@@ -710,11 +710,21 @@ def test_our_own_estimators_are_found() -> None:
     }
 
 
-def test_what_is_found_does_not_depend_on_how_words_are_hashed() -> None:
-    command = [sys.executable, "-c", LISTED, str(PACKAGE / "checks" / "sequences"), str(PACKAGE / "adapters" / "trl")]
+OF_THREE = """
+def loss(logp, ref_logp, mask, weight=0.0, scale=0.0, offset=0.0):
+    log_ratio = logp - ref_logp
+    kl = log_ratio.square() if weight + scale + offset > 1 else log_ratio.exp() - log_ratio
+    return (kl * mask).sum(-1).mean()
+"""
+
+
+def test_what_is_found_does_not_depend_on_how_words_are_hashed(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(OF_THREE, encoding="utf-8")
+    folders = (PACKAGE / "checks" / "sequences", PACKAGE / "adapters" / "trl", tmp_path)
+    command = [sys.executable, "-c", LISTED, *map(str, folders)]
     told = {
         subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
-        for seed in ("1", "2")
+        for seed in ("1", "2", "3")
     }
     assert len(told) == 1
     assert told.pop().count(b"'function'") >= 5
