@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kltest.cli.destinations import deliver, destinations
-from kltest.cli.parameters import given, take
+from kltest.cli.parameters import given, reported_as, take
 from kltest.errors import UsageError
 from kltest.grading.options import OPTIONS
 
@@ -44,9 +44,7 @@ def command(
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="DTYPE", help="float32, float64, bfloat16 or float16.")
     ] = "float32",
-    output: Annotated[
-        list[str] | None, typer.Option(metavar="FORMAT[:PATH]", help="text or json; repeatable [default: text].")
-    ] = None,
+    output: Annotated[list[str] | None, reported_as(FORMATS)] = None,
     **options: Any,
 ) -> int:
     where = destinations(output or ["text"], FORMATS)

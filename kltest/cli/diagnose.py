@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kltest.cli.destinations import deliver, destinations
+from kltest.cli.parameters import reported_as
 from kltest.errors import UsageError
 
 FORMATS = ("text", "json", "html")
@@ -29,9 +30,7 @@ def command(
     strict: Annotated[
         bool, typer.Option("--strict", help="A question without its columns makes the verdict inconclusive.")
     ] = False,
-    output: Annotated[
-        list[str] | None, typer.Option(metavar="FORMAT[:PATH]", help="text, json or html; repeatable [default: text].")
-    ] = None,
+    output: Annotated[list[str] | None, reported_as(FORMATS)] = None,
 ) -> int:
     where = destinations(output or ["text"], FORMATS)
     names = {}

@@ -1,7 +1,7 @@
 """Options of the table in `kltest.grading.options` as parameters of a command."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +24,13 @@ def _parameter(option: Option) -> inspect.Parameter:
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[optional, written]
     )
+
+
+def reported_as(formats: Sequence[str]) -> Any:
+    """Return `--output` for reports in some formats."""
+    *others, last = formats
+    words = f"{', '.join(others)} or {last}; repeatable [default: text]."
+    return typer.Option(metavar="FORMAT[:PATH]", help=words)
 
 
 def given(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from kltest.cli.destinations import deliver, destinations
-from kltest.cli.parameters import given, take
+from kltest.cli.parameters import given, reported_as, take
 from kltest.grading.isolated import terminated_as_interrupted
 from kltest.grading.options import DEFAULT_TIMEOUT, OPTIONS
 from kltest.loss.target import named
@@ -28,9 +28,7 @@ def command(
         int,
         typer.Option("--ranks", metavar="N", min=1, max=8, help="Also on N processes, each with its share of rows."),
     ] = 1,
-    output: Annotated[
-        list[str] | None, typer.Option(metavar="FORMAT[:PATH]", help="text or json; repeatable [default: text].")
-    ] = None,
+    output: Annotated[list[str] | None, reported_as(FORMATS)] = None,
     **options: Any,
 ) -> int:
     where = destinations(output or ["text"], FORMATS)
