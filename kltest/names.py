@@ -42,6 +42,20 @@ FIELDS: dict[str, Field] = {
         "the same under the sampler",
         "old_logprob old_logprobs old_log_prob old_log_probs log_probs_old old_logps old_per_token_logps",
     ),
+    "rollout_logp": Field(
+        "(B, T)",
+        "the same as the engine that drew the tokens told it; old_logp unless --sampler says otherwise",
+        "rollout_logps rollout_logprob rollout_logprobs rollout_log_prob rollout_log_probs inference_logp "
+        "inference_logps inference_logprobs inference_log_probs infer_logprobs sampling_logp sampling_logps "
+        "sampling_logprobs sampling_log_probs sampling_per_token_logps generation_logprobs vllm_logps vllm_logprobs "
+        "engine_logps engine_logprobs",
+    ),
+    "prox_logp": Field(
+        "(B, T)",
+        "the same under the proximal policy, from which the trust region is measured; old_logp unless --sampler says "
+        "otherwise",
+        "prox_logps prox_logprobs proximal_logp proximal_logps proximal_logprobs proximal_log_probs",
+    ),
     "mask": Field(
         "(B, T)",
         "1 on live tokens",
@@ -81,6 +95,8 @@ FIELDS: dict[str, Field] = {
 _NAMED = {name: field for field, entry in FIELDS.items() for name in (field, *entry.aliases)}
 
 
+AS_OLD = ("rollout_logp", "prox_logp")
+"""Fields that equal `old_logp` where a batch has none of its own."""
 SUPPORT_FIELDS = ("topk_ids", "topk_logp", "ref_topk_logp")
 """Fields of the K tokens of a support: made of `logits` and `ref_logits`."""
 SUPPORT_SIZES = ("k", "topk", "top_k")
@@ -171,6 +187,10 @@ _PREFIX = {word: prefix for prefix, words in WHOSE.items() for word in words} | 
 # Words of the current policy, unless a word of _ROLES stands beside them: old_policy_logps.
 _ANY_POLICY = frozenset({"policy", "actor", "pi", "theta"})
 _NEUTRAL = frozenset({"per", "token", "action", "sequence", "seq", "model", "p", "prob", "probs"})
+ENGINES = frozenset(
+    ("rollout", "inference", "infer", "generation", "generator", "gen", "vllm", "sglang", "sampling", "engine")
+)
+"""Words that say that log-probs are what the engine told that drew the tokens."""
 _COEFFICIENTS = frozenset({"coef", "coeff", "coefficient", "weight", "scale", "lambda", "alpha", "beta", "tau"})
 _LONGEST_FIRST = sorted({*_PREFIX, *_ANY_POLICY, *_NEUTRAL}, key=len, reverse=True)
 # Known words; names run them together: oldlogprobs, logpi.
@@ -193,10 +213,11 @@ def says_top_k(name: str) -> bool:
 def suggested_field(name: str) -> str | None:
     """Return the field whose role and quantity a name states (`prev_logprobs`: old_logp), or that of a near spelling;
     None if neither is clear."""
-    stated = _stated(name)
+    stated, words = _stated(name), _words(name)
+    if stated == "old_logp" and ENGINES & set(words):
+        return "rollout_logp"
     if stated in FIELDS:
         return stated
-    words = _words(name)
     if words[:1] == ["kl"] and words[-1] in _COEFFICIENTS:
         return "beta"
     return field_named(near_spelling(name, _NAMED))
@@ -264,10 +285,25 @@ _LOGGED = {
     "logp": "policy_logp policy_logps policy_logprobs curr_logprobs trainer_logprobs action_log_probs",
     "ref_logp": "reference_logps reference_logprobs reference_policy_logprobs base_action_log_probs",
     "old_logp": "prev_logprobs old_action_log_probs",
-    "rollout_logp": "rollout_logps rollout_logprob rollout_logprobs rollout_log_prob rollout_log_probs "
-    "inference_logprobs sampling_logps sampling_logprobs sampling_per_token_logps generation_logprobs infer_logprobs "
-    "vllm_logps vllm_logprobs engine_logps engine_logprobs",
-    "prox_logp": "prox_logps prox_logprobs proximal_logp proximal_logps proximal_logprobs",
+    "rollout_logp": "",
+    "prox_logp": "",
+    "mask": "response_masks loss_masks final_response_mask",
+    "entropy": "entropys entropies token_entropy token_entropies",
+    "reward": "score raw_reward raw_rewards",
+    "shaped_reward": "shaped_rewards token_level_rewards kl_rewards rewards_with_kl",
+    "advantage": "",
+    "group": "uid prompt_id problem_id",
+    "version": "versions weight_version weight_versions policy_version policy_versions model_version",
+}
+"""Columns of logs of rollouts, and names that trainers give them beside those of FIELDS."""
+_OF_A_BATCH = frozenset({"attention_mask", "full_attention_mask", "padding_mask", "labels_mask"})
+"""Masks of prompt and completion, which in logs are no mask of the completion."""
+LOGGED = {
+    "logp": "policy_logp policy_logps policy_logprobs curr_logprobs trainer_logprobs action_log_probs",
+    "ref_logp": "reference_logps reference_logprobs reference_policy_logprobs base_action_log_probs",
+    "old_logp": "prev_logprobs old_action_log_probs",
+    "rollout_logp": "",
+    "prox_logp": "",
     "mask": "response_masks loss_masks final_response_mask",
     "entropy": "entropys entropies token_entropy token_entropies",
     "reward": "score raw_reward raw_rewards",
@@ -303,16 +339,9 @@ _COLUMN = {name: field for field, names in LOGGED.items() for name in names if n
 
 
 def logged_field(name: str) -> str | None:
-    """Return the column of logs that a name means (`vllm_logprobs`: rollout_logp), or None.
-
-    In logs the engine's log-probs stand beside those that the trainer computed for the same policy.
-    """
-    if name in _COLUMN:
-        return _COLUMN[name]
-    stated = suggested_field(name)
-    if stated == "old_logp" and _ENGINES & set(_words(name)):
-        return "rollout_logp"
-    return stated if stated in ("logp", "ref_logp", "old_logp") else None
+    """Return the column of logs that a name means (`vllm_logprobs`: rollout_logp), or None."""
+    stated = _COLUMN.get(name) or suggested_field(name)
+    return stated if name in _COLUMN or stated in ("logp", "ref_logp", "old_logp", "rollout_logp") else None
 
 
 def listed(words: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kltest.environments import Instance, Paths
 from kltest.errors import UsageError
-from kltest.names import FIELDS, SUPPORT_FIELDS, SUPPORT_SIZE, field_named, support_size
+from kltest.names import AS_OLD, FIELDS, SUPPORT_FIELDS, SUPPORT_SIZE, field_named, support_size
 
 
 class NotGivenError(AttributeError, KeyError):
@@ -24,7 +24,7 @@ class NotGivenError(AttributeError, KeyError):
 
 Centre = Literal["environment", "batch"]
 LEAVES = ("logp", "logits")
-SAMPLER_FIELDS = frozenset({"old_logp", "old_logits"})
+SAMPLER_FIELDS = frozenset({"old_logp", "old_logits", *AS_OLD})
 
 
 class Rollout:
@@ -79,6 +79,8 @@ class Rollout:
         """Return a field without recording an access by the loss."""
         if name in SUPPORT_FIELDS and name not in self._builders:
             return self.support(name)
+        if name in AS_OLD and name not in self._builders:
+            name = "old_logp"
         if name not in self._built:
             if name not in self._builders:
                 raise NotGivenError(f"this rollout was made without the field {name!r}")
@@ -117,6 +119,8 @@ class Rollout:
         name = field_named(key)
         if name in SUPPORT_FIELDS:
             return "logits" in self and "ref_logits" in self
+        if name in AS_OLD:
+            return name in self._builders or "old_logp" in self
         return name in self._builders or name in self._built
 
     def __len__(self) -> int:
@@ -190,7 +194,7 @@ class Rollout:
         Args:
             instance: Environment and policies.
             paths: Rollouts (default: all of them).
-            sampler: "current" (old_logp equals logp in value) or "stale".
+            sampler: "current" (old_logp equals logp in value), or one of `kltest.environments.samplers`.
             padding: Seed of the values at padded positions, arbitrary on purpose, but finite and legal.
             beta: Coefficient β.
             centre: `advantage` is the reward minus its expectation for the prompt ("environment"), or minus the mean of
@@ -219,7 +223,7 @@ def _no_field(name: object) -> NotGivenError:
 def _builders(
     instance: Instance, paths: Paths, sampler: str, padding: int, centre: Centre
 ) -> dict[str, Callable[[], Tensor]]:
-    tables = {"": instance.policy, "ref_": instance.reference, "old_": instance.behaviour(sampler)}
+    tables = {"": instance.policy, "ref_": instance.reference, "old_": instance.recomputed(sampler)}
     vocabulary = instance.environment.vocabulary
 
     def noise(salt: int) -> np.random.Generator:
@@ -260,4 +264,6 @@ def _builders(
     for salt, (prefix, log_probs) in enumerate(tables.items()):
         built[f"{prefix}logp"] = lambda log_probs=log_probs, salt=salt: chosen(log_probs, salt)  # type: ignore[misc]
         built[f"{prefix}logits"] = lambda log_probs=log_probs, salt=salt: everything(log_probs, 3 + salt)  # type: ignore[misc]
+    if (told := instance.told(sampler)) is not tables["old_"]:
+        built["rollout_logp"] = lambda: chosen(told, 7)
     return built

@@ -13,12 +13,23 @@ from kltest.errors import InvalidEnvironmentError
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """An environment with (C, V) tables of log-probs of policy, reference and sampler (`Instance.of` takes logits)."""
+    """An environment with (C, V) tables of log-probs of policy, reference and sampler (`Instance.of` takes logits).
+
+    Attributes:
+        environment: The environment.
+        policy: π.
+        reference: ref.
+        sampler: μ, which draws the rollouts unless the policy does.
+        trainer: What the trainer computes for the sampler and calls `old_logp`, if that is not μ.
+        engine: What the engine tells of the tokens that it drew, `rollout_logp`, if that is not μ.
+    """
 
     environment: Environment
     policy: np.ndarray
     reference: np.ndarray
     sampler: np.ndarray
+    trainer: np.ndarray | None = None
+    engine: np.ndarray | None = None
 
     @classmethod
     def of(
@@ -79,12 +90,20 @@ class Instance:
         return self.environment.enumerate()
 
     def rollout_weights(self, sampler: str) -> np.ndarray:
-        """Return the probability (N,) of each rollout under the policy ("current") or the sampler ("stale")."""
+        """Return the probability (N,) of each rollout under the policy ("current") or the sampler (any other name)."""
         return np.exp(self.paths.log_probability(self.behaviour(sampler)))
 
     def behaviour(self, sampler: str) -> np.ndarray:
-        """Return the log-probs (C, V) that rollouts are drawn from: the policy's ("current") or sampler's ("stale")."""
-        return {"current": self.policy, "stale": self.sampler}[sampler]
+        """Return the log-probs (C, V) that rollouts are drawn from: the policy's ("current") or the sampler's."""
+        return self.policy if sampler == "current" else self.sampler
+
+    def recomputed(self, sampler: str) -> np.ndarray:
+        """Return the log-probs (C, V) that the trainer takes for the sampler's: `old_logp`."""
+        return self.behaviour(sampler) if sampler == "current" or self.trainer is None else self.trainer
+
+    def told(self, sampler: str) -> np.ndarray:
+        """Return the log-probs (C, V) that come with the rollouts: `rollout_logp`."""
+        return self.behaviour(sampler) if sampler == "current" or self.engine is None else self.engine
 
 
 @dataclass(frozen=True, eq=False)

@@ -226,7 +226,9 @@ class Tree(Paths):
     def along(self, table: np.ndarray) -> np.ndarray:
         flat = table.reshape(-1)
         values = [flat[level.cells] for level in self.levels]
-        return self._add_up([v if n.live is None else v * n.live for v, n in zip(values, self.levels, strict=True)])
+        return self._add_up(
+            [v if n.live is None else np.where(n.live, v, 0.0) for v, n in zip(values, self.levels, strict=True)]
+        )
 
     def _add_up(self, values: list[np.ndarray]) -> np.ndarray:
         """Add up (N,) along each rollout the values of its nodes, (n, steps) per level."""

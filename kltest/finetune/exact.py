@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kltest.estimators import find, registry
-from kltest.grading.grader import SAMPLERS, plan
+from kltest.grading.grader import BOTH, plan
 from kltest.grading.options import Options
 from kltest.loss.resolve import resolve
 from kltest.sweeps.progress import Progress
@@ -57,7 +57,7 @@ def rows(estimators: Sequence[str] = (), seed: int = 0) -> Iterator[ExactRow]:
     with Progress("exact", len(chosen)) as progress:
         for spec in chosen:
             measure = plan(resolve(spec.name), options).measure
-            for sampler in SAMPLERS["both"]:
+            for sampler in BOTH:
                 # Of a loss that couples rollouts the last row is that of whole batches.
                 row, expected = measure.rows(ENVIRONMENT, sampler)[-1], spec.expectation("sequence", sampler)
                 found = row.identified, expected and dict(expected)

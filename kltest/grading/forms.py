@@ -34,6 +34,17 @@ def choice(*known: str) -> Form:
     return lambda value, where: _known(text(value, where), known, where)
 
 
+def sampler(value: object, where: str) -> str:
+    """A sampler, or "both" for current and stale."""
+    from kltest.environments.samplers import check
+
+    name = text(value, where)
+    try:
+        return name if name == "both" else check(name)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+
+
 def environments(value: object, where: str) -> tuple[str, ...]:
     """Names of environments, each once; UsageError if one of them needs a package that is not installed."""
     from kltest.identify.instances import ENVIRONMENTS, NETWORKS

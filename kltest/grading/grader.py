@@ -14,6 +14,7 @@ from kltest.adapters import named
 from kltest.checks import CHECKS
 from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
+from kltest.environments.samplers import TRUNCATED
 from kltest.errors import TargetError, UsageError
 from kltest.grading.branches import without_optional_fields
 from kltest.grading.forms import switch
@@ -21,6 +22,7 @@ from kltest.grading.isolated import TimeIsUp, time_limit
 from kltest.grading.options import OPTIONS, RENAMED, Options, checked, documented, without_effect
 from kltest.grading.readers import READERS
 from kltest.grading.verdict import as_specified, run_checks, selected_codes, verdict
+from kltest.identify.case import left_out
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
 from kltest.identify.measure import GROUPS, Measure, Sizes
@@ -59,7 +61,7 @@ LAID_OUT = (
 )
 # Words of the errors that a tensor raises where a list of them is meant, or a name where an object is.
 OF_LAYOUTS = ("must be tuple of Tensors", "indices must be integers", "'str' object has no attribute")
-SAMPLERS = {"current": ("current",), "stale": ("stale",), "both": ("current", "stale")}
+BOTH = ("current", "stale")
 
 
 @documented
@@ -342,21 +344,23 @@ def look_back(findings: Findings) -> None:
     for row in findings.rows:
         for instance in row.case.instances:
             findings.see(instance, row.sampler, row.batch)
+    for case in dict.fromkeys(row.case for row in findings.rows if row.sampler.startswith(TRUNCATED)):
+        findings.notes.append(f"In {case.environment} {left_out(case)}.")
 
 
 def _samplers(loss: Loss, uses: frozenset[str], options: Options) -> tuple[tuple[str, ...], list[str]]:
     """The samplers to grade under, and a note if the loss takes the sampler's log-probs without depending on them."""
     off_policy_only = loss.spec is not None and loss.spec.off_policy_only
     if options.sampler or off_policy_only:
-        return SAMPLERS[options.sampler or "both"], []
+        return BOTH if options.sampler in (None, "both") else (options.sampler,), []
     taken = sorted(uses & SAMPLER_FIELDS)
     if taken and sampler_matters(loss, uses, options.seed):
-        return SAMPLERS["both"], []
+        return BOTH, []
     note = (
         f"It takes {' and '.join(taken)}, but its KL part and what it logs do not change with it: it was graded with "
         "the sampler equal to the policy only. Ask for --sampler both if its rollouts may be stale"
     )
-    return SAMPLERS["current"], [note] * bool(taken)
+    return ("current",), [note] * bool(taken)
 
 
 def _setting(target: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

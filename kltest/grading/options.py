@@ -101,10 +101,12 @@ class Options:
     environment: tuple[str, ...] = _option(
         ("bandit", "sequence", "ragged"), forms.environments, "Environments of `kltest list`.", "NAME,…"
     )
-    sampler: str | None = _choice(
+    sampler: str | None = _option(
         None,
-        ("current", "stale", "both"),
-        "Policy that drew the rollouts.",
+        forms.sampler,
+        "Policy that drew the rollouts; engine, truncated and versions are samplers of which `old_logp` knows nothing, "
+        "and `rollout_logp` what the engine tells.",
+        "current|stale|both|engine|truncated:p=P,k=K|versions",
         unset="both if the loss depends on the sampler's log-probs, else current",
     )
     arguments: Mapping[str, Any] = _option(

@@ -1,6 +1,7 @@
 """Case: an environment under one sampler, with its instances, its named gradients and the declared one."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -8,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kltest.environments import Instance
+from kltest.environments.samplers import drawn_by, kept_mass
+from kltest.errors import InvalidEnvironmentError
 from kltest.identify.combinations import Combination, replaced, when_current
 from kltest.identify.identification import Identification, identify, independent
 from kltest.identify.instances import HELD_OUT, NETWORKS, instances, network, parameter_gradient, seeds
@@ -40,18 +43,35 @@ class Case:
     @property
     def instances(self) -> tuple[Instance, ...]:
         """The instances to fit on, then the held-out one."""
-        return instances(self.environment, self.seed, self.group, self.least)
+        return self._drawn(self.seed)
+
+    @property
+    def on_policy(self) -> bool:
+        """True if the policy draws the rollouts."""
+        return self.sampler == "current"
+
+    @lru_cache(maxsize=128)  # noqa: B019
+    def _drawn(self, seed: int) -> tuple[Instance, ...]:
+        return drawn_by(self.sampler, instances(self.environment, seed, self.group, self.least))
 
     # Cases are equal by value and few: what is computed of one is kept by the class.
     @property
     @lru_cache(maxsize=64)  # noqa: B019
     def candidates(self) -> dict[str, list[np.ndarray]]:
-        """Named gradients (C, V) on every instance; those of the sampler only if it is another policy."""
-        names = [name for name, row in ATLAS.items() if name != "zero" and (self.sampler == "stale" or not row.stale)]
+        """Named gradients (C, V) on every instance; those of the sampler only if it is another policy.
+
+        KL(π‖μ) is infinite, and has no gradient, where a truncated sampler never draws what the policy would.
+        """
+        names = [name for name, row in ATLAS.items() if name != "zero" and not (self.on_policy and row.stale)]
         names += self.further
-        if self.sampler == "stale":
+        if not self.on_policy:
             names += [on_rollouts_of_the_sampler(name) for name in self.further]
-        return {name: [gradient(name, instance) for instance in self.instances] for name in names}
+        cut = not all(np.isfinite(instance.behaviour(self.sampler)).all() for instance in self.instances)
+        known = {}
+        for name in names:
+            with suppress(*(InvalidEnvironmentError,) * cut):
+                known[name] = [gradient(name, instance) for instance in self.instances]
+        return known
 
     @property
     @lru_cache(maxsize=64)  # noqa: B019
@@ -67,7 +87,7 @@ class Case:
             if len(names) < sum(i.environment.n_contexts * (i.environment.vocabulary - 1) for i in drawn):
                 return tuple(names)
             seed += FURTHER
-            further = instances(self.environment, seed, self.group, self.least)
+            further = self._drawn(seed)
             drawn += further
             for name, parts in columns.items():
                 parts += [gradient(name, instance).ravel() for instance in further]
@@ -124,13 +144,22 @@ class Case:
 
         On a bandit local and sequence-level gradients are equal, so that the local names disappear.
         """
-        declared = when_current(declared) if self.sampler == "current" else declared
+        declared = when_current(declared) if self.on_policy else declared
         return replaced(declared, replace(self, sampler="stale")._own)
 
     @lru_cache(maxsize=256)  # noqa: B019
     def _own(self, name: str) -> Combination:
         found = identify([gradient(name, i) for i in self.instances], self.candidates, basis=self.basis)
         return found.combination or {name: 1.0}
+
+
+def left_out(case: Case) -> str:
+    """Return in words what a truncated sampler keeps of the policy's probability, at least, in the case's instances."""
+    token, rollout = (min(shares) for shares in zip(*map(kept_mass, case.instances), strict=True))
+    return (
+        f"{case.sampler} draws tokens that hold {token:.2g} of the policy's probability at least, and rollouts that "
+        f"hold {rollout:.2g}; the others have no part in the gradient"
+    )
 
 
 # A gradient in long rollouts takes a third of a second.

@@ -67,7 +67,8 @@ class Findings:
         likely = np.exp(instance.policy[apart > APART])
         reach.probability = max(reach.probability, float(likely.max(initial=0.0)))
         reach.vocabulary = max(reach.vocabulary, instance.environment.vocabulary)
-        reach.sampler = max(reach.sampler, float(np.abs(instance.policy - instance.behaviour(sampler)).max()))
+        drawn = np.abs(instance.policy - instance.behaviour(sampler))
+        reach.sampler = max(reach.sampler, float(drawn[np.isfinite(drawn)].max(initial=0.0)))
 
     @property
     def observed(self) -> Observed:
@@ -110,7 +111,7 @@ class Findings:
 
     def why_not_stale(self) -> str | None:
         """Return the reason to skip what shows with a stale sampler only, if that was not graded."""
-        if "stale" in self.samplers:
+        if any(sampler != "current" for sampler in self.samplers):
             return None
         return "graded with the sampler equal to the policy only; ask for --sampler both"
 

@@ -11,7 +11,7 @@ from kltest.errors import UsageError
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
-from kltest.names import FIELDS, WHOSE, suggested_field
+from kltest.names import ENGINES, FIELDS, WHOSE, suggested_field
 from kltest.rollout import Rollout
 
 ROLES = {word: prefix for prefix, words in WHOSE.items() for word in (*words, *(f"{word}_policy" for word in words))}
@@ -22,15 +22,17 @@ QUANTITIES = {"logp": "logp", "logps": "logp", "logprobs": "logp", "log_prob": "
 
 @given(st.sampled_from(sorted(ROLES)), st.sampled_from(PLACES), st.sampled_from(sorted(QUANTITIES)))
 def test_the_role_and_the_quantity_decide(word, place, quantity):
-    name = place.format(word, quantity)
-    assert suggested_field(name) == ROLES[word] + QUANTITIES[quantity]
+    name, field = place.format(word, quantity), ROLES[word] + QUANTITIES[quantity]
+    if field == "old_logp" and ENGINES.intersection(word.split("_")):
+        field = "rollout_logp"
+    assert suggested_field(name) == field
     camel = "".join(part.title() for part in name.split("_"))
-    assert suggested_field(camel[0].lower() + camel[1:]) == ROLES[word] + QUANTITIES[quantity]
+    assert suggested_field(camel[0].lower() + camel[1:]) == field
 
 
 def test_every_name_that_is_filled_has_the_role_of_its_field():
     """So that the roles cannot contradict the calling convention."""
-    for field in ("logp", "ref_logp", "old_logp", "logits", "ref_logits", "old_logits"):
+    for field in ("logp", "ref_logp", "old_logp", "rollout_logp", "prox_logp", "logits", "ref_logits", "old_logits"):
         for alias in (field, *FIELDS[field].aliases):
             assert suggested_field(alias) == field
 

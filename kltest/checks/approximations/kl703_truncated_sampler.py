@@ -1,10 +1,24 @@
-"""KL703: the drawn token's log-prob is taken under a distribution that was cut to its likeliest actions."""
+"""KL703: the drawn token's log-prob is taken under a distribution that was cut to its likeliest actions, or the tokens
+come from such a distribution, or from an engine whose log-probs are not the policy's."""
 
 from functools import partial
 
 from kltest.checks.approximations.heads import accounts_for, beyond_the_usual_environments
+from kltest.environments.samplers import ENGINE, TRUNCATED
+from kltest.identify.case import left_out
+from kltest.identify.findings import Findings, Row
 
-explains = partial(accounts_for, drawn=True)
+FROM_ENGINE = "the engine that draws has other log-probs than those that the ratio is taken to"
+
+
+def explains(row: Row, findings: Findings) -> str | None:
+    """Describe what the sampler does to a row that is right where the policy draws; else how its own side is cut."""
+    kind = row.sampler.partition(":")[0]
+    if kind in (ENGINE, TRUNCATED) and row.wrong and findings.measure.right_when_current(row):
+        return "right where the policy draws; " + (left_out(row.case) if kind == TRUNCATED else FROM_ENGINE)
+    return accounts_for(row, findings, drawn=True)
+
+
 examine = partial(beyond_the_usual_environments, drawn=True)
 
 

@@ -41,8 +41,8 @@ NOTHING, OPPOSITE = 1e-12, 0.1
 
 
 @shared
-def sampler_has_influence(findings: Findings, environment: str) -> bool:
-    """Return True if the loss's gradient changes with the sampler's log-probs.
+def sampler_has_influence(findings: Findings, environment: str, only_told: bool = False) -> bool:
+    """Return True if the loss's gradient changes with the sampler's log-probs, or with what the engine told of them.
 
     Tried far from the sampler and close to the policy: a clipped ratio may be saturated at one of the two.
     """
@@ -52,6 +52,8 @@ def sampler_has_influence(findings: Findings, environment: str) -> bool:
         base = {name: rollout.peek(start + name).detach() for name in LEAVES}
         noise = {name: torch.randn(part.shape, generator=generator).double() for name, part in base.items()}
         moved = {f"old_{name}": part + distance * noise[name] for name, part in base.items()}
+        if only_told:
+            moved = {"rollout_logp": moved["old_logp"]}
         if moves(findings.measure, rollout, rollout.replace(**moved)):
             return True
     return False
