@@ -299,38 +299,6 @@ _LOGGED = {
 _OF_A_BATCH = frozenset({"attention_mask", "full_attention_mask", "padding_mask", "labels_mask"})
 """Masks of prompt and completion, which in logs are no mask of the completion."""
 LOGGED = {
-    "logp": "policy_logp policy_logps policy_logprobs curr_logprobs trainer_logprobs action_log_probs",
-    "ref_logp": "reference_logps reference_logprobs reference_policy_logprobs base_action_log_probs",
-    "old_logp": "prev_logprobs old_action_log_probs",
-    "rollout_logp": "",
-    "prox_logp": "",
-    "mask": "response_masks loss_masks final_response_mask",
-    "entropy": "entropys entropies token_entropy token_entropies",
-    "reward": "score raw_reward raw_rewards",
-    "shaped_reward": "shaped_rewards token_level_rewards kl_rewards rewards_with_kl",
-    "advantage": "",
-    "group": "uid prompt_id problem_id",
-    "version": "versions weight_version weight_versions policy_version policy_versions model_version",
-}
-"""Columns of logs of rollouts, and names that trainers give them beside those of FIELDS."""
-_OF_A_BATCH = frozenset({"attention_mask", "full_attention_mask", "padding_mask", "labels_mask"})
-"""Masks of prompt and completion, which in logs are no mask of the completion."""
-_ENGINES = frozenset(
-    (
-        "rollout",
-        "inference",
-        "infer",
-        "generation",
-        "generator",
-        "gen",
-        "vllm",
-        "sglang",
-        "sampling",
-        "sampler",
-        "engine",
-    )
-)
-LOGGED = {
     field: (field, *(FIELDS[field].aliases if field in FIELDS else ()), *names.split())
     for field, names in _LOGGED.items()
 }
