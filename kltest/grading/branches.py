@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from kltest.errors import KltestError
 from kltest.grading.options import Options
-from kltest.grading.verdict import LEFTOVER, OF_PADDING, look_further, selected_codes
+from kltest.grading.verdict import OF_PADDING, look_further, selected_codes
 from kltest.identify.findings import Findings, Row
 from kltest.identify.graded import fields_used
 from kltest.identify.instances import instances
@@ -44,7 +44,7 @@ def _further(
     """Yield (code, status, sentence) of what a branch whose rows are right does farther out, and of rows left open."""
     undecided = [row for row in branch.rows if row.agrees is None]
     if undecided:
-        yield LEFTOVER, "inconclusive", f"{undecided[0].where} was not decided: {undecided[0].note or 'not judged'}"
+        yield "KL105", "inconclusive", f"{undecided[0].where} was not decided: {undecided[0].note or 'not judged'}"
     if all(row.agrees is True for row in branch.rows):
         codes = selected_codes(options.select, options.ignore)
         unmasked = OF_PADDING if _is_mask(findings, left_out) else frozenset()

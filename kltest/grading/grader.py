@@ -26,6 +26,7 @@ from kltest.identify.case import left_out
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
 from kltest.identify.measure import GROUPS, Measure, Sizes
+from kltest.identify.parts import ascent
 from kltest.identify.sampling import Sampling
 from kltest.identify.stated import with_rows_of_the_batch
 from kltest.loss.callables import first_line, name_of, source_file
@@ -73,6 +74,7 @@ def grade(
     credit: str | None = None,
     environment: str | Iterable[str] = ("bandit", "sequence", "ragged"),
     sampler: str | None = None,
+    part: str = "kl",
     arguments: Mapping[str, Any] | None = None,
     beta: float | None = None,
     select: str | Iterable[str] = (),
@@ -216,7 +218,7 @@ class Grading:
             yield
 
     def _run(self, target: Callable[..., Any] | str) -> Iterator[bool]:
-        codes = selected_codes(self.options.select, self.options.ignore)
+        codes = selected_codes(self.options.select, self.options.ignore, self.options.part)
         self.loss = resolve(target, self.options.call, self.options.name)
         with preserved(self.options.seed):  # a loss that draws random numbers draws the same ones in every grading
             for _ in self._measure():
@@ -225,7 +227,7 @@ class Grading:
             assert findings is not None
             agree_up_to_scale(findings)
             self.scaled = True
-            for row in without_optional_fields(findings, options):
+            for row in without_optional_fields(findings, options) if options.part == "kl" else ():
                 findings.others.append(row)
                 yield False
             for result in run_checks(findings, codes, options):
@@ -239,7 +241,10 @@ class Grading:
         assert self.loss is not None
         options = self.options = _with_group_size(self.loss, self.options)
         self.loss = with_rows_of_the_batch(self.loss, options.seed)
-        self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)
+        if options.part == "kl":
+            self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)
+        else:
+            self.loss = ascent(self.loss, options.part, options.seed)
         self.findings = findings = plan(self.loss, options)
         for environment in findings.environments:
             for sampler in findings.samplers:
@@ -263,7 +268,7 @@ class Grading:
             self.frame = own_frame(alarm, source_file(loss.function) if loss else None)
             self.error = _on_hanging(name, loss.calls if loss else None, limit, self.frame)
             return
-        missing = selected_codes(self.options.select, self.options.ignore)[len(self.results) :]
+        missing = selected_codes(self.options.select, self.options.ignore, self.options.part)[len(self.results) :]
         self.unfinished = _on_slow(loss.calls, limit, first_line(loss.function), findings, len(missing))
         self.results += _not_made(missing, limit)
         if findings and not self.scaled:

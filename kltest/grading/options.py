@@ -109,6 +109,13 @@ class Options:
         "current|stale|both|engine|truncated:p=P,k=K|versions",
         unset="both if the loss depends on the sampler's log-probs, else current",
     )
+    part: str = _choice(
+        "kl",
+        ("kl", "policy", "all"),
+        "The KL part of the loss, its policy part (the rest), or all of it. The last two are graded by the direction "
+        "in which they ascend, claim `expected_reward` (and less `reverse_kl` for all of it) unless --expect says "
+        "otherwise, and are held to the checks KL9xx alone.",
+    )
     arguments: Mapping[str, Any] = _option(
         None,
         forms.arguments,
@@ -181,6 +188,11 @@ class Options:
         None, forms.title, "The name of the loss in the report.", unset="the name of the function", flag=None, key=None
     )
 
+    def __post_init__(self) -> None:
+        """Set what is claimed of a part whose claim was not given."""
+        if self.expect == OF_KL and self.part in CLAIMS:
+            object.__setattr__(self, "expect", CLAIMS[self.part])
+
     @property
     def call(self) -> Any:
         """The `kltest.loss.outcome.Call` that these options ask for."""
@@ -244,6 +256,10 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
         found |= {**layer, **{name: table for name, table in by_code.items() if table}}
     return found
 
+
+OF_KL = {"reverse_kl": 1.0}
+CLAIMS = {"policy": {"expected_reward": 1.0}, "all": {"reverse_kl": -1.0, "expected_reward": 1.0}}
+"""What a part of a loss claims to ascend, unless `--expect` says otherwise."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

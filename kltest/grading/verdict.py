@@ -13,8 +13,14 @@ from kltest.report import CheckResult, Status, Verdict
 from kltest.truth import plain, render
 
 # A check on the left is not reported for rows that one on the right accounts for: the right one names the cause.
-CAUSES = {"KL101": ("KL510",), "KL106": ("KL203", "KL204", "KL207", "KL402", "KL403", "KL510"), "KL509": ("KL510",)}
-LEFTOVER = "KL105"
+CAUSES = {
+    "KL101": ("KL510",),
+    "KL106": ("KL203", "KL204", "KL207", "KL402", "KL403", "KL510"),
+    "KL509": ("KL510",),
+    "KL901": ("KL902", "KL903"),
+}
+LEFTOVER = {"kl": "KL105", "policy": "KL901", "all": "KL901"}
+POLICY = "KL9"
 # These read the row alone: they account for rows of the loss without its optional fields as well.
 OF_THE_ROW = ("KL101", "KL102", "KL103", "KL201", "KL202")
 # These need a single call. Every other experiment compares calls, which differ anyway if a loss does not repeat itself.
@@ -79,10 +85,12 @@ class ExpectedFailures:
         )
 
 
-def selected_codes(select: Collection[str], ignore: Collection[str]) -> list[str]:
-    """Return the codes of all checks that begin with a prefix of `select` (if there is any) and none of `ignore`."""
+def selected_codes(select: Collection[str], ignore: Collection[str], part: str = "kl") -> list[str]:
+    """Return the codes of a part's checks that begin with a prefix of `select` (if any is given), none of `ignore`."""
     return [
-        code for code in CHECKS if (not select or code.startswith(tuple(select))) and not code.startswith(tuple(ignore))
+        code
+        for code in _of(part)
+        if (not select or code.startswith(tuple(select))) and not code.startswith(tuple(ignore))
     ]
 
 
@@ -92,7 +100,9 @@ def run_checks(findings: Findings, codes: Sequence[str], options: Options) -> It
     A check fails if it accounts for a disagreeing row, or if its own experiment finds something.
     """
     expected = ExpectedFailures(options.expected_failures, options.allow_unexpected_passes)
-    explained = {code: _explained(CHECKS[code], findings) for code in _deciding(codes, expected)}
+    leftover = LEFTOVER[options.part]
+    deciding = _deciding(codes, expected, options.part)
+    explained = {code: _explained(CHECKS[code], findings) for code in deciding}
     for code in OF_THE_ROW:
         if code in explained and not CHECKS[code].moot(findings):
             explained[code] += [row for row in findings.others if row.wrong and _explains(CHECKS[code], row, findings)]
@@ -100,10 +110,10 @@ def run_checks(findings: Findings, codes: Sequence[str], options: Options) -> It
         if code in explained:
             caused = [row for cause in causes for row in explained[cause]]
             explained[code] = [row for row in explained[code] if row not in caused]
-    if LEFTOVER in explained:
+    if leftover in explained:
         named = [row for rows in explained.values() for row in rows]
         every = [*findings.rows, *findings.others]
-        explained[LEFTOVER] += [row for row in every if row.wrong and row not in named]
+        explained[leftover] += [row for row in every if row.wrong and row not in named]
     findings.rows, findings.others = (
         [expected.row(row, explained) for row in rows] for rows in (findings.rows, findings.others)
     )
@@ -114,12 +124,16 @@ def run_checks(findings: Findings, codes: Sequence[str], options: Options) -> It
     findings.notes += expected.notes(results, explained)
 
 
-def _deciding(codes: Collection[str], expected: ExpectedFailures) -> list[str]:
+def _of(part: str) -> list[str]:
+    return [code for code in CHECKS if code.startswith(POLICY) == (part != "kl")]
+
+
+def _deciding(codes: Collection[str], expected: ExpectedFailures, part: str) -> list[str]:
     """Return the checks whose rows decide the results; an explanation may take experiments, and some take seconds."""
-    if LEFTOVER in codes or expected.reasons:
-        return list(CHECKS)
+    if LEFTOVER[part] in codes or expected.reasons:
+        return _of(part)
     causes = {cause for code in codes for cause in CAUSES.get(code, ())}
-    return [code for code in CHECKS if code in codes or code in causes]
+    return [code for code in _of(part) if code in codes or code in causes]
 
 
 def look_further(findings: Findings, codes: Sequence[str]) -> Iterator[tuple[str, Found]]:

@@ -1,0 +1,83 @@
+"""Policy losses as trainers write them, with what each follows, derived by hand."""
+
+
+def summed(values, mask):
+    return values.where(mask != 0, 0.0).sum(-1)
+
+
+def reinforce(logp, reward, mask):
+    return -reward * summed(logp, mask)
+
+
+def with_a_given_advantage(logp, advantages, mask):
+    return -advantages * summed(logp, mask)
+
+
+def ratio_of_sequences(logp, old_logp, advantages, mask):
+    return -advantages * summed(logp - old_logp, mask).exp()
+
+
+def ratio_of_tokens(logp, old_logp, advantages, mask):
+    return -summed((logp - old_logp).exp() * advantages.unsqueeze(-1), mask)
+
+
+
+def centred(logp, reward, mask):
+    return -((reward - reward.mean()) * summed(logp, mask)).mean()
+
+
+def left_out(logp, reward, mask):
+    return -((reward - (reward.sum() - reward) / (len(reward) - 1)) * summed(logp, mask)).mean()
+
+
+def over_the_deviation(logp, reward, mask):
+    return -((reward - reward.mean()) / (reward.std() + 1e-6) * summed(logp, mask)).mean()
+
+
+def with_a_kl_term(logp, ref_logp, reward, mask, beta=0.04):
+    log_ratio = ref_logp - logp
+    return -reward * summed(logp, mask) + beta * summed(log_ratio.exp() - log_ratio - 1, mask)
+
+
+def with_entropy(logp, reward, mask):
+    return -reward * summed(logp, mask) + 0.1 * summed(logp, mask).detach() * summed(logp, mask)
+
+
+def over_all_tokens(logp, reward, mask):
+    return -(reward.unsqueeze(-1) * logp).where(mask != 0, 0.0).sum() / mask.sum()
+
+
+def over_a_constant(logp, reward, mask):
+    return -summed(reward.unsqueeze(-1) * logp, mask) / 1024
+
+
+def discounted(logp, reward, mask):
+    left = mask.flip(-1).cumsum(-1).flip(-1) - 1
+    return -summed(0.5**left * reward.unsqueeze(-1) * logp, mask)
+
+
+def wrong_sign(logp, reward, mask):
+    return reward * summed(logp, mask)
+
+
+# What is graded, the options, the verdict, the codes that fail, and words that the report has.
+LOSSES = [
+    (reinforce, {}, "confirmed", [], ["{'expected_reward': 1"]),
+    (with_a_kl_term, {}, "confirmed", [], ["{'expected_reward': 1"]),
+    (with_a_given_advantage, {}, "confirmed", [], []),
+    # The whole ratio brings the policy back; those of single tokens leave the sampler's prefixes, which are fixed, so
+    # that what is followed is the gradient of a function of the policy all the same.
+    (ratio_of_sequences, {"sampler": "both"}, "confirmed", [], []),
+    (ratio_of_tokens, {"sampler": "current"}, "confirmed", [], []),
+    (ratio_of_tokens, {"sampler": "both"}, "refuted", ["KL901"], ["so that it is a gradient"]),
+    (left_out, {}, "confirmed", [], []),
+    (centred, {"group_size": 4}, "refuted", ["KL902"], ["{'expected_reward': 0.75", "(n − 1)/n"]),
+    (centred, {"group_size": 4, "expect": "0.75*expected_reward"}, "confirmed", [], []),
+    (over_the_deviation, {"environment": "bandit"}, "refuted", ["KL902"], ["utility of the success rate"]),
+    (over_a_constant, {}, "confirmed", [], []),
+    (over_all_tokens, {"environment": "bandit,sequence"}, "refuted", ["KL902"], ["{'expected_reward': 0.333"]),
+    (with_entropy, {}, "refuted", ["KL901"], ["'entropy': 0.1"]),
+    (with_entropy, {"expect": "expected_reward+0.1*entropy"}, "confirmed", [], []),
+    (discounted, {}, "refuted", ["KL903"], ["no function has it for a gradient"]),
+    (wrong_sign, {}, "refuted", ["KL901"], ["{'expected_reward': -1"]),
+]
