@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.environments import Instance
+from kltest.identify.parts import ascent
 from kltest.loss.calling import Loss, bind
 from kltest.loss.outcome import Call
 from kltest.moments import exact, exact_batches
@@ -109,6 +110,7 @@ def _of_gradients(
     gradients = {"truth": combine(parse(options.get("expect", "reverse_kl")), instance)}
     for name, function in losses.items():
         loss = bind(function, Call(placement=options.get("placement")), name=name)
+        loss = ascent(loss, options["part"], seed=0) if "part" in options else loss
         gradients[name] = _expected(loss, instance, sampler, batch, grouped)
     rows: list[Cells] = []
     for context, policy in enumerate(np.exp(instance.policy)):

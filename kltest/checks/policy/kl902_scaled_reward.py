@@ -17,7 +17,7 @@ def explains(row: Row, findings: Findings) -> str | None:
 
 def over_the_deviation(logp, reward, mask):
     centred = reward - reward.mean()
-    advantage = centred / reward.std(correction=0).clamp_min(1e-12)
+    advantage = centred / reward.std().clamp_min(1e-12)
     return -(advantage * logp.where(mask != 0, 0.0).sum(-1)).mean()
 
 
