@@ -9,6 +9,7 @@ import textwrap
 from functools import cache
 
 import pytest
+from weekly import first
 
 import kltest
 from kltest import checks
@@ -169,7 +170,7 @@ def test_the_shown_source_is_that_of_the_loss(check):
 
 
 @pytest.mark.parametrize("name", ["k1-loss", "length-normalised"])
-@pytest.mark.parametrize("select", ["KL101", "KL106", "KL1,KL2"])
+@pytest.mark.parametrize("select", first(1, ["KL106", "KL101", "KL1,KL2"]))
 def test_checks_that_are_selected_say_what_they_say_among_all(name, select):
     """A cause is asked for its rows even if it is not selected: KL106 is not reported where KL203 explains it."""
     whole, some = graded(name, environment="sequence").to_dict(), graded(name, environment="sequence", select=select)
