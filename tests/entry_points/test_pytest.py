@@ -24,6 +24,9 @@ pytest_plugins = ["pytester"]
 LOSSES = (WRITTEN / "counted.py").read_text(encoding="utf-8")
 
 
+SHORT = 'environment="bandit,sequence", select="KL1,KL2"'
+
+
 @pytest.fixture
 def project(pytester, monkeypatch):
     """A folder with the losses above and a test file that decorates with the given text."""
@@ -115,11 +118,21 @@ def test_the_plugin_costs_no_import_of_torch_or_checks_when_unused(pytester):
 @pytest.mark.parametrize(
     ("decoration", "arguments", "wrong", "expected"),
     [
-        ('[token_level], expected_failed_checks={"KL201": "on purpose"}', (), set(), {"gradient", "KL201"}),
-        ('[token_level], expected_failed_checks={"KL102": "the wrong one"}', (), {"gradient", "KL201", "KL102"}, set()),
-        ('[token_level], expected_failed_checks={"KL201": "x"}', ("--runxfail",), {"gradient", "KL201"}, set()),
+        (f'[token_level], {SHORT}, expected_failed_checks={{"KL201": "on purpose"}}', (), set(), {"gradient", "KL201"}),
         (
-            '[right, token_level], expected_failed_checks=lambda one: {"KL201": "x"} if one != right else None',
+            f'[token_level], {SHORT}, expected_failed_checks={{"KL102": "the wrong one"}}',
+            (),
+            {"gradient", "KL201", "KL102"},
+            set(),
+        ),
+        (
+            f'[token_level], {SHORT}, expected_failed_checks={{"KL201": "x"}}',
+            ("--runxfail",),
+            {"gradient", "KL201"},
+            set(),
+        ),
+        (
+            f'[right, token_level], {SHORT}, expected_failed_checks=lambda one: {{"KL201": "x"}} if one != right else None',
             (),
             set(),
             {"gradient", "KL201"},
@@ -136,11 +149,11 @@ def test_what_fails_is_what_is_not_expected(project, pytester, decoration, argum
 
 
 def test_an_expected_failure_that_passes_is_a_failure_unless_that_is_allowed(project, pytester):
-    project('[right], expected_failed_checks={"KL201": "was so once"}')
+    project(f'[right], {SHORT}, expected_failed_checks={{"KL201": "was so once"}}')
     assert failed(outcomes(pytester)) == {"right-KL201"}
     summary = pytester.runpytest_inprocess("-k", "KL201", "-W", "ignore").stdout
     summary.fnmatch_lines(["refuted  right  *KL201 (unexpected pass)"])
-    project('[right], expected_failed_checks={"KL201": "was so once"}, allow_unexpected_passes=True')
+    project(f'[right], {SHORT}, expected_failed_checks={{"KL201": "was so once"}}, allow_unexpected_passes=True')
     assert failed(outcomes(pytester)) == set()
 
 

@@ -60,12 +60,13 @@ def test_the_wrong_loss_fails_the_check(check):
 
 
 @ALL
-def test_the_fixed_loss_fails_nothing(check):
+@pytest.mark.parametrize("whole", first(1, [False, True]), ids=["its own check", "every check"])
+def test_the_fixed_loss_fails_nothing(check, whole):
     """It is graded as its reader will grade it: what it follows is declared in words, if it is not the reverse KL."""
     options = dict(check.options)
     if f"declared as {options.get('expect')}" not in check.fix:
         options.pop("expect", None)
-    report = graded(check.fixed, **options)
+    report = graded(check.fixed, **options, **({} if whole else {"select": check.code}))
     assert report.verdict == "confirmed", (report.error, codes(report))
     assert check.code not in codes(report)
     for warning in report.warnings:
