@@ -17,8 +17,9 @@ def later(row: Any) -> Any:
 
 
 def first(count: int, rows: Iterable[Any]) -> list[Any]:
-    """Return rows for `parametrize`: the first `count` for every push, the others scheduled."""
-    return [row if at < count else later(row) for at, row in enumerate(rows)]
+    """Return rows for `parametrize`: the first `count` for every push, the others scheduled; −n: all but the last n."""
+    rows = list(rows)
+    return [*rows[:count], *map(later, rows[count:])]
 
 
 def spread(count: int, rows: Iterable[Any]) -> list[Any]:

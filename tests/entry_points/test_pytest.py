@@ -59,11 +59,13 @@ def failed(found):
 
 
 def test_an_item_for_the_gradient_and_one_for_every_check_of_every_loss(project, pytester):
-    project('[right, forward, "k2-loss-sequence"]')
+    project('[right, forward, "k2-loss-sequence"], environment="bandit,sequence"')
     found = outcomes(pytester)
     ids = [f"{name}-{code}" for name in ("right", "forward", "k2-loss-sequence") for code in ("gradient", *CHECKS)]
     assert list(found) == ids
-    assert failed(found) == {"forward-gradient"} | {f"forward-{code}" for code in failing("k3-loss")}
+    assert failed(found) == {"forward-gradient"} | {
+        f"forward-{code}" for code in failing("k3-loss", environment="bandit,sequence")
+    }
     assert "forward-KL102" in failed(found)
     assert found["right-KL104"] == "skipped"
 
@@ -274,6 +276,7 @@ def test_items_carry_the_marker_and_the_header_and_summary_say_what_was_graded(p
     pytester.runpytest_inprocess("--markers").stdout.fnmatch_lines(["@pytest.mark.kltest: grades a loss*"])
 
 
+@pytest.mark.scheduled
 def test_several_processes_give_the_same_outcomes_and_one_summary(project, pytester):
     project('[right, forward], environment="bandit", select="KL1"')
     done = pytester.runpytest_subprocess("-n", "2", "--strict-markers", "-W", "ignore")
