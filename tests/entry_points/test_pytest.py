@@ -134,7 +134,8 @@ def test_the_plugin_costs_no_import_of_torch_or_checks_when_unused(pytester):
             set(),
         ),
         (
-            f'[right, token_level], {SHORT}, expected_failed_checks=lambda one: {{"KL201": "x"}} if one != right else None',
+            f"[right, token_level], {SHORT}, "
+            'expected_failed_checks=lambda one: {"KL201": "x"} if one != right else None',
             (),
             set(),
             {"gradient", "KL201"},

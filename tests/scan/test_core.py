@@ -148,7 +148,7 @@ def gradients(value: torch.Tensor, fields: dict[str, Any]) -> list[torch.Tensor]
     return list(torch.autograd.grad(value, inputs, retain_graph=True, materialize_grads=True))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(losses())
 def test_a_random_term_is_found_once_and_its_program_computes_it(loss: tuple[str, set[str], bool]) -> None:
     text, functions, optional = loss
