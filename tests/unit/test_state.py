@@ -132,13 +132,13 @@ def harmless(logp, ref_logp, mask):
     first(
         4,
         [
-            (by_shape, "CACHE of its module"),
             (Running(), "attributes of self"),
+            (warmed_up, "STEP of its module"),
             (with_closure(), "seen in its closure"),
             (Buffered(True), "attributes of self"),
             (cached, "the cache of scale_of"),
             (by_first, "attributes of by_first"),
-            (warmed_up, "STEP of its module"),
+            (by_shape, "CACHE of its module"),
             (on_a_class, "attributes of Meter"),
             (OnItsClass(), "attributes of self"),
             (Buffered(False), "attributes of self"),
