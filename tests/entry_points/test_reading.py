@@ -179,9 +179,8 @@ def test_the_default_variant_decides(configured, default, text, code):
 
 def test_what_does_not_decide_is_one_line_each_and_in_the_json(configured):
     configured("'k2'")
-    _, result = graded(
-        "configured.py:Trainer.compute_loss", "--quiet", "--output", "text", "--output", "json:found", *LOSS
-    )
+    formats = ("--quiet", "--output", "text", "--output", "json:found")
+    _, result = graded("configured.py:Trainer.compute_loss", *formats, *LOSS)
     report = json.loads(Path("found").read_text(encoding="utf-8"))
     assert [one["verdict"] for one in report["variants"]] == ["refuted", "refuted"]
     assert all("by default" in one["why"] for one in report["variants"])
