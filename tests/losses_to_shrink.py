@@ -13,14 +13,19 @@ import torch.nn.functional as F
 SCALE = 3.0
 
 
-def printed(code, folder):
-    """Run a program in a folder, and return what it prints, a value a line."""
+def output(code, folder):
+    """Run a program in a folder, and return the lines that it prints."""
     os.chdir(folder)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec(compile(code, "<program>", "exec"), {})
     assert not any(module.partition(".")[0] == "kltest" for module in sys.modules)
-    return [json.loads(line) for line in out.getvalue().splitlines()]
+    return out.getvalue().splitlines()
+
+
+def printed(code, folder):
+    """Run a program in a folder, and return what it prints, a value a line."""
+    return [json.loads(line) for line in output(code, folder)]
 
 
 def k3_per_token(logp, ref_logp):

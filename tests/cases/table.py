@@ -27,7 +27,8 @@ class Case:
     and none of those that would be `forbidden`, since false. `level` is error, or warning where ordinary input shows
     nothing. `reach` says how far out the defect shows: tokens of a rollout, rows of a batch, log-ratio of a token to
     the reference or to the sampler (rollouts of two tokens), columns beyond the longest rollout of three; empty: in
-    small environments. `logs`: it logs a number that is a KL. `slow` ones take seconds and are graded weekly.
+    small environments. `logs`: it logs a number that is a KL. `slow` ones take seconds and are graded weekly; of the
+    others `pushed` ones are graded on every push.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Case:
     tolerance: float = 1e-9
     logs: bool = False
     slow: bool = False
+    pushed: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -116,15 +118,27 @@ def right(
     return Case(_name(loss), loss, True, **(options or {}), exactly=True, logs=logs, slow=slow)
 
 
+RIGHT_OF_A_FILE = 2
+
+
 def cases() -> list[Case]:
-    """Return all rows, with names that are numbered if a loss stands in several rows with different options."""
+    """Return all rows, with names that are numbered if a loss stands in several rows with different options.
+
+    A file is a kind of mechanism. Of its rows that are not slow, the first wrong one of each code and the first two
+    right ones are graded on every push.
+    """
     files = [file.stem for kind in ("wrong", "right") for file in sorted(FOLDER.glob(f"{kind}_*.py"))]
     seen: Counter[str] = Counter()
     found = []
     for file in (*files, "unseen"):
+        pushed: Counter[str] = Counter()
         for case in import_module(f"cases.{file}").CASES:
             seen[case.name] += 1
-            found.append(case if seen[case.name] == 1 else replace(case, name=f"{case.name}-{seen[case.name]}"))
+            name = case.name if seen[case.name] == 1 else f"{case.name}-{seen[case.name]}"
+            if quick := not case.slow and file != "unseen":
+                pushed[case.defect] += 1
+            most = 1 if case.defect else RIGHT_OF_A_FILE
+            found.append(replace(case, name=name, pushed=quick and pushed[case.defect] <= most))
     return found
 
 

@@ -126,9 +126,9 @@ CASES = [
     wrong("KL306", soft_cap),
     wrong("KL205", reset_of_the_return),
     wrong("KL105", one_row_short, ("KL106",), options=GROUPS, slow=True),
-    wrong("KL206", product_of_sums, warns=True),
+    wrong("KL206", product_of_sums, warns=True, slow=True),
     wrong("KL105", curiosity),
-    wrong("KL204", switched_off_below_target, ("KL105", "KL502", "KL504"), options=LOCAL),
+    wrong("KL204", switched_off_below_target, ("KL105", "KL502", "KL504"), options=LOCAL, slow=True),
     wrong("KL106", penalty_halved, ("KL502",), options=LOCAL),
     wrong("KL401", Trainer().ties_masked, ("KL404",)),
     # Right up to a constant, or but for a NaN in the padding.

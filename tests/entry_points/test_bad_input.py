@@ -12,6 +12,7 @@ from pathlib import Path
 import doors
 import pytest
 import torch
+from weekly import spread
 
 import kltest
 from kltest import parametrize_with_checks
@@ -166,8 +167,11 @@ def refused(*arguments):
     return message
 
 
-def rows(written):
-    """A test for each wrong value that can be written at a door: what is written, the option, words of the message."""
+def rows(written, count=None):
+    """A test for each wrong value that can be written at a door: what is written, the option, words of the message.
+
+    What is wrong is decided behind all doors: at others than Python's about `count` are tried on every push.
+    """
     found = []
     for option, values in WRONG.items():
         for entry in values:
@@ -175,7 +179,7 @@ def rows(written):
             text = written(option, value)
             if text is not None:
                 found.append(pytest.param(text, option, words, id=f"{option}-{value!r}"[:60]))
-    return pytest.mark.parametrize(("given", "option", "words"), found)
+    return pytest.mark.parametrize(("given", "option", "words"), spread(count, found) if count else found)
 
 
 def as_argument(option, value):
@@ -220,19 +224,19 @@ def test_in_python(given, option, words):
     said(str(raised.value), option, words)
 
 
-@rows(as_decoration)
+@rows(as_decoration, 40)
 def test_in_pytest(given, option, words):
     with pytest.raises(UsageError) as raised:
         parametrize_with_checks([loss], **given)
     said(str(raised.value), option, words)
 
 
-@rows(as_words)
+@rows(as_words, 40)
 def test_on_the_command_line(given, option, words):
     said(refused("k3-loss", *given), option, words)
 
 
-@rows(as_line)
+@rows(as_line, 40)
 def test_in_the_configuration(folder, given, option, words):
     (folder / "pyproject.toml").write_text(f"[tool.kltest]\n\n{given}\n")
     message = refused("k3-loss")

@@ -21,6 +21,7 @@ import typer
 from called import WRITTEN
 from doors import GRADED, SCHEMA, call, canned, graded
 from processes import ran, until
+from weekly import first
 
 from kltest import __version__
 from kltest.checks import CHECKS
@@ -245,7 +246,7 @@ def test_a_bug_of_kltest_in_the_child_says_so_and_spares_the_other_targets(monke
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", first(1, [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_stops_the_children_and_keeps_what_is_finished(folder, number):
     (folder / "slow.py").write_text(
         "import os, time\ndef f(logp):\n    open('started', 'w').write(str(os.getpid()))\n    time.sleep(300)\n"

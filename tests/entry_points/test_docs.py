@@ -20,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from processes import ran
 from typer.testing import CliRunner
+from weekly import first
 
 import kltest
 from kltest.checks import CHECKS
@@ -80,7 +81,10 @@ def test_pages_say_everything_and_are_listed_once_in_their_family(pages):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The documentation, built strictly from the checkout: a broken link or a page that fails is an error."""
+    """The documentation, built strictly from the checkout: a broken link or a page that fails is an error.
+
+    A job of its own on every push, as the pages and examples are that take long.
+    """
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "1"}
@@ -89,6 +93,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.scheduled
 def test_the_site_has_a_page_for_everything(site):
     for code, check in CHECKS.items():
         assert check.name in (site / "checks" / f"{code}.html").read_text(encoding="utf-8")
@@ -102,6 +107,7 @@ def test_the_site_has_a_page_for_everything(site):
         assert not hooks.MARK.search(page.read_text(encoding="utf-8")), page
 
 
+@pytest.mark.scheduled
 def test_the_site_loads_nothing_from_the_network(site):
     for page in site.rglob("*.html"):
         loaded = re.findall(
@@ -110,6 +116,7 @@ def test_the_site_loads_nothing_from_the_network(site):
         assert [address for address in loaded if "canonical" not in address] == [], page
 
 
+@pytest.mark.scheduled
 def test_the_notebook_was_executed(site):
     page = (site / "notebook.html").read_text(encoding="utf-8")
     assert "0.2218070977" in page  # p(1 − p)·log 4
@@ -118,14 +125,14 @@ def test_the_notebook_was_executed(site):
 
 PAGES = (
     "quickstart.md",
+    "guides/same.md",
     "concepts/placements.md",
     "guides/your-own-loss.md",
     "guides/distillation.md",
-    "guides/same.md",
 )
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", first(2, PAGES))
 def test_what_a_page_shows_happens(name, tmp_path, monkeypatch):
     """Titled blocks are files, other Python is run, and each command prints the lines below it, in that order."""
     monkeypatch.chdir(tmp_path)
@@ -273,7 +280,11 @@ def test_this_environment_is_the_pinned_one():
         pytest.skip(f"other versions than the pinned ones: {different}")
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "examples").glob("*.py")))
+TRAIN = ("audit_my_loop", "where_training_ends")
+EXAMPLES = sorted((path.stem for path in (ROOT / "examples").glob("*.py")), key=lambda name: (name in TRAIN, name))
+
+
+@pytest.mark.parametrize("name", first(-len(TRAIN), EXAMPLES))
 def test_an_example_runs(name, monkeypatch, capsys):
     if name.startswith("test_"):
         assert pytest.main(["-q", "-p", "no:cacheprovider", str(ROOT / "examples" / f"{name}.py")]) == 0

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from processes import ran
 from warm_python import started
+from weekly import first, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
@@ -192,11 +193,14 @@ def test_the_action_scans_a_tree_and_leaves_a_file_for_code_scanning(project, ac
 
 @pytest.mark.parametrize(
     ("given", "code"),
-    [
-        ({}, 0),
-        ({"fail-on-unreadable": "true"}, 4),
-        ({"options": "--no-cache\n--strict"}, 4),
-    ],
+    first(
+        2,
+        [
+            ({}, 0),
+            ({"fail-on-unreadable": "true"}, 4),
+            ({"options": "--no-cache\n--strict"}, 4),
+        ],
+    ),
 )
 def test_the_action_fails_on_what_it_cannot_read_only_if_asked_to(project, action, given, code):
     path = project / "tiny_rl" / "losses.py"
@@ -212,14 +216,17 @@ def test_the_action_fails_on_what_it_cannot_read_only_if_asked_to(project, actio
 
 @pytest.mark.parametrize(
     ("given", "code"),
-    [
-        ({"scan": "nowhere"}, 2),
-        ({"targets": "k3-los"}, 2),
-        ({"options": "reverse_kl"}, 2),
-        ({"options": "--no-such-option"}, 2),
-        ({"targets": "--help"}, 2),
-        ({"working-directory": "tests"}, 0),
-    ],
+    spread(
+        3,
+        [
+            ({"scan": "nowhere"}, 2),
+            ({"targets": "k3-los"}, 2),
+            ({"options": "reverse_kl"}, 2),
+            ({"options": "--no-such-option"}, 2),
+            ({"targets": "--help"}, 2),
+            ({"working-directory": "tests"}, 0),
+        ],
+    ),
 )
 def test_the_actions_exit_code_is_kltests(action, given, code):
     assert action(install="none", **given).returncode == code
@@ -228,7 +235,7 @@ def test_the_actions_exit_code_is_kltests(action, given, code):
 BAITS = ["$(touch ran)", "`touch ran`", "1; touch ran", "1); touch ran; x=(1", '"; touch ran; "', "'; touch ran; '"]
 
 
-@pytest.mark.parametrize("bait", BAITS)
+@pytest.mark.parametrize("bait", first(2, BAITS))
 def test_nothing_in_an_input_is_run(project, action, bait):
     assert action(install="none", targets=bait, options=f"--seed {bait}\n--seed={bait}").returncode == 2
     assert not list(project.rglob("ran"))
@@ -319,7 +326,7 @@ def test_the_pages_workflow_holds_the_line_and_writes_the_summary(project, tmp_p
     assert summary.count("confirmed") >= 2
 
 
-@pytest.mark.parametrize("adopting", [False, True], ids=["graded before", "the pull request that begins it"])
+@pytest.mark.parametrize("adopting", first(1, [False, True]), ids=["graded before", "the pull request that begins it"])
 def test_the_pages_workflow_says_what_a_pull_request_changes(project, tmp_path, adopting):
     _, steps = workflows()
     settings = (project / "pyproject.toml").read_text()

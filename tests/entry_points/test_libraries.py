@@ -150,6 +150,7 @@ def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, c
     assert {version for version, _ in versions} == {"1.0", "2.0"}
 
 
+@pytest.mark.scheduled
 def test_a_library_that_breaks_down_stops_no_other_and_is_mended_by_a_package(made_up, tmp_path, monkeypatch, capsys):
     """With its environment's path, what is missing, and how to add it; and its environment has the command."""
     asked = Measurement(settings=("penalty/square",))
@@ -222,6 +223,7 @@ def test_a_history_goes_on_where_it_was_and_leaves_no_environment(made_up, tmp_p
     assert releases_of.history([str(made_up)], asked, str(tmp_path)) == 0
 
 
+@pytest.mark.scheduled
 def test_a_grading_that_was_killed_goes_on_with_what_is_left_and_what_failed(made_up, tmp_path):
     """The command is killed once a row is on the disk; started again it measures the others alone."""
     command = [sys.executable, "-m", "kltest.cli", "libraries", str(made_up), "--output", str(tmp_path)]

@@ -24,6 +24,9 @@ pytest_plugins = ["pytester"]
 LOSSES = (WRITTEN / "counted.py").read_text(encoding="utf-8")
 
 
+SHORT = 'environment="bandit,sequence", select="KL1,KL2"'
+
+
 @pytest.fixture
 def project(pytester, monkeypatch):
     """A folder with the losses above and a test file that decorates with the given text."""
@@ -56,11 +59,13 @@ def failed(found):
 
 
 def test_an_item_for_the_gradient_and_one_for_every_check_of_every_loss(project, pytester):
-    project('[right, forward, "k2-loss-sequence"]')
+    project('[right, forward, "k2-loss-sequence"], environment="bandit,sequence"')
     found = outcomes(pytester)
     ids = [f"{name}-{code}" for name in ("right", "forward", "k2-loss-sequence") for code in ("gradient", *CHECKS)]
     assert list(found) == ids
-    assert failed(found) == {"forward-gradient"} | {f"forward-{code}" for code in failing("k3-loss")}
+    assert failed(found) == {"forward-gradient"} | {
+        f"forward-{code}" for code in failing("k3-loss", environment="bandit,sequence")
+    }
     assert "forward-KL102" in failed(found)
     assert found["right-KL104"] == "skipped"
 
@@ -115,11 +120,22 @@ def test_the_plugin_costs_no_import_of_torch_or_checks_when_unused(pytester):
 @pytest.mark.parametrize(
     ("decoration", "arguments", "wrong", "expected"),
     [
-        ('[token_level], expected_failed_checks={"KL201": "on purpose"}', (), set(), {"gradient", "KL201"}),
-        ('[token_level], expected_failed_checks={"KL102": "the wrong one"}', (), {"gradient", "KL201", "KL102"}, set()),
-        ('[token_level], expected_failed_checks={"KL201": "x"}', ("--runxfail",), {"gradient", "KL201"}, set()),
+        (f'[token_level], {SHORT}, expected_failed_checks={{"KL201": "on purpose"}}', (), set(), {"gradient", "KL201"}),
         (
-            '[right, token_level], expected_failed_checks=lambda one: {"KL201": "x"} if one != right else None',
+            f'[token_level], {SHORT}, expected_failed_checks={{"KL102": "the wrong one"}}',
+            (),
+            {"gradient", "KL201", "KL102"},
+            set(),
+        ),
+        (
+            f'[token_level], {SHORT}, expected_failed_checks={{"KL201": "x"}}',
+            ("--runxfail",),
+            {"gradient", "KL201"},
+            set(),
+        ),
+        (
+            f"[right, token_level], {SHORT}, "
+            'expected_failed_checks=lambda one: {"KL201": "x"} if one != right else None',
             (),
             set(),
             {"gradient", "KL201"},
@@ -136,11 +152,11 @@ def test_what_fails_is_what_is_not_expected(project, pytester, decoration, argum
 
 
 def test_an_expected_failure_that_passes_is_a_failure_unless_that_is_allowed(project, pytester):
-    project('[right], expected_failed_checks={"KL201": "was so once"}')
+    project(f'[right], {SHORT}, expected_failed_checks={{"KL201": "was so once"}}')
     assert failed(outcomes(pytester)) == {"right-KL201"}
     summary = pytester.runpytest_inprocess("-k", "KL201", "-W", "ignore").stdout
     summary.fnmatch_lines(["refuted  right  *KL201 (unexpected pass)"])
-    project('[right], expected_failed_checks={"KL201": "was so once"}, allow_unexpected_passes=True')
+    project(f'[right], {SHORT}, expected_failed_checks={{"KL201": "was so once"}}, allow_unexpected_passes=True')
     assert failed(outcomes(pytester)) == set()
 
 
@@ -261,6 +277,7 @@ def test_items_carry_the_marker_and_the_header_and_summary_say_what_was_graded(p
     pytester.runpytest_inprocess("--markers").stdout.fnmatch_lines(["@pytest.mark.kltest: grades a loss*"])
 
 
+@pytest.mark.scheduled
 def test_several_processes_give_the_same_outcomes_and_one_summary(project, pytester):
     project('[right, forward], environment="bandit", select="KL1"')
     done = pytester.runpytest_subprocess("-n", "2", "--strict-markers", "-W", "ignore")

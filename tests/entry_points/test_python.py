@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases.parts import k2 as right
+from weekly import first
 
 import kltest
 
@@ -70,7 +71,7 @@ def expected():
     return kltest.grade(right, environment="ragged").to_json()
 
 
-@pytest.mark.parametrize("found", FOUND)
+@pytest.mark.parametrize("found", first(2, FOUND))
 def test_a_grading_is_the_same_whatever_the_process_is_set_to(found, expected):
     with FOUND[found]():
         assert kltest.grade(right, environment="ragged").to_json() == expected

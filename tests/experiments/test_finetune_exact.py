@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from weekly import spread
 
 from kltest.environments import Instance, ragged, sequence
 from kltest.estimators import registry
@@ -94,7 +95,7 @@ def case(environment, sampler):
 NAMES = [name for name, entry in registry().items() if not entry.spec.couples]
 
 
-@pytest.mark.parametrize(("environment", "sampler"), [("sequence", "current"), ("ragged", "stale")])
+@pytest.mark.parametrize(("environment", "sampler"), spread(20, [("sequence", "current"), ("ragged", "stale")]))
 @pytest.mark.parametrize("name", NAMES)
 def test_the_expected_gradient_of_an_update_is_the_exact_one(name, environment, sampler):
     here = case(environment, sampler)

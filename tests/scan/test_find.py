@@ -724,7 +724,7 @@ def test_what_is_found_does_not_depend_on_how_words_are_hashed(tmp_path: Path) -
     command = [sys.executable, "-c", LISTED, *map(str, folders)]
     told = {
         subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }
     assert len(told) == 1
     assert told.pop().count(b"'function'") >= 5

@@ -34,8 +34,8 @@ def diff_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
-def test_the_diff_keeps_the_coefficient_and_what_is_logged(tree):
-    result = scanned("trainer.py", "--fix")
+def test_the_diff_keeps_the_coefficient_and_what_is_logged_and_sarif_carries_it(tree):
+    result = scanned("trainer.py", "--fix", "--output", "text", "--output", "sarif:found.sarif")
     changed = diff_of(result.stdout)
     assert result.exit_code == 1
     assert any(line.startswith("+") and "0.5 * (logprobs - ref_logprobs) ** 2" in line for line in changed)
@@ -43,9 +43,15 @@ def test_the_diff_keeps_the_coefficient_and_what_is_logged(tree):
     assert not any("return" in line for line in removed)
     assert all("KL_COEF" in line for line in changed if "advantages" in line)
     assert not (tree / "touched").exists()
+    sarif = json.loads((tree / "found.sarif").read_text(encoding="utf-8"))
+    errors = [one for one in sarif["runs"][0]["results"] if one["level"] == "error"]
+    change = errors[0]["fixes"][0]["artifactChanges"][0]
+    assert change["artifactLocation"]["uri"] == "trainer.py"
+    assert "logprobs" in change["replacements"][0]["insertedContent"]["text"]
 
 
 def test_a_line_is_fixed_and_passes_then(tree):
+    (tree / "trainer.py").write_text(LOSS.replace("-logprobs * advantages + ", ""), encoding="utf-8")
     result = scanned("trainer.py:7", "--fix=apply")
     assert result.exit_code == 1
     assert "was written" in result.stderr
@@ -72,11 +78,3 @@ def test_what_has_no_fix_is_said(tree):
     result = scanned("trainer.py", "--fix", "--output", "json")
     for row in json.loads(result.stdout)["terms"]:
         assert row["fixes"] or row["advice"] or row["status"] != "finding"
-
-
-def test_sarif_carries_it(tree):
-    result = scanned("trainer.py", "--fix", "--output", "sarif")
-    errors = [one for one in json.loads(result.stdout)["runs"][0]["results"] if one["level"] == "error"]
-    change = errors[0]["fixes"][0]["artifactChanges"][0]
-    assert change["artifactLocation"]["uri"] == "trainer.py"
-    assert "logprobs" in change["replacements"][0]["insertedContent"]["text"]

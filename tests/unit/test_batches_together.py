@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cases.parts import k2
+from weekly import spread
 
 from kltest.environments import Instance, ragged
 from kltest.estimators import find
@@ -112,7 +113,7 @@ TOUCHING = [
 ]
 
 
-@pytest.mark.parametrize("grouped", [True, False], ids=["groups", "rows"])
+@pytest.mark.parametrize("grouped", spread(12, [True, False]), ids=["groups", "rows"])
 @pytest.mark.parametrize("function", [*TOGETHER, *TOUCHING], ids=lambda function: function.__name__)
 def test_batches_in_one_call_are_what_they_are_in_a_call_each(function, grouped, monkeypatch):
     # The second of two instances: that rows may be in any order is known from the first, how calls combine is not.

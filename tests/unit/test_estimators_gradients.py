@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from moments_plain import by_hand
+from weekly import spread
 
 from kltest.environments import Instance, bandit, mdp, ragged, sequence
 from kltest.estimators import Spec, find, registry
@@ -272,7 +273,7 @@ def test_an_off_by_one_in_the_reward_to_go_breaks_the_table():
     assert deviation(replace(estimator.spec, credit="immediate"), earlier, "sequence", "current", 0) > 1e-3
 
 
-@pytest.mark.parametrize("lam", [-1.0, 0.0, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("lam", spread(6, [-1.0, 0.0, 0.3, 1.0, 2.0]))
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_lambda_is_a_baseline(lam, environment):
     estimator = find("lambda-baseline")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weekly import spread
 
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
@@ -68,7 +69,7 @@ def test_losses_and_gradients_are_the_definition(placement, credit, seed, rows, 
         assert slope_logp is None
 
 
-@pytest.mark.parametrize(("placement", "credit"), list(product(PLACEMENTS, CREDITS)))
+@pytest.mark.parametrize(("placement", "credit"), spread(9, list(product(PLACEMENTS, CREDITS))))
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e300])
 def test_padding_reaches_neither_loss_nor_gradient(placement, credit, garbage):
     value, logp, mask = batch(0, 5, 4)
@@ -118,7 +119,7 @@ def test_other_shapes_are_refused_with_the_shape(shape):
 MASKED = [name for name, entry in registry().items() if "mask" in inspect.signature(entry.function).parameters]
 
 
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", spread(12, MASKED))
 @pytest.mark.parametrize("sampler", ["current", "stale"])
 def test_estimators_that_take_a_mask_are_deaf_to_nan_at_padding(name, sampler):
     """Forward and backward: a NaN masked after a product would come back through the gradient as 0·NaN."""

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from weekly import spread
 
 from kltest.errors import TargetError, UsageError
 from kltest.finetune.settings import GONE, Settings, changed, read, settings_of
@@ -46,7 +47,7 @@ def alone(model, prompt, tokens, temperature):
     return logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("pad", [0, 1], ids=["own padding", "padded with the end token"])
+@pytest.mark.parametrize("pad", spread(4, [0, 1]), ids=["own padding", "padded with the end token"])
 @pytest.mark.parametrize(("kind", "tied"), [("llama", False), ("llama", True), ("gpt2", True)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_generation_and_scoring_agree_with_a_plain_forward_pass(kind, tied, temperature, pad):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from cases.parts import k2 as half_square
 from cases.parts import total
 from scipy.optimize import brentq
+from weekly import first, spread
 
 from kltest import grade
 from kltest.environments import Instance, ragged
@@ -74,7 +75,10 @@ def live(u, mask):
     return u.where(mask != 0, 0.0).sum(-1)
 
 
-@pytest.mark.parametrize(("summed", "wrong"), [(prefix, True), (up_to_the_last, True), (slices, True), (live, False)])
+GAPS = [(prefix, True), (live, False), (up_to_the_last, True), (slices, True)]
+
+
+@pytest.mark.parametrize(("summed", "wrong"), first(2, GAPS))
 def test_a_mask_with_a_gap_that_is_read_wrongly_is_an_error_unless_it_says_which_tokens_exist(summed, wrong):
     report = grade(lambda logp, ref_logp, mask: summed(logp - ref_logp, mask).square() / 2, select="KL208")
     assert report.verdict == ("refuted" if wrong else "confirmed")
@@ -148,18 +152,31 @@ def mean_in_bounds(logp, ref_logp, mask):
 LOW, HIGH = (brentq(lambda u: math.exp(-u) - 1 + u - 10, *bracket, xtol=1e-13) for bracket in ((-4, -1), (5, 20)))
 LOCAL, REWARD, SUM = {"expect": "local_reverse_kl"}, {"placement": "reward"}, "summed over the sequence"
 DEAD = [
+    # A row of each kind: both sides, a warning, a gap, a value, a plateau, and right ones.
     ("k3-clamped", {}, "error", f"for u < −{-LOW:.3g} and for u > {HIGH:.3g}"),
-    (
-        of_sums(lambda u: (u.square() / 2).clamp(max=50.0)),
-        {},
-        "error",
-        f"{SUM}, the gradient is exactly zero for u < −10",
-    ),
     (
         of_sums(lambda u: (u.square() / 2).clamp(max=72.0)),
         {},
         "warning",
         f"{SUM}, the gradient is exactly zero for u < −12",
+    ),
+    (of_tokens(lambda u: u.square() / 2 * in_the_gap(u)), LOCAL, "warning", "for −16 < u < −8 and for 8 < u < 16"),
+    (
+        of_tokens(lambda u: u.clamp(-7, 9)),
+        REWARD,
+        "warning",
+        "of a token, the value does not change for u < −7 and for u > 9",
+    ),
+    (huber, {}, "error", f"{SUM}, the gradient stays what it is at the bound for u < −6.5 and for u > 6.5"),
+    (half_square, {}, "", ""),
+    (of_tokens(torch.tanh), {}, "", ""),
+    (of_sums(lambda u: u.abs() / 2), {"expect": "total_variation"}, "", ""),
+    # More of them.
+    (
+        of_sums(lambda u: (u.square() / 2).clamp(max=50.0)),
+        {},
+        "error",
+        f"{SUM}, the gradient is exactly zero for u < −10",
     ),
     (
         of_tokens(lambda u: (u.square() / 2).clamp(max=50.0)),
@@ -168,36 +185,25 @@ DEAD = [
         "of a token, the gradient is exactly zero",
     ),
     (of_sums(lambda u: u.square() / 2 * in_the_gap(u)), {}, "error", SUM),
-    (of_tokens(lambda u: u.square() / 2 * in_the_gap(u)), LOCAL, "warning", "for −16 < u < −8 and for 8 < u < 16"),
     (
         of_tokens(lambda u: u.clamp(-7, 9)),
         {},
         "warning",
         "of a token, the gradient is exactly zero for u < −7 and for u > 9",
     ),
-    (
-        of_tokens(lambda u: u.clamp(-7, 9)),
-        REWARD,
-        "warning",
-        "of a token, the value does not change for u < −7 and for u > 9",
-    ),
     (of_tokens(lambda u: u.clamp(min=0.0)), {}, "error", "the gradient is exactly zero for u <"),
     (of_tokens(lambda u: F.softshrink(u, 0.1)), {}, "error", "for −0.1 < u < 0.1"),
     (mean_in_bounds, {}, "warning", "for u < −2"),
     (clipped_advantage, {}, "error", SUM),
     (floored_credit, {}, "error", SUM),
-    (huber, {}, "error", f"{SUM}, the gradient stays what it is at the bound for u < −6.5 and for u > 6.5"),
     # Zeros that are no dead zone, and a gradient that stands still as declared.
-    (half_square, {}, "", ""),
     (of_tokens(lambda u: u), {}, "", ""),
-    (of_tokens(torch.tanh), {}, "", ""),
     (of_tokens(lambda u: -F.logsigmoid(u)), {}, "", ""),
     (of_tokens(torch.square), REWARD, "", ""),
-    (of_sums(lambda u: u.abs() / 2), {"expect": "total_variation"}, "", ""),
 ]
 
 
-@pytest.mark.parametrize(("loss", "options", "level", "words"), DEAD)
+@pytest.mark.parametrize(("loss", "options", "level", "words"), first(8, DEAD))
 def test_dead_zones_and_plateaus_are_found_with_their_ends(loss, options, level, words):
     found = result("KL504", loss, **options)
     assert (found.level if found.status == "fail" else "") == level, found.message
@@ -215,7 +221,10 @@ def test_another_gradient_far_away_is_told_with_its_log_ratios():
     assert re.search(r"log-ratios .*, 1\d\.\d", check.message)
 
 
-@pytest.mark.parametrize("guard", [lambda p: p + 1e-10, lambda p: p.clamp(min=1e-8), lambda p: p.clamp(min=1e-12)])
+GUARDS = [lambda p: p + 1e-10, lambda p: p.clamp(min=1e-8), lambda p: p.clamp(min=1e-12)]
+
+
+@pytest.mark.parametrize("guard", first(1, GUARDS))
 def test_a_logarithm_that_is_guarded_is_right(guard):
     def guarded(logits, ref_logits, mask):
         p, q = (guard(table.where((mask != 0)[..., None], 0.0).softmax(-1)) for table in (logits, ref_logits))
@@ -308,7 +317,7 @@ def test_state_is_told_from_random_numbers():
     assert issubclass(NonDeterministicError, TargetError)
 
 
-@pytest.mark.parametrize("name", sorted(registry()))
+@pytest.mark.parametrize("name", spread(6, sorted(registry())))
 def test_no_registered_estimator_is_accused_of_low_precision(name):
     assert result("KL508", name, environment="bandit", select="KL508").status == "pass"
 
@@ -353,7 +362,7 @@ def noisy_in_large_batches(draw):
     return loss
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy", "own"])
+@pytest.mark.parametrize("kind", first(1, ["numpy", "torch", "own"]))
 def test_noise_that_begins_late_cancels_in_the_kl_part_and_moves_nobodys_generator(kind):
     """Although NumPy's generator is saved only once a loss was seen to draw from it."""
     own = np.random.default_rng(0)
@@ -371,6 +380,7 @@ def dropped(logp, ref_logp, mask, leak=False):
     return kept.sum(-1).mean()
 
 
+@pytest.mark.scheduled
 def test_experiments_on_a_random_loss_hold_its_numbers_or_take_the_mean_over_many():
     """What can be seen neither in one draw nor in the mean is left open; the random numbers are a warning."""
     options = {"expect": "local_reverse_kl", "environment": "ragged", "select": "KL1,KL2,KL5"}
@@ -437,7 +447,7 @@ def drawn_beside(logp, ref_logp, mask, beta):
     return torch.rand(()) + beta * (0.5 * (logp - ref_logp) ** 2 * mask).sum(-1).mean()
 
 
-@pytest.mark.parametrize("chance", [5e-4, 1e-9])
+@pytest.mark.parametrize("chance", first(1, [5e-4, 1e-9]))
 def test_what_rare_random_numbers_do_is_never_passed(chance):
     report = grade(turned(chance), expect="local_reverse_kl")
     assert report.verdict == "inconclusive"

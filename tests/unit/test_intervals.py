@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from weekly import spread
 
 from kltest.samples.blocks import Sample
 from kltest.samples.bounded import LARGEST_BET, EmpiricalBernstein
@@ -87,7 +88,7 @@ NOISES = {
 }
 
 
-@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("noise", spread(3, NOISES))
 @pytest.mark.parametrize("bias", [0.0, 0.1, 1.0])
 def test_bounds_on_a_distance_miss_it_as_seldom_as_stated(noise, bias):
     """Biases of none, of a few standard errors and of many: around the second the square is neither normal nor a χ²."""

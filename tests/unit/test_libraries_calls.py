@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from weekly import first
 
 import kltest
 from kltest.adapters import find
@@ -88,7 +89,7 @@ def charged_with_stale_log_probs(logp, ref_logp, old_logp, mask, advantage, beta
     return cost[:, None] * torch.where(mask != 0, logp, 0.0)
 
 
-@pytest.mark.parametrize("recipe", [sequence_loss, charged_loss])
+@pytest.mark.parametrize("recipe", first(1, [sequence_loss, charged_loss]))
 def test_recipes_follow_the_sequence_level_gradient_on_and_off_policy(recipe):
     report = kltest.grade(recipe, sampler="both")
     assert report.verdict == "confirmed", report.to_text() if hasattr(report, "to_text") else report
@@ -97,7 +98,7 @@ def test_recipes_follow_the_sequence_level_gradient_on_and_off_policy(recipe):
 
 @pytest.mark.parametrize(
     ("planted", "code"),
-    [(without_ratio, "KL301"), (without_later_tokens, "KL201"), (charged_with_stale_log_probs, "KL305")],
+    first(1, [(without_ratio, "KL301"), (without_later_tokens, "KL201"), (charged_with_stale_log_probs, "KL305")]),
 )
 def test_a_recipe_copied_wrongly_is_caught(planted, code):
     report = kltest.grade(planted, sampler="both")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from moments_plain import ENVIRONMENTS, drawn, every_batch, every_group, moments_by_hand, plain, plain_batch
+from weekly import spread
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.errors import TargetError, UsageError
@@ -68,7 +69,7 @@ def agrees(moments, expected, second):
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@pytest.mark.parametrize("environment", spread(4, ENVIRONMENTS))
 def test_moments_equal_one_backward_pass_per_rollout(environment, loss):
     """Under a stale sampler; one under which ratios are 1 is the special case in which they are told from nothing."""
     instance = drawn(environment)
@@ -94,11 +95,14 @@ MEETING = [
 
 @pytest.mark.parametrize(
     ("environment", "loss", "sampler"),
-    [
-        *((environment, loss, "stale") for environment in LARGE for loss in LOSSES),
-        *((environment, full_and_sampled, "stale") for environment in MEETING),
-        *((environment, k3, "current") for environment in (*LARGE, MEETING[0], MEETING[3])),
-    ],
+    spread(
+        5,
+        [
+            *((environment, loss, "stale") for environment in LARGE for loss in LOSSES),
+            *((environment, full_and_sampled, "stale") for environment in MEETING),
+            *((environment, k3, "current") for environment in (*LARGE, MEETING[0], MEETING[3])),
+        ],
+    ),
     ids=lambda value: f"{value.name}{value.n_contexts}" if hasattr(value, "n_contexts") else None,
 )
 def test_chunks_equal_single_rollouts(environment, loss, sampler, monkeypatch):
@@ -414,7 +418,7 @@ def in_order(logp, mask):
     return (rows * rows.roll(1).detach() * torch.arange(1, len(rows) + 1)).sum()
 
 
-@pytest.mark.parametrize("loss", [token_mean, batch_norm, in_order, full, full_and_sampled])
+@pytest.mark.parametrize("loss", spread(5, [token_mean, batch_norm, in_order, full, full_and_sampled]))
 @pytest.mark.parametrize(
     "environment",
     [ragged(2, 2, prompts=np.array([0.4, 0.6])), ngram(2, 2, 1), bandit(3)],

@@ -1,13 +1,15 @@
 """`kltest same`: planted differences are found, their right sisters are the same, and the program shows it."""
 
 import json
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from importlib.resources import files
+from multiprocessing import get_context
 
 import jsonschema
 import pytest
+from losses_to_shrink import output
 from typer.testing import CliRunner
+from weekly import first
 
 import kltest
 from kltest.cli import app
@@ -229,35 +231,32 @@ def over_all_tokens(logp, ref_logp, mask):
     return ranks * cut(logp, ref_logp, mask).square().sum() / count
 """
 SAME = (
-    *(("squares", "in_chunks"), ("squares", "fused"), ("by_row", "by_row"), ("padded", "packed")),
-    *(
-        ("over_tokens", "of_live"),
-        ("in_float32", "in_float32_and_chunks"),
-        ("squares", "from_logits"),
-        ("drawn", "drawn"),
-    ),
-    *(("guarded", "guarded"), ("clipped", "clipped")),
+    *(("squares", "in_chunks"), ("padded", "packed"), ("squares", "from_logits"), ("drawn", "drawn")),
+    *(("squares", "fused"), ("by_row", "by_row"), ("over_tokens", "of_live"), ("guarded", "guarded")),
+    *(("in_float32", "in_float32_and_chunks"), ("clipped", "clipped")),
 )
 # Two losses; one of the kinds of batches on which they differ, and one on which they do not; what differs; words.
 DIFFER = {
+    # A row of each kind of batch and of each thing that differs.
     ("squares", "without_the_last"): ("batch sizes", "groups", "the value", "3 rollouts of bandit"),
     ("squares", "in_windows"): ("long", "batch sizes", "the value", "1 rollout of long 1031"),
     ("fused", "without_upstream"): ("gradient from above", "batch sizes", "the gradient", "1 rollout of bandit"),
-    ("by_row", "first_upstream"): ("gradient from above", "batch sizes", "the gradient", "2 rollouts of bandit"),
     ("packed", "across_rows"): ("batch sizes", "", "the value", "2 rollouts of bandit"),
     ("over_tokens", "over_columns"): ("columns", "", "the value", "1 rollout of"),
     ("squares", "in_float32"): ("batch sizes", "precision", "the value", "A computes in float64 and B in float32"),
-    ("of_groups", "over_the_width"): ("columns", "", "the value", "4 rollouts of"),
     ("squares", "halved"): ("batch sizes", "", "the value", "B is A times 0.5"),
-    ("squares", "shifted"): ("batch sizes", "", "the value", "B is A plus 0.25; the gradients are equal"),
-    ("squares", "by_row"): ("batch sizes", "", "the objective", "B is A divided by the number of rows"),
     ("squares", "times_the_mask"): ("padding", "batch sizes", "the value", "at padding"),
-    ("logs", "logs_columns"): ("padding", "", "logged kl", "only A logs rows"),
     ("logs", "squared_coefficient"): ("β", "batch sizes", "the gradient", "β = "),
     ("clipped", "clipped_at_three"): ("options", "batch sizes", "the value", "most = "),
     ("from_logits", "from_raw_logits"): ("raw logits", "batch sizes", "the value", "added to all logits"),
-    ("squares", "twice_from_logits"): ("batch sizes", "", "the gradient", "B is A times 2"),
     ("guarded", "tied_as_ones"): ("groups", "", "the gradient", "1 rollout of"),
+    # More of the same kinds.
+    ("by_row", "first_upstream"): ("gradient from above", "batch sizes", "the gradient", "2 rollouts of bandit"),
+    ("of_groups", "over_the_width"): ("columns", "", "the value", "4 rollouts of"),
+    ("squares", "shifted"): ("batch sizes", "", "the value", "B is A plus 0.25; the gradients are equal"),
+    ("squares", "by_row"): ("batch sizes", "", "the objective", "B is A divided by the number of rows"),
+    ("logs", "logs_columns"): ("padding", "", "logged kl", "only A logs rows"),
+    ("squares", "twice_from_logits"): ("batch sizes", "", "the gradient", "B is A times 2"),
 }
 
 
@@ -276,11 +275,18 @@ def compare(folder):
     return compared
 
 
+@pytest.fixture(scope="module")
+def run():
+    """What programs print, all run by one process that never hears of kltest."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        yield lambda code, folder: pool.submit(output, code, folder).result()
+
+
 def families(found, status):
     return {one.family for one in found.tried if one.status == status}
 
 
-@pytest.mark.parametrize(("a", "b"), SAME)
+@pytest.mark.parametrize(("a", "b"), first(4, SAME))
 def test_right_sisters_are_the_same(compare, a, b):
     found = compare(a, b)
     if (a, b) == ("squares", "from_logits"):  # a NaN at padding goes through the logarithm of the softmax
@@ -292,8 +298,8 @@ def test_right_sisters_are_the_same(compare, a, b):
     assert {"batch sizes", "padding", "columns", "gradient from above", "long"} <= families(found, "same")
 
 
-@pytest.mark.parametrize(("a", "b"), DIFFER)
-def test_planted_differences_are_found_and_the_program_shows_them(compare, a, b):
+@pytest.mark.parametrize(("a", "b"), first(12, DIFFER))
+def test_planted_differences_are_found_and_the_program_shows_them(compare, run, folder, a, b):
     family, other, what, words = DIFFER[a, b]
     found = compare(a, b)
     assert (found.verdict, found.exit_code) == ("differ", 1)
@@ -301,8 +307,7 @@ def test_planted_differences_are_found_and_the_program_shows_them(compare, a, b)
     assert other not in families(found, "differ")
     assert what in {part.what for one in found.tried for part in one.differences}
     assert words in found.to_text()
-    done = subprocess.run([sys.executable, "-"], input=found.program, capture_output=True, text=True, check=True)
-    lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    lines = [line.split(" ", 1) for line in run(found.program, folder)]
     shown = {letter: [text for name, text in lines if name == letter] for letter in "AB"}
     assert shown["A"]
     assert shown["B"]

@@ -10,6 +10,7 @@ import torch
 from called import RAGGED
 from cases.parts import total as summed
 from doors import SCHEMA
+from weekly import first
 
 import kltest
 from kltest.loss.outcome import Call
@@ -147,7 +148,7 @@ RISES, HINT = "rises by one with the reward", "grade it with --placement shaped-
 
 @pytest.mark.parametrize(
     ("shape", "placement"),
-    [*((shape, None) for shape in RIGHT), *((token_scores, place) for place in ("reward", "shaped-reward"))],
+    first(3, [*((shape, None) for shape in RIGHT), *((token_scores, place) for place in ("reward", "shaped-reward"))]),
 )
 def test_right_ones_are_confirmed_however_placed(shape, placement):
     report = kltest.grade(shape, placement=placement, **SHORT)
@@ -158,7 +159,7 @@ def test_right_ones_are_confirmed_however_placed(shape, placement):
     jsonschema.validate(json.loads(report.to_json()), SCHEMA)
 
 
-@pytest.mark.parametrize("placement", [None, "shaped-reward"])
+@pytest.mark.parametrize("placement", first(1, [None, "shaped-reward"]))
 @pytest.mark.parametrize(("shape", "code"), WRONG.items())
 def test_wrong_ones_are_refuted_for_what_is_wrong_with_them(shape, code, placement):
     report = kltest.grade(shape, placement=placement, **SHORT)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
 from training_problems import problem
+from weekly import first, spread
 
 from kltest.environments import Instance, bandit, ragged, sequence
 from kltest.environments.policies import table
@@ -35,7 +36,7 @@ PLACED = ("k3-loss", "full-loss", "k1-reward-to-go", "k3-both")
 
 @pytest.mark.parametrize(
     ("name", "environment"),
-    [*product(registry(), ("ragged",)), *product(PLACED, ("prompts", "mdp", "ngram"))],
+    spread(16, [*product(registry(), ("ragged",)), *product(PLACED, ("prompts", "mdp", "ngram"))]),
 )
 def test_exact_training_follows_the_enumerated_gradient(name, environment):
     assert_first_step_is_exact(name, environment)
@@ -55,7 +56,7 @@ def ascent(instance, beta, penalty):
 
 @pytest.mark.parametrize(
     ("name", "environment"),
-    [*product(registry(), ("ragged",)), *product((*PLACED, "k3-ratio"), ("mdp",))],
+    spread(12, [*product(registry(), ("ragged",)), *product((*PLACED, "k3-ratio"), ("mdp",))]),
 )
 def test_stale_exact_training_follows_the_enumerated_gradient_under_the_sampler(name, environment):
     which, beta, rate = problem(environment), 0.4, 0.3
@@ -77,7 +78,7 @@ def test_the_sampler_is_renewed_after_inner_steps():
     assert np.abs((stale[1] - stale[0]) / 0.3 - expected).max() < SAME
 
 
-@pytest.mark.parametrize("ratio", ["none", "token", "sequence", "clipped"])
+@pytest.mark.parametrize("ratio", spread(4, ["none", "token", "sequence", "clipped"]))
 @pytest.mark.parametrize("environment", ["bandit", "sequence", "ragged"])
 def test_ratios_of_the_reward_part(environment, ratio):
     which, rate = problem(environment), 3.0
@@ -114,7 +115,9 @@ def surrogate_gradient(which, logits, ratio, clip=0.2):
     return parameters.grad.numpy()
 
 
-@pytest.mark.parametrize("name", ["group-mean", "leave-one-out", "tied-groups-masked", "k2-loss", "token-mean"])
+@pytest.mark.parametrize(
+    "name", spread(4, ["group-mean", "leave-one-out", "tied-groups-masked", "k2-loss", "token-mean"])
+)
 @pytest.mark.parametrize("environment", ["bandit", "prompts"])
 def test_exact_groups_follow_the_gradient_over_all_groups(name, environment):
     which, size = problem(environment, reward="binary"), 3
@@ -152,7 +155,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize(("environment", "rate"), [(bandit(4), 4.0), (sequence(3, 2), 3.0), (ragged(2, 3), 2.0)])
+@pytest.mark.parametrize(
+    ("environment", "rate"), first(1, [(bandit(4), 4.0), (sequence(3, 2), 3.0), (ragged(2, 3), 2.0)])
+)
 def test_exact_ascent_ends_at_the_fixed_point(environment, rate):
     which = Problem.draw(environment, 3, distance=0.0, reward="normal")
     which = Problem(replace(environment, reward=which.environment.reward / 2), which.start, which.reference)
@@ -190,7 +195,7 @@ def test_who_reaches_the_optimum():
     assert min(distance["k3-loss-sequence"], distance["k3-loss"], distance["k1-loss"]) > 1e-3
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@pytest.mark.parametrize("environment", first(2, ENVIRONMENTS))
 def test_measurements_are_the_truth(environment):
     which, beta = problem(environment), 0.7
     history = train([Run(which, "k2-loss", beta=beta)], steps=2, record=1)

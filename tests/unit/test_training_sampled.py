@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from training_problems import problem
+from weekly import spread
 
 from kltest.environments import bandit
 from kltest.environments.policies import table
@@ -53,7 +54,7 @@ def numpy_run(run: Run, steps: int, batch: int, group: int | None = None) -> np.
     return logits
 
 
-@pytest.mark.parametrize("group", [None, 4])
+@pytest.mark.parametrize("group", spread(4, [None, 4]))
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_plain_numpy_ends_at_the_same_logits(environment, group):
     runs = [Run(problem(environment, seed), "k2-loss", beta=0.3, learning_rate=0.5, seed=seed) for seed in range(2)]
@@ -66,7 +67,9 @@ def test_plain_numpy_ends_at_the_same_logits(environment, group):
 ESTIMATORS = ("k2-loss", "k1-reward", "k3-loss", "full-loss", "group-mean", "group-std", "rao-blackwell", None)
 
 
-@pytest.mark.parametrize("settings", [{"batch_size": 8}, {"batch_size": 8, "group_size": 4}, {"batch_size": None}])
+@pytest.mark.parametrize(
+    "settings", spread(5, [{"batch_size": 8}, {"batch_size": 8, "group_size": 4}, {"batch_size": None}])
+)
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_a_run_ends_at_the_same_bits_in_any_company(environment, settings):
     runs = [
@@ -102,7 +105,7 @@ def test_a_seed_is_a_run_of_its_own():
     assert not np.array_equal(logits[0], logits[2])
 
 
-@pytest.mark.parametrize("name", ["k2-loss", "k1-reward-to-go", "full-loss", "leave-one-out"])
+@pytest.mark.parametrize("name", spread(6, ["k2-loss", "k1-reward-to-go", "full-loss", "leave-one-out"]))
 @pytest.mark.parametrize("environment", ["bandit", "prompts", "sequence", "ragged", "mdp"])
 def test_the_mean_of_sampled_gradients_is_the_exact_one(environment, name):
     assert_unbiased(environment, name)

