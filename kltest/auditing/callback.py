@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainerCallback
 
-from kltest.auditing.audit import still
+from kltest.auditing.audit import buffers_kept, still
 from kltest.auditing.passes import CutModel, Models
 from kltest.auditing.report import Audit
 from kltest.auditing.run import FIRST_LOOK, LEAST, Auditing
@@ -256,19 +256,15 @@ def _recorded(method: Callable[..., Any], answers: list[Any]) -> Callable[..., A
 def _aside(trainer: Any) -> Iterator[None]:
     """Inside, nothing lasts that happens to a trainer: its attributes and metrics, buffers, and random numbers."""
     kept, model = dict(vars(trainer)), trainer.model
-    buffers = [(one, name, held) for one in model.modules() for name, held in one._buffers.items() if held is not None]
-    values = [held.clone() for _, _, held in buffers]
     records = {name: one for name, one in kept.items() if name[0] == "_" and isinstance(one, dict | deque)}
     vars(trainer).update({name: copy.deepcopy(one) for name, one in records.items()})
     devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
     try:
-        with preserved(), torch.random.fork_rng(devices=list(devices)):
+        with buffers_kept(model), preserved(), torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         vars(trainer).clear()
         vars(trainer).update(kept)
-        for (module, name, held), value in zip(buffers, values, strict=True):
-            module._buffers[name] = held.copy_(value)
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
