@@ -20,8 +20,11 @@ import typer
 from rich.progress import track
 
 from benchmarks.measure import record
-from kltest.auditing.models import load
+from kltest.auditing.callback import joined
+from kltest.auditing.models import CHARACTERS, load
 from kltest.auditing.units import drawn
+from kltest.language_models.language import LanguageModel
+from kltest.language_models.models import tiny_tokenizer
 from kltest.language_models.scoring import score
 from kltest.preflighting.preflight import preflight
 
@@ -60,11 +63,8 @@ def policy(seed: int = 0, dropout: float = 0.0, role: str = "model") -> Any:
     return model
 
 
-def language(model: Any) -> Any:
-    from kltest.auditing.models import CHARACTERS
-    from kltest.language_models.language import LanguageModel
-    from kltest.language_models.models import tiny_tokenizer
-
+def language(model: Any) -> LanguageModel:
+    """The model with its tokenizer."""
     return LanguageModel.of(model, tiny_tokenizer(CHARACTERS))
 
 
@@ -81,8 +81,10 @@ def loop(seed: int = 0, layout: str = "split", temperature: float = 1.0, rows: i
         unit = next(units)
         with torch.no_grad():
             parts.append((unit, score(language(model), unit, temperature=temperature).logp))
-    batch = _joined(parts)
-    generator = torch.Generator().manual_seed(seed)
+    batch, generator = in_one_batch(parts), torch.Generator().manual_seed(seed)
+    # Rollouts are cut off at different lengths, so that there is padding behind them.
+    longest = torch.randint(3, width, (len(batch["completion_ids"]), 1), generator=generator)
+    batch["completion_mask"] *= torch.arange(batch["completion_ids"].shape[1]) < longest
     batch["advantages"] = torch.randn(len(batch["completion_ids"]), generator=generator)
     if layout == "whole":
         batch = as_sequences(batch)
@@ -90,9 +92,8 @@ def loop(seed: int = 0, layout: str = "split", temperature: float = 1.0, rows: i
     return Loop(k3, model, ref, batch, options)
 
 
-def _joined(parts: list[Any]) -> dict[str, torch.Tensor]:
-    from kltest.auditing.callback import _joined as joined
-
+def in_one_batch(parts: list[Any]) -> dict[str, torch.Tensor]:
+    """Rollouts with their log-probs as TRL's trainers have them."""
     rows = [
         {
             "prompt_ids": one.prompts,
@@ -103,11 +104,7 @@ def _joined(parts: list[Any]) -> dict[str, torch.Tensor]:
         }
         for one, old in parts
     ]
-    found = joined(rows)
-    # What stands at padded positions is arbitrary.
-    dead = found["completion_mask"] == 0
-    found["old_per_token_logps"] = found["old_per_token_logps"].where(~dead, torch.tensor(0.0))
-    return found
+    return joined(rows)
 
 
 def as_sequences(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -121,7 +118,9 @@ def as_sequences(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found | {"advantages": batch["advantages"]}
 
 
-def runs_models(term: Callable[..., Any], *, target: int = 0, disabled: bool = True, graded: bool = True) -> Callable[..., Any]:
+def runs_models(
+    term: Callable[..., Any], *, target: int = 0, disabled: bool = True, graded: bool = True
+) -> Callable[..., Any]:
     """Return a loss that runs the models itself, on batches that are split; without a reference, without adapters.
 
     `target` shifts the tokens whose log-probs are taken; `disabled` and `graded` are False for planted bugs.
@@ -301,7 +300,7 @@ def with_prompt(logp, ref_logp, old_logp, mask, attention_mask, advantages, beta
 
 
 def writes(logp, ref_logp, old_logp, mask, advantages, beta):
-    ref_logp.clamp_(min=-5.0)
+    advantages.div_(2)
     return k3(logp, ref_logp, old_logp, mask, advantages, beta)
 
 

@@ -10,10 +10,9 @@ from kltest.diagnosing import questions
 from kltest.diagnosing.answers import FINDING, NOTHING
 from kltest.diagnosing.intervals import MOST_INTERVALS, Units
 from kltest.diagnosing.logs import read as read_logs
-
 from kltest.preflighting.models import embeddings_tied, has_adapters, sharing
 from kltest.preflighting.report import FAILED, NOT_LOOKED_AT, PASSED, WARNING, Finding
-from kltest.preflighting.scene import Scene
+from kltest.preflighting.scene import WIDER, Scene
 from kltest.preflighting.subjects import Called, Whole
 
 CHECKS: dict[str, Callable[[Scene], Finding]] = {}
@@ -57,8 +56,8 @@ def batch(scene: Scene) -> tuple[Any, ...]:
     found = scene.batch
     if found.wrong:
         return FAILED, "; ".join(found.wrong).capitalize() + ". Mend the batch: every other check reads it"
-    if not bool((found.padding | found.others).any()):
-        return WARNING, "Every token counts: there is no padding and no prompt among them. Is the mask the right one?"
+    if found.width == found.ids.shape[1] - 1 and not bool(found.others.any()):
+        return WARNING, "Every token counts, the prompt's as well. Is the mask the right one?"
     counts = (int(one.sum()) for one in (found.live, found.others, found.padding))
     return PASSED, "{:,} tokens count, {:,} of prompt or tools and {:,} of padding do not".format(*counts)
 
@@ -75,7 +74,10 @@ def reference(scene: Scene) -> tuple[Any, ...]:
         mend = "pass ref=None: adapters are disabled then" if has_adapters(policy.model) else "pass a frozen copy"
         return FAILED, f"The reference is the policy itself, and moves with it; {mend}", {}, "KL101"
     if shared := sharing(pair):
-        return FAILED, f"The reference shares {len(shared)} trained parameters with the policy: {_some(shared)}; copy it"
+        return (
+            FAILED,
+            f"The reference shares {len(shared)} trained parameters with the policy: {_some(shared)}; copy it",
+        )
     if ref.bare and scored and "ref_logp" not in scene.batch.keys and not scored.get("reference"):
         text = "The loss never runs the model with its adapters disabled, which is the reference; use disable_adapter()"
         return FAILED, text, {}, "KL101"
@@ -104,13 +106,15 @@ def modes(scene: Scene) -> tuple[Any, ...]:
     }
     numbers = {f"{role}_apart": one for role, one in apart.items()}
     if apart["reference"] > scene.tolerance:
-        text = f"Two passes of the reference differ by up to {apart['reference']:.2g} nats: dropout or other noise acts. "
+        text = (
+            f"Two passes of the reference differ by up to {apart['reference']:.2g} nats: dropout or other noise acts. "
+        )
         shared = scene.pair.reference is not None and scene.pair.reference.bare
         return FAILED, text + ("Score it in evaluation mode" if shared else "Call ref.eval()"), numbers, "KL507"
     if apart["policy"] > scene.tolerance:
         text = f"Two passes of the policy differ by up to {apart['policy']:.2g} nats: dropout acts, so that ratios of "
         return WARNING, text + "log-probs that are computed twice are not 1; set it to 0", numbers, "KL507"
-    if scene.training["reference"] and scene.pair.reference is not None and not scene.pair.reference.bare:
+    if scene.is_training and scene.pair.reference is not None and not scene.pair.reference.bare:
         return WARNING, "The reference is in training mode, though nothing random acts; call ref.eval()", numbers
     return PASSED, "Two passes of each model agree", numbers
 
@@ -187,7 +191,9 @@ def equal_weights(scene: Scene) -> tuple[Any, ...]:
     if scene.equal_logp is not None:
         numbers["apart"] = float(scene.gap(*scene.equal_logp).abs().max())
         if numbers["apart"] > scene.tolerance:
-            text = f"With the same weights log-probs of policy and reference differ by up to {numbers['apart']:.2g} nats: "
+            text = (
+                f"With the same weights log-probs of policy and reference differ by up to {numbers['apart']:.2g} nats: "
+            )
             return FAILED, text + "other precision, configuration or code; no KL is 0 then", numbers
     if not scene.at_equal:
         return NOT_LOOKED_AT, f"the models cannot have the same weights: {scene.not_equal}", numbers
@@ -205,7 +211,9 @@ def equal_weights(scene: Scene) -> tuple[Any, ...]:
         return FAILED, f"{text}. Compare which log-probs it takes, at which tokens", numbers
     if numbers["gradient"] > max(small, 1e-7):
         if _is_score(scene, part):
-            text = "The value is 0 there and the gradient is not: each token's score, as k1 in a loss has it, whose mean "
+            text = (
+                "The value is 0 there and the gradient is not: each token's score, as k1 in a loss has it, whose mean "
+            )
             return WARNING, f"{text}is 0. kltest grade says what it follows", numbers, "KL101"
         text = f"The value is 0 there, but {100 * numbers['gradient']:.2g} % of the gradient under another reference is left"
         return FAILED, text + ": it leads away from equal weights", numbers
@@ -240,13 +248,20 @@ def ratios(scene: Scene) -> tuple[Any, ...]:
     numbers, off = _distance(scene, given, scene.logp)
     if not off:
         return PASSED, f"Ratios to {key} are 1 (median |log ratio| {numbers['median']:.2g})", numbers
-    text = f"Ratios to {key} are not 1: median |log ratio| {numbers['median']:.2g}, {100 * numbers['off']:.3g} % of the "
+    text = (
+        f"Ratios to {key} are not 1: median |log ratio| {numbers['median']:.2g}, {100 * numbers['off']:.3g} % of the "
+    )
     text += f"tokens off by more than {scene.tolerance:g}. "
     if not scene.on_policy:
         return WARNING, text + "Rollouts are older than the weights, as on_policy=False says", numbers
     near = {why: one for why, one in scene.explanations(given) if one <= max(scene.tolerance, numbers["median"] / 10)}
     if near:
-        return FAILED, f"{text}Reason: {min(near, key=near.__getitem__)}", numbers, "KL702" if "temp" in str(near) else ""
+        return (
+            FAILED,
+            f"{text}Reason: {min(near, key=near.__getitem__)}",
+            numbers,
+            "KL702" if "temp" in str(near) else "",
+        )
     if _kept(scene, given)[1]:
         return FAILED, f"{text}Reason: they are renormalised over the tokens that were kept", numbers, "KL703"
     if numbers["median"] <= ROUNDING and abs(numbers["mean"]) <= ROUNDING:
@@ -296,8 +311,10 @@ def coefficient(scene: Scene) -> tuple[Any, ...]:
             text = "The loss has no gradient at what the model returns"
             return FAILED, f"{text}: it was run without one, or its output is not used", numbers, "KL509"
         moves = subject.takes_beta and float(part.value) != 0
-        text = "The value moves with β and the gradient does not: the KL term is detached" if moves else (
-            "The gradient is the same with β and without it: the coefficient is not used"
+        text = (
+            "The value moves with β and the gradient does not: the KL term is detached"
+            if moves
+            else ("The gradient is the same with β and without it: the coefficient is not used")
         )
         if not subject.takes_beta:
             text = "It has no gradient"
@@ -317,7 +334,9 @@ def coefficient(scene: Scene) -> tuple[Any, ...]:
     numbers["nonlinear"] = part.less(half).norm / part.norm
     if numbers["nonlinear"] > (scene.tolerance if subject.whole else LINEAR):
         share = f"{100 * numbers['nonlinear']:.2g} %"
-        text = f"The KL part of the gradient is not linear in β: over β it differs by {share} at β/2. Is it a coefficient?"
+        text = (
+            f"The KL part of the gradient is not linear in β: over β it differs by {share} at β/2. Is it a coefficient?"
+        )
         return FAILED, text, numbers, "KL106"
     # An adapter's first matrix has no gradient as long as its second one is zero.
     fresh = not any(norm > 0 for name, norm in scene.norms.items() if "lora_A" in name)
@@ -340,10 +359,16 @@ def _gets_nothing(scene: Scene, name: str, what: str, masked: Tensor) -> tuple[A
     share = float((wrong.square().sum() / norms.square().sum().clamp(min=1e-300)).sqrt())
     numbers = {"gradient": share, "positions": float(masked.sum())}
     if bool((wrong > 0).any()) or not bool(wrong.isfinite().all()):
-        text = f"{100 * share:.2g} % of the gradient is at {what}, at {int((wrong != 0).sum())} positions: mask the loss"
+        text = (
+            f"{100 * share:.2g} % of the gradient is at {what}, at {int((wrong != 0).sum())} positions: mask the loss"
+        )
         return FAILED, text, numbers, "KL501"
     if not torch.equal(given.value, scene.again.value):
-        return NOT_LOOKED_AT, "two calls of the loss with the same input give other values: it is not deterministic", numbers
+        return (
+            NOT_LOOKED_AT,
+            "two calls of the loss with the same input give other values: it is not deterministic",
+            numbers,
+        )
     moved = float((scene.altered[name].value - given.value).abs())
     if moved or not bool(scene.altered[name].value.isfinite()):
         numbers["moved"] = moved
@@ -354,12 +379,23 @@ def _gets_nothing(scene: Scene, name: str, what: str, masked: Tensor) -> tuple[A
 @check("padding")
 def padding(scene: Scene) -> tuple[Any, ...]:
     """Does padding get nothing?"""
-    found = _gets_nothing(scene, "padding", "padding", scene.subject.padding)
-    if scene.wider is not None and found[0] in (PASSED, NOT_LOOKED_AT) and scene.again.value == scene.given.value:
-        moved = float((scene.wider.value - scene.given.value).abs() / scene.given.value.abs().clamp(min=1e-300))
-        if moved > 1e-6:
-            text = f"Two more columns of padding change the loss by {100 * moved:.2g} %: a mean counts padding"
-            return FAILED, text, {"wider": moved}, "KL207"
+    subject, wider, given = scene.subject, scene.wider, scene.given
+    found = _gets_nothing(scene, "padding", "padding", subject.padding)
+    if found[0] == PASSED and not bool((scene.batch.padding & (scene.batch.live.cumsum(1) > 0)).any()):
+        found = NOT_LOOKED_AT, "no padding stands behind a completion: give a batch with rollouts of different lengths"
+    if wider is None or found[0] == FAILED or scene.again.value != given.value:
+        return found
+    if not subject.takes_mask and subject.per_token:
+        return found
+    added = wider.at_positions()[:, -WIDER:] if wider.gradients else torch.zeros(1)
+    moved = float((wider.value - given.value).abs() / given.value.abs().clamp(min=1e-300))
+    text = f"{WIDER} more columns of padding change the loss by {100 * moved:.2g} %"
+    if bool((added != 0).any()):
+        return FAILED, f"{text}, and have a gradient: mask the loss", {"wider": moved}, "KL501"
+    if moved > 1e-6:
+        return FAILED, f"{text}: a mean counts padding", {"wider": moved}, "KL207"
+    if found[0] == NOT_LOOKED_AT and wider.gradients:
+        return PASSED, "The batch has none behind completions; columns of padding that were added change nothing"
     return found
 
 
@@ -377,5 +413,3 @@ def unchanged(scene: Scene, changed: list[str]) -> Finding:
         return Finding("unchanged", FAILED, f"Not as before: {_some(changed)}: the loss writes into it")
     text = "Weights, gradients, buffers, modes and the batch are as they were, bit for bit"
     return Finding("unchanged", PASSED, text)
-
-

@@ -76,6 +76,7 @@ class Pair:
         Returns:
             The norm of the gradient of each parameter that requires one, NaN where no gradient arrived.
         """
+        _resharded(self.policy.model)
         trained = [one for one in self.policy.model.named_parameters() if one[1].requires_grad]
         kept = [one.grad for _, one in trained]
         try:
@@ -92,15 +93,14 @@ class Pair:
                 if used:
                     self.passes["backward"] += 1
                     torch.autograd.backward(*map(list, zip(*used, strict=True)))
-            squares = [_square(one.grad) for _, one in trained]
+            found = torch.tensor([_square(one.grad) for _, one in trained], device=self.policy.device).reshape(-1, 2)
         finally:
             for (_, one), grad in zip(trained, kept, strict=True):
                 one.grad = grad
-        if squares and _is_sharded(self.policy.model):
-            summed = torch.tensor(squares, device=self.policy.device)
-            torch.distributed.all_reduce(summed)
-            squares = summed.tolist()
-        return {plain_name(name): float(one**0.5) for (name, _), one in zip(trained, squares, strict=True)}
+        if len(found) and _is_sharded(self.policy.model):
+            torch.distributed.all_reduce(found)
+        norms = found[:, 0].sqrt().where(found[:, 1] > 0, torch.nan)
+        return {plain_name(name): norm for (name, _), norm in zip(trained, norms.tolist(), strict=True)}
 
     @contextmanager
     def equal(self) -> Iterator[None]:
@@ -195,9 +195,23 @@ def _summoned(*models: nn.Module) -> Iterator[None]:
     """Put together the weights that FSDP has split; what is written into them stays."""
     with ExitStack() as stack:
         for model in models:
+            _resharded(model)
             if any(map(_splits, model.modules())):
-                stack.enter_context(sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel.summon_full_params(model))
+                fsdp = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
+                stack.enter_context(fsdp.summon_full_params(model))
         yield
+
+
+def _resharded(model: nn.Module) -> None:
+    """Let each device hold its own part again of weights that FSDP2 has split: it leaves some whole after a pass."""
+    for module in model.modules():
+        if callable(reshard := getattr(module, "reshard", None)) and hasattr(module, "set_reshard_after_forward"):
+            reshard()
+
+
+def training(language: LanguageModel) -> list[str]:
+    """Return the modules in training mode; wrappers of FSDP have none of their own."""
+    return [name for name, one in language.model.named_modules() if one.training and not _splits(one)]
 
 
 def local(tensor: Any) -> Tensor:
@@ -205,8 +219,9 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _square(gradient: Tensor | None) -> float:
-    return float("nan") if gradient is None else float(local(gradient).double().square().sum())
+def _square(gradient: Tensor | None) -> tuple[float, float]:
+    """Return the squared norm of the part of a gradient that is here, and whether there is one."""
+    return (0.0, 0.0) if gradient is None else (float(local(gradient).double().square().sum()), 1.0)
 
 
 @contextmanager
@@ -231,11 +246,16 @@ def left_as_found(pair: Pair) -> Iterator[list[str]]:
 
 def _fingerprint(model: nn.Module) -> dict[str, Any]:
     """Return sums of the bits of parameters, gradients and buffers, and modes of modules, by name."""
-    tensors: dict[str, Any] = {f"parameter {plain_name(name)}": one for name, one in model.named_parameters()}
-    tensors |= {f"gradient of {name}": one.grad for name, one in tensors.items() if one.grad is not None}
-    tensors |= {f"buffer {name}": one for name, one in model.named_buffers()}
-    modes = {f"training mode of {name or 'the model'}": one.training for name, one in model.named_modules()}
-    return {name: _digest(local(one.detach())) for name, one in tensors.items()} | modes
+    _resharded(model)
+    tensors: dict[str, Any] = {f"buffer {name}": one for name, one in model.named_buffers()}
+    for name, one in model.named_parameters():
+        if one.grad is not None:
+            tensors[f"gradient of {plain_name(name)}"] = one.grad
+    found = {name: _digest(local(one.detach())) for name, one in tensors.items()}
+    with _summoned(model):
+        for name, one in model.named_parameters():
+            found[f"parameter {plain_name(name)}"] = _digest(local(one.detach()))
+    return found | {f"training mode of {name or 'the model'}": one.training for name, one in model.named_modules()}
 
 
 def _digest(tensor: Tensor) -> tuple[Any, ...]:
@@ -268,4 +288,3 @@ def embeddings_tied(model: Any) -> bool:
     ends = [getattr(inner, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
     first, last = (getattr(one, "weight", None) for one in ends)
     return first is not None and first is last and bool(first.requires_grad)
-

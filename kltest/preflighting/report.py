@@ -120,7 +120,9 @@ class Preflight:
             found = [one for one in self.findings if one.status == status]
             if found:
                 yield status.capitalize()
-                rows = [(one.check, visible(one.message) + (f" ({one.related})" if one.related else "")) for one in found]
+                rows = [
+                    (one.check, visible(one.message) + (f" ({one.related})" if one.related else "")) for one in found
+                ]
                 yield table(("", ""), rows, indent=2, terminal=terminal)
         read = ", ".join(name if name == key else f"{name} ({key})" for name, key in self.read.items())
         passes = listed([f"{count} {name}" for name, count in self.passes.items()])

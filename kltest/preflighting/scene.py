@@ -11,13 +11,16 @@ from kltest.auditing.passes import TEMPERATURES
 from kltest.errors import KltestError
 from kltest.language_models.language import LanguageModel
 from kltest.preflighting.batches import Batch
-from kltest.preflighting.models import Pair, UnlikeError, chosen, evaluated, of_targets
+from kltest.preflighting.models import Pair, UnlikeError, chosen, evaluated, of_targets, training
 from kltest.preflighting.subjects import EQUAL, OTHER, ByName, Called, Case, Tables, Whole
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 """Largest difference of log-probs that are computed twice; normalisations of Hugging Face's models are in float32."""
 HALF = 0.05
 """The same in half precision."""
+
+WIDER = 2
+"""Columns of padding that a batch is given."""
 
 
 class Scene:
@@ -26,10 +29,7 @@ class Scene:
     def __init__(self, pair: Pair, batch: Batch, *, on_policy: bool) -> None:
         self.pair, self.batch, self.on_policy = pair, batch, on_policy
         policy, reference = pair.policy, pair.reference
-        self.training = {
-            "policy": [name for name, one in policy.model.named_modules() if one.training],
-            "reference": [name for name, one in reference.model.named_modules() if one.training] if reference else [],
-        }
+        self.is_training = bool(reference and training(reference))
         self.policy_passes = [self.logp_of(policy) for _ in range(2)]
         self.reference_passes = [self.logp_of(reference) for _ in range(2)] if reference else []
         self.equal_logp, self.unlike = None, ""
@@ -48,7 +48,9 @@ class Scene:
         try:
             with self.pair.equal():
                 # The policy's adapters, if there are any, do nothing here.
-                first, second = (self._chosen(self.pair.logits(one, self.batch)) for one in (self.pair.policy, reference))
+                first, second = (
+                    self._chosen(self.pair.logits(one, self.batch)) for one in (self.pair.policy, reference)
+                )
                 self.equal_logp = first, second
         except UnlikeError as error:
             self.unlike = str(error)
@@ -56,7 +58,6 @@ class Scene:
     def call(self, subject: ByName | Whole, beta: float) -> None:
         """Call the loss in all cases."""
         self.subject, self.beta = subject, beta
-        live = subject.live
         with evaluated(self.pair):
             self.given = subject.call(Case(beta))
             self.again = subject.call(Case(beta))
@@ -73,8 +74,8 @@ class Scene:
             except UnlikeError as error:
                 self.not_equal = str(error)
             self.wider = None
-            if subject.may_be_wider and bool((~live).any()):
-                self.wider = subject.call(Case(beta, wider=2))
+            if subject.may_be_wider:
+                self.wider = subject.call(Case(beta, wider=WIDER))
         part = self.part(self.at_other)
         self.norms = self.pair.gradients(self.batch, part.gradients) if part.gradients else {}
 
@@ -130,5 +131,3 @@ class Scene:
                 yield "they were computed without the attention mask", float(self.gap(given, at).abs().median())
             except KltestError:
                 return
-
-

@@ -169,8 +169,7 @@ class ByName:
         if not objective.requires_grad:
             return Called(objective.detach(), {})
         found = torch.autograd.grad(objective, [*leaves.values()], allow_unused=True, materialize_grads=True)
-        width = self.live.shape[1]
-        return Called(objective.detach(), {name: one[:, :width] for name, one in zip(leaves, found, strict=True)})
+        return Called(objective.detach(), dict(zip(leaves, found, strict=True)))
 
 
 def _later(build: Callable[[], Tensor], change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
@@ -182,7 +181,9 @@ class Whole:
 
     whole, takes_mask, reads_rewards, per_token, may_be_wider = True, True, False, False, False
 
-    def __init__(self, function: Callable[..., Any], batch: Batch, pair: Pair, model: Any, ref: Any, given: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Any], batch: Batch, pair: Pair, model: Any, ref: Any, given: Any
+    ) -> None:
         self.function, self.batch, self.pair, self.name = function, batch, pair, name_of(function)
         function, signature = described(function, self.name)
         self.model, self.ref = model, ref
@@ -269,7 +270,9 @@ class Whole:
                 if (key := keys.get(field)) is not None:
                     own = found.get(key, given[key]).clone()
                     width = min(own.shape[1], dead.shape[1])
-                    own[:, -width:] = torch.where(dead[:, -width:].to(own.device), own[:, -width:] - 3.0, own[:, -width:])
+                    own[:, -width:] = torch.where(
+                        dead[:, -width:].to(own.device), own[:, -width:] - 3.0, own[:, -width:]
+                    )
                     found[key] = own
         return found
 
