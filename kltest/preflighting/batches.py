@@ -1,6 +1,6 @@
 """A trainer's batch as prefixes, the tokens that are predicted, and the log-probs that came with them.
 
-Two layouts are read: prompts and completions apart (TRL), and whole sequences with a mask, labels or lengths of prompts.
+Two layouts are read: prompts and completions apart (TRL), and sequences with a mask, labels or lengths of prompts.
 Fields have W columns: the completions' T, or all L − 1 tokens that a sequence of L predicts. They are the last W of L.
 """
 
@@ -182,9 +182,9 @@ def _sources(
             found[key] = (one if one.shape[1] < length else one[:, length - width :]) != 0
     if _fits(tensors.get("labels"), attention):
         found["labels"] = tensors["labels"][:, length - width :] != IGNORED
-    if key := next((key for key in LENGTHS if key in tensors and tensors[key].numel() in (1, rows)), None):
-        behind = attention.long().cumsum(1) > tensors[key].reshape(-1, 1).to(attention.device)
-        found[key] = (attention & behind)[:, length - width :]
+    if length_key := next((key for key in LENGTHS if key in tensors and tensors[key].numel() in (1, rows)), None):
+        behind = attention.long().cumsum(1) > tensors[length_key].reshape(-1, 1).to(attention.device)
+        found[length_key] = (attention & behind)[:, length - width :]
     return found
 
 

@@ -68,11 +68,17 @@ class KLPreflightCallback(TrainerCallback):
             vars(self.trainer).pop(LOSS, None)
         self.own = None
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
-        """Add the numbers to the first log."""
-        if self.report is not None and logs is not None and not self.logged:
-            logs.update({f"kl_preflight/{name}": one for name, one in self.report.scalars().items()})
-            self.logged = True
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Log the numbers once, with TRL's own metrics if the trainer is one of its."""
+        if self.report is None or self.logged:
+            return
+        self.logged, metrics = True, getattr(self.trainer, "_metrics", None)
+        found = {f"kl_preflight/{name}": one for name, one in self.report.scalars().items()}
+        if metrics is None:
+            self.trainer.log(found)
+        else:  # a log of its own would empty them too early
+            for name, value in found.items():
+                metrics["train"][name].append(value)
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         own = self.own
@@ -88,9 +94,8 @@ class KLPreflightCallback(TrainerCallback):
 
     def _look(self, own: Callable[..., Any], model: Any, inputs: Any, args: Any, kwargs: Any) -> None:
         trainer = self.trainer
-        settings, low = getattr(trainer, "args", None), None
-        if getattr(settings, "bf16", False) or getattr(settings, "fp16", False):
-            low = torch.bfloat16 if settings.bf16 else torch.float16
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        settings = getattr(trainer, "args", None)
 
         def trained(model: Any, inputs: Any, beta: float) -> Any:
             setattr(trainer, self.coefficient, beta)
@@ -104,7 +109,7 @@ class KLPreflightCallback(TrainerCallback):
             )
         given: dict[str, Any] = {
             "temperature": float(getattr(trainer, "temperature", 1.0) or 1.0),
-            "dtype": low,
+            "dtype": next((one for name, one in low.items() if getattr(settings, name, False)), None),
             "tokenizer": getattr(trainer, "processing_class", None),
             "name": type(trainer).__name__ if self.loss is None else None,
             "beta": beta or None,

@@ -76,14 +76,13 @@ def reference(scene: Scene) -> tuple[Any, ...]:
     if shared := sharing(pair):
         return (
             FAILED,
-            f"The reference shares {len(shared)} trained parameters with the policy: {_some(shared)}; copy it",
+            f"The reference shares {len(shared)} trained parameters with the policy: {_some([*shared])}; copy it",
         )
     if ref.bare and scored and "ref_logp" not in scene.batch.keys and not scored.get("reference"):
         text = "The loss never runs the model with its adapters disabled, which is the reference; use disable_adapter()"
         return FAILED, text, {}, "KL101"
-    if isinstance(subject, Whole) and not ref.bare and not scored.get("reference"):
-        if "ref_logp" not in scene.batch.keys:
-            return FAILED, "The loss never runs the reference that was given, and the batch has no ref_logp"
+    if isinstance(subject, Whole) and not scored.get("reference") and "ref_logp" not in scene.batch.keys:
+        return FAILED, "The loss never runs the reference that was given, and the batch has no ref_logp"
     if not ref.bare:
         trained = [name for name, one in ref.model.named_parameters() if one.requires_grad]
         if trained:
@@ -125,7 +124,7 @@ def tokenizer(scene: Scene) -> tuple[Any, ...]:
     pair = scene.pair
     if scene.ref_logp is None or pair.reference is None:
         return NOT_LOOKED_AT, "only log-probs of the reference are known: give the model as ref"
-    words = [getattr(one.tokenizer, "get_vocab", dict)() for one in (pair.policy, pair.reference)]
+    words: list[dict[str, int]] = [getattr(one.tokenizer, "get_vocab", dict)() for one in (pair.policy, pair.reference)]
     if all(words) and words[0] != words[1]:
         other = sorted(word for word in {*words[0], *words[1]} if words[0].get(word) != words[1].get(word))
         text = f"The tokenizers give {len(other):,} tokens other ids, as {other[0]!r}: the reference reads other texts"
@@ -187,7 +186,7 @@ def _shift(scene: Scene, given: Tensor, own: Tensor) -> str:
 @check("equal weights")
 def equal_weights(scene: Scene) -> tuple[Any, ...]:
     """Is the KL term 0, and its gradient, where policy and reference have the same weights?"""
-    subject, numbers = scene.subject, {}
+    subject, numbers = scene.subject, dict[str, float]()
     if scene.equal_logp is not None:
         numbers["apart"] = float(scene.gap(*scene.equal_logp).abs().max())
         if numbers["apart"] > scene.tolerance:
@@ -215,7 +214,9 @@ def equal_weights(scene: Scene) -> tuple[Any, ...]:
                 "The value is 0 there and the gradient is not: each token's score, as k1 in a loss has it, whose mean "
             )
             return WARNING, f"{text}is 0. kltest grade says what it follows", numbers, "KL101"
-        text = f"The value is 0 there, but {100 * numbers['gradient']:.2g} % of the gradient under another reference is left"
+        text = (
+            f"The value is 0 there, but {100 * numbers['gradient']:.2g} % of the gradient at another reference is left"
+        )
         return FAILED, text + ": it leads away from equal weights", numbers
     return PASSED, "With the same weights the KL term and its gradient are 0", numbers
 

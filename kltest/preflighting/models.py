@@ -88,11 +88,10 @@ class Pair:
                 if "raw" not in at:
                     ends["logits"] = of_targets(raw, batch).log_softmax(-1)
                     ends["logp"] = chosen(ends["logits"], batch)
-                used = [(ends[name][:, -one.shape[1] :], one) for name, one in at.items()]
-                used = [(end, one.to(end)) for end, one in used if end.requires_grad]
+                used = {name: ends[name][:, -one.shape[1] :] for name, one in at.items() if ends[name].requires_grad}
                 if used:
                     self.passes["backward"] += 1
-                    torch.autograd.backward(*map(list, zip(*used, strict=True)))
+                    torch.autograd.backward([*used.values()], [at[name].to(end) for name, end in used.items()])
             found = torch.tensor([_square(one.grad) for _, one in trained], device=self.policy.device).reshape(-1, 2)
         finally:
             for (_, one), grad in zip(trained, kept, strict=True):
@@ -287,4 +286,4 @@ def embeddings_tied(model: Any) -> bool:
     inner = unwrapped(model)
     ends = [getattr(inner, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
     first, last = (getattr(one, "weight", None) for one in ends)
-    return first is not None and first is last and bool(first.requires_grad)
+    return isinstance(first, Tensor) and first is last and bool(first.requires_grad)

@@ -82,8 +82,8 @@ def preflight(
     reference: LanguageModel | None
     if isinstance(ref, str | os.PathLike):
         needs_transformers()
-        ref, own = pretrained(str(ref))
-        ref = ref.to(policy.device, next(policy.model.parameters()).dtype).requires_grad_(False)
+        loaded, own = pretrained(str(ref))
+        ref = loaded.to(policy.device, next(policy.model.parameters()).dtype).requires_grad_(False)
         ref_tokenizer = ref_tokenizer or own
     if ref is not None:
         reference = _language(ref, ref_tokenizer, dtype)

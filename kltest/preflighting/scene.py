@@ -32,7 +32,8 @@ class Scene:
         self.is_training = bool(reference and training(reference))
         self.policy_passes = [self.logp_of(policy) for _ in range(2)]
         self.reference_passes = [self.logp_of(reference) for _ in range(2)] if reference else []
-        self.equal_logp, self.unlike = None, ""
+        self.unlike = ""
+        self.equal_logp: tuple[Tensor, Tensor] | None = None
         with evaluated(pair), torch.no_grad():
             own = pair.logits(policy, batch)
             theirs = pair.logits(reference, batch) if reference is not None else None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kltest.errors import TargetError, UsageError
+from kltest.errors import KltestError, TargetError, UsageError
 from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.calling import Loss
 from kltest.loss.frames import failure, raised_as
@@ -106,13 +106,10 @@ class ByName:
         self.per_token = False
         self.may_be_wider = not any(isinstance(one, Tensor) for one in loss.call.arguments.values())
         of = {"policy": tables.policy, "ref": tables.reference}
-        self.logits = {role: None if one is None else of_targets(one, batch) for role, one in of.items()}
-        own = chosen(self.logits["policy"].log_softmax(-1), batch).cpu().double()  # type: ignore[union-attr]
-        if self.logits["ref"] is not None:
-            ref = chosen(self.logits["ref"].log_softmax(-1), batch).cpu().double()
-        else:
-            ref = batch.fields["ref_logp"].cpu().double()
-        self.logp, self.ref_logp = own, ref
+        self.logits = {role: of_targets(one, batch) for role, one in of.items() if one is not None}
+        log_probs = {role: chosen(one.log_softmax(-1), batch) for role, one in self.logits.items()}
+        self.logp = log_probs["policy"].cpu().double()
+        self.ref_logp = (log_probs["ref"] if "ref" in log_probs else batch.fields["ref_logp"]).cpu().double()
         self.rollout = Rollout(self._fields(EQUAL), beta=beta)
         if not unambiguous(self.rollout):
             loss.settle(self.rollout)
@@ -121,9 +118,7 @@ class ByName:
         batch, rows = self.batch, len(self.live)
 
         def table(role: str, flatter: float = 1.0) -> Callable[[], Tensor]:
-            if self.logits[role] is None:
-                raise UsageError(f"{self.name} reads all next-token log-probs of the reference: give the model as ref")
-            return lambda: (self.logits[role] * flatter).log_softmax(-1).cpu()  # type: ignore[operator]
+            return lambda: (self.logits[role] * flatter).log_softmax(-1).cpu()
 
         old = batch.fields.get("old_logp", batch.fields.get("rollout_logp"))
         other = {GIVEN: self.ref_logp, EQUAL: self.logp, OTHER: 1.25 * self.ref_logp - 0.1}
@@ -137,7 +132,7 @@ class ByName:
             "old_logits": table("policy"),
             "group": batch.fields.get("group", torch.zeros(rows, dtype=torch.long)).cpu(),
         }
-        if ref == EQUAL or self.logits["ref"] is not None:
+        if ref == EQUAL or "ref" in self.logits:
             fields["ref_logits"] = table("policy" if ref == EQUAL else "ref", FLATTER if ref == OTHER else 1.0)
         zeros = torch.zeros(rows, dtype=torch.float64)
         for name in ROW_FIELDS:
@@ -177,7 +172,7 @@ def _later(build: Callable[[], Tensor], change: Callable[[Tensor], Tensor]) -> C
 
 
 class Whole:
-    """A loss that runs the model itself: `loss(model, ref, batch)`, `trainer.compute_loss(model, inputs)` or likewise."""
+    """A loss that runs the model itself: `loss(model, ref, batch)`, `trainer.compute_loss(model, inputs)`."""
 
     whole, takes_mask, reads_rewards, per_token, may_be_wider = True, True, False, False, False
 
@@ -230,15 +225,17 @@ class Whole:
         arguments = {name: given if one is self.batch else one for name, one in self.arguments.items()}
         arguments |= {name: given[name] for name in arguments if name in given and arguments[name] is not given}
         arguments |= dict.fromkeys(self.betas, case.beta)
-        with self._taps(case, leaves), self._coefficient(case.beta), torch.enable_grad():
-            with raised_as(lambda error: failure(self.name, error, source_file(self.function))):
-                loss = _loss_of(self.function(**arguments), self.name)
-                used = leaves if loss.requires_grad else []
-                gradients = torch.autograd.grad(loss, used, allow_unused=True, materialize_grads=True) if used else ()
+        with self._taps(case, leaves), self._coefficient(case.beta), torch.enable_grad(), raised_as(self._failure):
+            loss = _loss_of(self.function(**arguments), self.name)
+            used = leaves if loss.requires_grad else []
+            gradients = torch.autograd.grad(loss, used, allow_unused=True, materialize_grads=True) if used else ()
         for key, one in before.items():
             if isinstance(given.get(key), Tensor) and (how := difference(given[key].detach(), one)):
                 self.writes[key] = f"it wrote into {key} of the batch: {how}"
         return Called(loss.detach().double().cpu(), {"raw": self._joined(gradients)} if gradients else {})
+
+    def _failure(self, error: BaseException) -> BaseException:
+        return error if isinstance(error, KltestError) else failure(self.name, error, source_file(self.function))
 
     def _joined(self, parts: Any) -> Tensor:
         rows, length = self.batch.ids.shape
