@@ -286,4 +286,4 @@ def embeddings_tied(model: Any) -> bool:
     inner = unwrapped(model)
     ends = [getattr(inner, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
     first, last = (getattr(one, "weight", None) for one in ends)
-    return isinstance(first, Tensor) and first is last and bool(first.requires_grad)
+    return first is not None and first is last and bool(getattr(first, "requires_grad", False))
