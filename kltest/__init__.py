@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from kltest.grading.grader import grade
     from kltest.loss.jax import jax_loss
     from kltest.parametrize import parametrize_with_checks
+    from kltest.preflighting.callback import KLPreflightCallback
+    from kltest.preflighting.preflight import preflight
     from kltest.report import Report
     from kltest.scanning.scan import scan
 
 _PLACES = {
     "KLAuditCallback": "auditing.callback",
+    "KLPreflightCallback": "preflighting.callback",
     "Report": "report",
     "audit": "auditing.audit",
     "configured": "grading.configuration",
@@ -29,11 +32,13 @@ _PLACES = {
     "grade": "grading.grader",
     "jax_loss": "loss.jax",
     "parametrize_with_checks": "parametrize",
+    "preflight": "preflighting.preflight",
     "same": "comparing.same",
     "scan": "scanning.scan",
 }
 __all__ = [
     "KLAuditCallback",
+    "KLPreflightCallback",
     "Report",
     "__version__",
     "audit",
@@ -42,6 +47,7 @@ __all__ = [
     "grade",
     "jax_loss",
     "parametrize_with_checks",
+    "preflight",
     "same",
     "scan",
 ]

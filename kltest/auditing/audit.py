@@ -112,3 +112,15 @@ def still(*languages: LanguageModel | None) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put the buffers of a model back as they were, the same tensors with the same numbers."""
+    buffers = [(one, name, held) for one in model.modules() for name, held in one._buffers.items() if held is not None]
+    values = [held.clone() for _, _, held in buffers]
+    try:
+        yield
+    finally:
+        for (module, name, held), value in zip(buffers, values, strict=True):
+            module._buffers[name] = held.copy_(value)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainerCallback
 
-from kltest.auditing.audit import still
+from kltest.auditing.audit import buffers_kept, still
 from kltest.auditing.passes import CutModel, Models
 from kltest.auditing.report import Audit
 from kltest.auditing.run import FIRST_LOOK, LEAST, Auditing
@@ -138,12 +138,12 @@ class KLAuditCallback(TrainerCallback):
             found = score(inputs)
         more = {}
         if found.get("ref_per_token_logps") is None:
-            with _aside(trainer):
+            with aside(trainer):
                 vars(trainer).update({name: mock.Mock(return_value=answers[name][0]) for name in answers}, beta=0.0)
                 more[WITHOUT] = score(inputs)["advantages"]
         if self.reuse > 1 and found.get("old_per_token_logps") is None:
             ids, mask = (torch.cat([found[f"prompt_{one}"], found[f"completion_{one}"]], 1) for one in ("ids", "mask"))
-            with _aside(trainer), torch.no_grad():
+            with aside(trainer), torch.no_grad():
                 width = found["completion_ids"].shape[1]
                 more[OLD] = getattr(trainer, FORWARD)(trainer.model, ids, mask, width)[0]
         rows = torch.arange(len(found["completion_ids"]), device=found["completion_ids"].device)
@@ -166,7 +166,7 @@ class KLAuditCallback(TrainerCallback):
         found: list[Tensor] = []
         for coefficient, given in ((beta, inputs), (0.0, without)):
             passed: list[Any] = []
-            with _aside(trainer):  # random numbers, as those of dropout, are the same both times
+            with aside(trainer):  # random numbers, as those of dropout, are the same both times
                 vars(trainer)[FORWARD] = _recorded(getattr(trainer, FORWARD), passed)
                 trainer.beta = coefficient
                 computed = loss(dict(given))
@@ -193,12 +193,12 @@ class KLAuditCallback(TrainerCallback):
         }
 
     def _measure(self, state: Any) -> None:
-        trainer, step = self.trainer, _joined(self.batches)
+        trainer, step = self.trainer, joined(self.batches)
         gradient, now, rows = step.pop("gradient"), step.pop("now"), len(step["group"])
         rollouts = Rollouts(**step, sampled_logp=torch.zeros_like(gradient))
         plain = trainer.accelerator.unwrap_model(trainer.model)
         policy, ref = (LanguageModel.of(one, trainer.processing_class) for one in (plain, self.ref))
-        with _aside(trainer), still(policy, ref):
+        with aside(trainer), still(policy, ref):
             if self.audit is None:
                 models = Models(CutModel(policy), CutModel(ref), None, float(trainer.temperature))
                 self.audit = Auditing(self._of_unit, models, self.options, self.sketch, FIRST_LOOK)
@@ -253,25 +253,21 @@ def _recorded(method: Callable[..., Any], answers: list[Any]) -> Callable[..., A
 
 
 @contextmanager
-def _aside(trainer: Any) -> Iterator[None]:
+def aside(trainer: Any) -> Iterator[None]:
     """Inside, nothing lasts that happens to a trainer: its attributes and metrics, buffers, and random numbers."""
     kept, model = dict(vars(trainer)), trainer.model
-    buffers = [(one, name, held) for one in model.modules() for name, held in one._buffers.items() if held is not None]
-    values = [held.clone() for _, _, held in buffers]
     records = {name: one for name, one in kept.items() if name[0] == "_" and isinstance(one, dict | deque)}
     vars(trainer).update({name: copy.deepcopy(one) for name, one in records.items()})
     devices = {one.device for one in model.parameters() if one.device.type == "cuda"}
     try:
-        with preserved(), torch.random.fork_rng(devices=list(devices)):
+        with buffers_kept(model), preserved(), torch.random.fork_rng(devices=list(devices)):
             yield
     finally:
         vars(trainer).clear()
         vars(trainer).update(kept)
-        for (module, name, held), value in zip(buffers, values, strict=True):
-            module._buffers[name] = held.copy_(value)
 
 
-def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join batches row by row: prompts padded on the left, completions on the right."""
 
     def widened(name: str, one: Tensor) -> Tensor:

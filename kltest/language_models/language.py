@@ -3,8 +3,8 @@
 import copy
 import inspect
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -86,7 +86,7 @@ class LanguageModel:
     @property
     def caches(self) -> bool:
         """True if a forward pass can continue from an earlier one."""
-        return "past_key_values" in options_of(type(self.model).forward)
+        return "past_key_values" in options_of(type(innermost(self.model)).forward)
 
     def frozen(self) -> "LanguageModel":
         """Return a copy with the present weights, which require no gradient.
@@ -141,18 +141,42 @@ class LanguageModel:
             positions = mask.long().cumsum(dim=1).sub_(1).clamp_(min=0)
             options |= {"attention_mask": mask.long(), "position_ids": positions[:, -ids.shape[1] :]}
         # Old architectures take fewer options.
-        accepted = options_of(type(self.model).forward)
-        if self.bare:
-            self.model.disable_adapters()  # type: ignore[operator]
-        try:
-            with self.autocast():
-                answer = self.model(
-                    input_ids=ids, **{name: value for name, value in options.items() if name in accepted}
-                )
-        finally:
-            if self.bare:
-                self.model.enable_adapters()  # type: ignore[operator]
+        accepted = options_of(type(innermost(self.model)).forward)
+        with without_adapters(self.model) if self.bare else nullcontext(), self.autocast():
+            answer = self.model(input_ids=ids, **{name: value for name, value in options.items() if name in accepted})
         return answer.logits[:, -keep:], getattr(answer, "past_key_values", None)
+
+
+def unwrapped(model: Any) -> Any:
+    """Return a model without what wraps it for several devices or for compilation."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and "input_ids" not in options_of(type(model).forward):
+            inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module) or inner is model:
+            return model
+        model = inner
+
+
+def innermost(model: Any) -> Any:
+    """Return a model without any wrapper, that of its adapters (PEFT) included: its `forward` names its options."""
+    model = unwrapped(model)
+    return unwrapped(model.get_base_model()) if hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Disable the adapters of a model inside: of PEFT's wrapper, or those that a model of Hugging Face was given."""
+    inner = unwrapped(model)
+    if hasattr(inner, "disable_adapter"):
+        with inner.disable_adapter():
+            yield
+        return
+    inner.disable_adapters()
+    try:
+        yield
+    finally:
+        inner.enable_adapters()
 
 
 @cache

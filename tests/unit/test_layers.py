@@ -37,7 +37,7 @@ LAYERS = (
         "finetune",
         "parametrize",
     ),
-    ("integration",),
+    ("integration", "preflighting"),
     ("pytest_plugin", "cli"),
     ("", "__main__"),
 )

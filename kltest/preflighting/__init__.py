@@ -1,0 +1,1 @@
+"""Preflight: checks of a KL term in anybody's training loop, in seconds, before the first step."""
