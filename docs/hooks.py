@@ -23,6 +23,7 @@ FAMILIES = {
     "6": "Logged value",
     "7": "Approximations",
     "8": "Variance (warnings)",
+    "9": "The policy part (with --part policy or all)",
 }
 LANGUAGES = {"pyproject.toml": "toml", "Python": "python"}
 MARK = re.compile(r"<!-- (table|rows|doc|file): (\S+) -->")

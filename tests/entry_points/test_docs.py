@@ -125,6 +125,8 @@ def test_the_notebook_was_executed(site):
 
 PAGES = (
     "quickstart.md",
+    "guides/policy.md",
+    "concepts/sampler.md",
     "guides/same.md",
     "concepts/placements.md",
     "guides/your-own-loss.md",
@@ -132,7 +134,7 @@ PAGES = (
 )
 
 
-@pytest.mark.parametrize("name", first(2, PAGES))
+@pytest.mark.parametrize("name", first(3, PAGES))
 def test_what_a_page_shows_happens(name, tmp_path, monkeypatch):
     """Titled blocks are files, other Python is run, and each command prints the lines below it, in that order."""
     monkeypatch.chdir(tmp_path)
