@@ -13,6 +13,7 @@ from kltest.estimators.spec import Credit, Place, Spec
 from kltest.loss.arguments import FieldOf, SupportOf
 from kltest.loss.building import ObjectOf
 from kltest.loss.callables import described, name_of, source_file
+from kltest.loss.derived import DERIVED, Derived
 from kltest.loss.filling import Arguments, fill, fixed_beta
 from kltest.loss.frames import describe, failure
 from kltest.loss.global_state import eagerly, preserved, repeatable_generators, settings_preserved, unusual_input
@@ -189,6 +190,23 @@ class Loss:
     def without(self, names: Collection[str]) -> "Loss":
         """Return the same loss with the defaults of these parameters; its calls count with it."""
         return self.changed(arguments=self.arguments.without(names), record=Record())
+
+    @property
+    def derivable(self) -> tuple[str, ...]:
+        """The parameters that keep None, though trainers pass a number for them that is made of the fields."""
+        arguments = self.arguments
+        return tuple(
+            one.name
+            for one in arguments.parameters
+            if one.default is None and one.name in DERIVED and one.name not in arguments.fillings
+        )
+
+    def with_derived(self, names: Collection[str]) -> "Loss":
+        """Return the same loss with what trainers pass for these parameters."""
+        arguments = self.arguments
+        for name in names:
+            arguments = arguments.with_value(name, Derived(name))
+        return self.changed(arguments=arguments, record=Record())
 
     def with_support(self, k: int) -> "Loss":
         """Return the same loss with supports of k tokens."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,35 @@ def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
             else:
                 continue
             yield from _inside(label, value, seen)
+
+
+def numbers_of(function: Any, objects: Mapping[str, Any]) -> set[int]:
+    """Return the whole numbers in the code of a function and of its project's, and in what they read.
+
+    Those of tensors, containers and objects are among them.
+    """
+    values = [place.get() for place in places_of(function, objects) if not place.drawn]
+    values += [one.__code__ for one in reached(function, _of_its_project)]
+    found: set[int] = set()
+    for value in values:
+        found |= set(_whole_numbers(value, DEEPEST))
+    return found
+
+
+def _whole_numbers(value: Any, deep: int) -> Iterator[int]:
+    if not deep or _size(value) > MOST:
+        return
+    if isinstance(value, torch.Tensor | np.ndarray):
+        value = value.reshape(-1).tolist()
+    if isinstance(value, CodeType):
+        value = value.co_consts
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        for each in value:
+            yield from _whole_numbers(each, deep if isinstance(each, CodeType) else deep - 1)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+        yield int(value)
 
 
 def _of_its_project(value: Any, function: FunctionType) -> bool:

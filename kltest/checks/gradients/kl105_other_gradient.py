@@ -62,7 +62,7 @@ def _places(rows: Sequence[Row]) -> str:
     for row in rows:
         how = [row.sampler] if row.sampler != "current" else []
         how += [f"batches of {row.batch}"] if row.batch > 1 else []
-        how += [f"without {row.without}"] if row.without else []
+        how += [row.branch] if row.branch else []
         found.setdefault(", ".join(how), []).append(row.environment)
     return ", ".join(listed(list(dict.fromkeys(names))) + f" ({how})" * bool(how) for how, names in found.items())
 
