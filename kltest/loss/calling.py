@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -243,6 +243,18 @@ class Loss:
         same = replace(record.form or INPUT_FORMS[0], floats=floats)
         forms = (same, replace(same, bool_mask=not same.bool_mask))
         return self.changed(exploring=True, forms=forms, record=replace(record, form=None, traced=None))
+
+    def within(self, surroundings: Callable[[], AbstractContextManager[object]]) -> "Loss":
+        """Return the same loss, whose calls run inside a context each; one for JAX is left as it is."""
+        if isinstance(self.function, JaxLoss):
+            return self
+        function = self.function
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with surroundings():
+                return function(*args, **kwargs)
+
+        return self.changed(function=inside)
 
     def at(self, beta: float) -> "Loss":
         """Return the part of the same loss that another β adds."""

@@ -139,7 +139,7 @@ def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
     itself = getattr(bare, "__self__", None if isinstance(bare, FunctionType) else bare)
     for name, value in {"self": itself, **objects}.items():
         yield from _inside(name, value, seen)
-    for one in reached(function, _of_its_project):
+    for one in functions_of(function):
         yield from _inside(f"attributes of {one.__name__}", vars(one), seen)
         yield from _inside("a default of a parameter", [one.__defaults__, one.__kwdefaults__], seen)
         closed, read = cells(one), values_read(one)
@@ -157,13 +157,18 @@ def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
             yield from _inside(label, value, seen)
 
 
+def functions_of(function: Any) -> Iterator[FunctionType]:
+    """Yield the functions that run when a loss is called: its own and those of its project that it calls."""
+    return reached(function, _of_its_project)
+
+
 def numbers_of(function: Any, objects: Mapping[str, Any]) -> set[int]:
     """Return the whole numbers in the code of a function and of its project's, and in what they read.
 
     Those of tensors, containers and objects are among them.
     """
     values = [place.get() for place in places_of(function, objects) if not place.drawn]
-    values += [one.__code__ for one in reached(function, _of_its_project)]
+    values += [one.__code__ for one in functions_of(function)]
     found: set[int] = set()
     for value in values:
         found |= set(_whole_numbers(value, DEEPEST))
