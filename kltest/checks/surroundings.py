@@ -6,9 +6,10 @@ on the CPU all the same: what differs is no rounding. Trainers use half precisio
 gradient there is an error. What an environment variable does is a fact about the loss: a warning.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -43,8 +44,8 @@ def precisions(findings: Findings) -> Found | None:
         "Where autocast is on": under_autocast,
     }
     for where, pretend in tried.items():
-        for batch, which in _batches(findings):
-            if (off := _off(findings, batch, pretend)) > MUCH:
+        for batch, which, usual in _batches(findings):
+            if (off := _off(findings, batch, usual, pretend)) > MUCH:
                 return Found(f"{where} {_words(which, off)}", level="error")
     return None
 
@@ -57,16 +58,16 @@ def elsewhere(findings: Findings) -> Found | None:
         **{f"{hours} hours later": partial(later, 3600.0 * hours, findings.loss.function) for hours in HOURS},
     }
     for where, pretend in tried.items():
-        for batch, which in _batches(findings):
-            if (off := _off(findings, batch, pretend)) > max(Tolerances.guard, limit(findings)):
+        for batch, which, usual in _batches(findings):
+            if (off := _off(findings, batch, usual, pretend)) > max(Tolerances.guard, limit(findings)):
                 return Found(f"{where} {_words(which, off)}", level="error")
-    names: set[str] = set()
-    _off(findings, usual_batch(findings), partial(variables_read, names))
-    for name in sorted(names):
-        for value in VALUES:
-            off = _off(findings, usual_batch(findings), partial(variable, name, value))
+    for batch, which, usual in _batches(findings)[:1]:
+        names: set[str] = set()
+        _off(findings, batch, usual, partial(variables_read, names))
+        for name, value in product(sorted(names), VALUES):
+            off = _off(findings, batch, usual, partial(variable, name, value))
             if off > max(Tolerances.guard, limit(findings)):
-                words = f"With the environment variable {name} set to {value!r} {_words('of the same batch', off)}"
+                words = f"With the environment variable {name} set to {value!r} {_words(which, off)}"
                 return Found(words, level="warning")
     return None
 
@@ -75,21 +76,33 @@ def _words(which: str, off: float) -> str:
     return f"the gradient {which} differs by {off:.2g} of its size, computed with the same numbers."
 
 
-def _batches(findings: Findings) -> Iterator[tuple[Rollout, str]]:
-    """Yield the usual batch, and some in which one rollout is as far from the reference as training leads."""
-    yield usual_batch(findings), "of the same batch"
+@shared
+def _batches(findings: Findings) -> list[tuple[Rollout, str, np.ndarray]]:
+    """Return the usual batch, and some with rollouts as far from the reference as training leads, with the gradients.
+
+    Such rollouts are in one batch, or each in one if the loss does not take that.
+    """
+    tried = [([(usual_batch(findings), "of the same batch")], [])]
     for length, ratios in FAR:
-        for ratio in ratios:
-            batch = batch_of([ratio], companions(findings), length=length)
-            yield batch, f"of a rollout of {length} tokens with log-ratios of {ratio:g}"
-
-
-def _off(findings: Findings, batch: Rollout, pretend: Surroundings) -> float:
-    """Distance of the gradient there from the usual one, relative to that; 0 where the loss fails."""
+        words = f"of rollouts of {length} tokens with log-ratios of up to {max(ratios):g} each"
+        several, *alone = (
+            (batch_of([*some], companions(findings), length=length), words) for some in (ratios, *zip(ratios))
+        )
+        tried.append(([several], alone))
+    found = []
     loss = findings.measure.experiment().loss
+    for first, instead in tried:
+        for batches in (first, instead):
+            with suppress(KltestError):
+                found += [(batch, words, _gradient(loss, batch)) for batch, words in batches]
+                break
+    return found
+
+
+def _off(findings: Findings, batch: Rollout, usual: np.ndarray, pretend: Surroundings) -> float:
+    """Distance of the gradient there from the usual one, relative to that; 0 where the loss fails."""
     try:
-        found = _gradient(loss.within(pretend), batch)
-        usual = _gradient(loss, batch)
+        found = _gradient(findings.measure.experiment().loss.within(pretend), batch)
     except KltestError:
         return 0.0
     off = norm(found - usual) / (norm(usual) or 1.0)
