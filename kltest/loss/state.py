@@ -20,7 +20,7 @@ from kltest.loss.callables import without_partials
 from kltest.loss.reach import MISSING, cells, is_own, packages_named, reached, values_read
 
 # Entries of a container, and elements of a tensor, that are copied at most; objects inside objects that are looked at.
-MOST, DEEPEST = 10_000, 4
+MOST, DEEPEST = 10_000, 6
 
 
 @dataclass(frozen=True)
@@ -214,13 +214,13 @@ def _inside(name: str, value: Any, seen: dict[int, Any], deep: int = DEEPEST) ->
             yield from _inside(attributes, each, seen, deep - 1)
     elif hasattr(value, "__dict__") and not isinstance(value, FunctionType | ModuleType):
         attributes = f"attributes of {name.removeprefix('attributes of ')}"
-        yield from _inside(attributes, vars(value), seen, deep)
+        yield from _inside(attributes, vars(value), seen, deep - 1)
         for kind in type(value).__mro__:
             if kind.__module__.partition(".")[0] not in ("builtins", "torch", "typing", "abc"):
                 yield from _inside(attributes, kind, seen, deep)
     if isinstance(value, dict | list | tuple | deque):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _inside(name, each, seen, deep - 1)
+            yield from _inside(name, each, seen, deep)
 
 
 def _size(value: Any) -> int:

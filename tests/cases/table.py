@@ -96,10 +96,9 @@ class Case:
         return found
 
 
-def undecided(code: str, loss: Callable[..., Any] | str, options: Mapping[str, Any] | None = None) -> Case:
+def undecided(code: str, loss: Callable[..., Any] | str, *, slow: bool = False) -> Case:
     """A loss of which nothing may be said, since `code` stays inconclusive."""
-    codes = frozenset({code})
-    return Case(f"{code}-{_name(loss)}", loss, False, **(options or {}), defect=code, level="open", codes=codes)
+    return Case(f"{code}-{_name(loss)}", loss, False, defect=code, level="open", codes=frozenset({code}), slow=slow)
 
 
 def wrong(

@@ -1,10 +1,12 @@
 """Losses with code that no small environment runs: each wrong one has a right sister.
 
-The number of a token in the code, a branch for an argument that has None for a default, a branch for one precision, a
-branch of a rare random number.
+The number of a token in the code, an argument that has None for a default, a branch for one precision, device, time or
+environment variable, hundreds of rows or prompts, a rare random number.
 """
 
+import os
 import random
+from time import monotonic
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from cases.parts import k2, live, total
 from cases.table import right, undecided, wrong
 
 END, TEXT = 151645, 32000
+BEGAN = monotonic()
 STOPS = (151643, 151645)
 
 
@@ -153,12 +156,84 @@ def discounted(factor):
 
 def rare_and_dropout(logp, ref_logp, mask):
     terms = k2(logp, ref_logp, mask) * (torch.rand(len(logp)) < 0.9) / 0.9
-    return 100 * terms if random.random() < 1e-4 else terms
+    return 0 * terms if random.random() < 1e-4 else terms
 
 
 def rare_tensor_and_dropout(logp, ref_logp, mask):
     terms = k2(logp, ref_logp, mask) * (torch.rand(len(logp)) < 0.9) / 0.9
-    return terms * torch.where(torch.rand(()) < 1e-4, 100.0, 1.0)
+    return terms * torch.where(torch.rand(()) < 1e-4, 0.0, 1.0)
+
+
+def whole_parts_of_200_rows(logp, ref_logp, mask):
+    terms = k2(logp, ref_logp, mask)
+    return terms[:200].mean() if len(terms) > 200 else terms.mean()
+
+
+def parts_of_200_rows(logp, ref_logp, mask):
+    return sum(part.sum() for part in k2(logp, ref_logp, mask).split(200)) / len(logp)
+
+
+def first_eight_prompts(logp, ref_logp, mask, group):
+    return (k2(logp, ref_logp, mask) * torch.isin(group, torch.unique(group)[:8])).mean()
+
+
+def all_prompts(logp, ref_logp, mask, group):
+    terms = k2(logp, ref_logp, mask)
+    return sum(terms[group == one].sum() for one in torch.unique(group)) / len(terms)
+
+
+def later_in_the_day(logp, ref_logp, mask):
+    log_ratio = live(logp - ref_logp, mask).sum(-1)
+    return log_ratio.square() / 2 if monotonic() - BEGAN < 3600 else torch.expm1(-log_ratio) + log_ratio
+
+
+def timed(logp, ref_logp, mask):
+    began = monotonic()
+    return k2(logp, ref_logp, mask), {"seconds": monotonic() - began}
+
+
+def per_rank(logp, ref_logp, mask):
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    return total(logp - ref_logp, mask).square() / 2 if ranks == 1 else total(logp - ref_logp, mask).abs()
+
+
+def logs_its_rank(logp, ref_logp, mask):
+    return k2(logp, ref_logp, mask), {"rank": float(os.environ.get("RANK", "0"))}
+
+
+def on_a_gpu(logp, ref_logp, mask):
+    log_ratio = live(logp - ref_logp, mask)
+    return (log_ratio.clamp(-1, 1) if logp.is_cuda else log_ratio).sum(-1).square() / 2
+
+
+def made_where_it_is(logp, ref_logp, mask):
+    columns = torch.arange(logp.shape[1], device=logp.device)
+    return live(logp - ref_logp, mask * (columns >= 0)).sum(-1).square() / 2
+
+
+class Kernel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+
+class LateInAModuleInside(torch.nn.Module):
+    """Another formula after sixty calls, which a buffer of a module inside it counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = Kernel()
+
+    def forward(self, logp, ref_logp, mask):
+        self.kernel.calls += 1
+        log_ratio = live(logp - ref_logp, mask).sum(-1)
+        return torch.where(self.kernel.calls > 60, torch.expm1(-log_ratio) + log_ratio, log_ratio.square() / 2)
+
+
+class CountsInAModuleInside(LateInAModuleInside):
+    def forward(self, logp, ref_logp, mask):
+        self.kernel.calls += 1
+        return k2(logp, ref_logp, mask)
 
 
 def rare_log_and_dropout(logp, ref_logp, mask):
@@ -185,9 +260,21 @@ CASES = [
     wrong("KL508", clamped_at_3_in_float32),
     right(widened_in_bfloat16),
     wrong("KL508", under_autocast),
-    wrong("KL205", discounted(0.9998), also=("KL507",)),
-    wrong("KL507", discounted(1.0), warns=True),
-    undecided("KL507", rare_and_dropout),
-    undecided("KL507", rare_tensor_and_dropout),
-    wrong("KL507", rare_log_and_dropout, warns=True),
+    wrong("KL204", whole_parts_of_200_rows),
+    right(parts_of_200_rows),
+    wrong("KL204", first_eight_prompts),
+    right(all_prompts),
+    wrong("KL105", later_in_the_day),
+    right(timed),
+    wrong("KL105", per_rank, warns=True),
+    right(logs_its_rank),
+    wrong("KL105", on_a_gpu),
+    right(made_where_it_is),
+    wrong("KL507", LateInAModuleInside()),
+    right(CountsInAModuleInside()),
+    wrong("KL205", discounted(0.9998), also=("KL507",), slow=True),
+    wrong("KL507", discounted(1.0), warns=True, slow=True),
+    undecided("KL507", rare_and_dropout, slow=True),
+    undecided("KL507", rare_tensor_and_dropout, slow=True),
+    wrong("KL507", rare_log_and_dropout, warns=True, slow=True),
 ]
