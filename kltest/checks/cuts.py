@@ -93,7 +93,9 @@ def _cut_by_id(findings: Findings, ids: list[int]) -> Found | None:
     usual = _gradients(findings, batches)
     for one in ids:
         try:
-            changed = _gradients(findings, [_with_id(batch, last, one) for batch in batches], columns=[*range(last), one])
+            changed = _gradients(
+                findings, [_with_id(batch, last, one) for batch in batches], columns=[*range(last), one]
+            )
         except KltestError:  # it looks tokens up in a table of its own
             continue
         if _is_another(usual, changed, limit(findings), False):
@@ -176,7 +178,7 @@ def _batches(findings: Findings, apart: float) -> list[Rollout]:
 def _gradients(
     findings: Findings, batches: list[Rollout], name: str = "", value: float = 0.0, columns: list[int] | None = None
 ) -> np.ndarray:
-    """(N, T, 1 + V) gradients in all rows of the batches, with this value of a number, at these logits if not at all."""
+    """(N, T, 1 + V) gradients in all rows of the batches, with this value of a number, perhaps at some logits alone."""
     loss = findings.measure.experiment().loss
     if name:
         loss = loss.changed(arguments=loss.arguments.with_value(name, value))

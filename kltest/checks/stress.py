@@ -417,9 +417,9 @@ def long_instance(batch: int, seed: int, length: int = LENGTH, width: float = NA
 
 
 def ends_instance(seed: int) -> Instance:
-    """Return rollouts as long as those of trainers in which the first token decides the KL of the last; no other has any.
+    """Return rollouts as long as those of trainers, in which the first token decides the KL of the last.
 
-    After one first token policy and reference are equal, after the other they are far apart.
+    No other has any. After one first token policy and reference are equal, after the other they are far apart.
     """
     choices = (0, LONGER - 1)
     environment, rollouts, chosen = of_choices(2, LONGER, choices, name="ends")
@@ -449,8 +449,8 @@ def credited_to_the_end(findings: Findings) -> Found | None:
                 shares.append(float((found * wanted).sum() / (wanted**2).sum()))
         share, noise = float(np.mean(shares)), float(np.ptp(shares)) / 2
         words = (
-            f"In rollouts of {LONGER} tokens, {row.sampler} sampler, the first token is credited with {share:.2g} of the "
-            f"last one's log-ratio, where {noise:.1g} may be noise"
+            f"In rollouts of {LONGER} tokens, {row.sampler} sampler, the first token is credited with {share:.2g} of "
+            f"the last one's log-ratio, where {noise:.1g} may be noise"
         )
         if abs(share - 1) > UNCREDITED + 3 * noise:
             return Found(f"{words}; the gradient is right in the graded environments.")

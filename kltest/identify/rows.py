@@ -48,7 +48,7 @@ class Row(GradientRow):
 
     `identified` and `expected` use the names that are independent in that environment (on a bandit the local forms
     are the sequence-level ones). `gradients` (C, V) are the expected ones and `variances` those of the gradient of one
-    batch, one an instance; both are empty for a row that was sampled. `branch` says with other arguments which, in words.
+    batch, one an instance; both are empty for a row that was sampled. `branch` names other arguments, in words.
     """
 
     case: "Case"

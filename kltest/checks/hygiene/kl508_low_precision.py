@@ -1,7 +1,7 @@
 """KL508: half precision costs the gradient its digits.
 
-The gradient in bfloat16 and float16 is compared with that of the same loss in float64 on the same rounded inputs. Another
-formula behind a branch that asks for the precision is found without any rounding (kltest.checks.surroundings).
+The gradient in bfloat16 and float16 is compared with that of the same loss in float64 on the same rounded inputs.
+Another formula behind a branch that asks for the precision is found without rounding (kltest.checks.surroundings).
 """
 
 import math

@@ -10,8 +10,8 @@ from itertools import product
 
 import numpy as np
 
-from kltest.checks.sequences.lengths import only_one_token
 from kltest.checks.check import Found
+from kltest.checks.sequences.lengths import only_one_token
 from kltest.checks.stress import credited_to_the_end, late, right_in_long_rollouts
 from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
