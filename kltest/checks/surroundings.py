@@ -2,8 +2,8 @@
 
 A branch that asks for the precision of a tensor, for a GPU, for autocast, for the time or for an environment variable
 runs in no environment here. So the answer is pretended (kltest.loss.surroundings), and everything is computed in
-float64 on the CPU all the same: what differs is no rounding. Trainers use half precision and GPUs, and hours go by: another
-gradient there is an error. What an environment variable does is a fact about the loss: a warning.
+float64 on the CPU all the same: what differs is no rounding. Trainers use half precision and GPUs, and hours go by:
+another gradient there is an error. What an environment variable does is a fact about the loss: a warning.
 """
 
 from collections.abc import Callable

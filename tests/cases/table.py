@@ -27,9 +27,10 @@ class Case:
 
     `codes` are those of its defect; with `exactly` these and no others fail (KL8xx aside), else one of them at least,
     and none of those that would be `forbidden`, since false. `level` is error, or warning where ordinary input shows
-    nothing, or open where nobody can tell: then the codes are those that stay inconclusive. `reach` says how far out the
-    defect shows: tokens of a rollout, rows of a batch, log-ratio of a token to the reference or to the sampler (rollouts
-    of two tokens), columns beyond the longest rollout of three; empty: in small environments. `logs`: it logs a number that is a KL. `slow` ones take seconds and are graded weekly.
+    nothing, or open where nobody can tell: then the codes are those that stay inconclusive. `reach` says how far out
+    the defect shows: tokens of a rollout, rows of a batch, log-ratio of a token to the reference or to the sampler
+    (rollouts of two tokens), columns beyond the longest rollout of three; empty: in small environments. `logs`: it
+    logs a number that is a KL. `slow` ones take seconds and are graded weekly.
     """
 
     name: str

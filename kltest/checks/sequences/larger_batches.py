@@ -75,8 +75,8 @@ def _many_rows(findings: Findings, sampler: str) -> Found | None:
     if caller.reduction != "coupled":
         return None
     return Found(
-        f"The rows of smaller batches are treated apart. In a batch of {LARGEST} the gradient of a row is not its share "
-        "of what it gives alone."
+        f"The rows of smaller batches are treated apart. In a batch of {LARGEST} the gradient of a row is not its "
+        "share of what it gives alone."
     )
 
 
