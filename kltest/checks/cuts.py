@@ -9,8 +9,10 @@ unless it is a multiple, as of a coefficient with a schedule, or none.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
+import torch
 
 from kltest.checks.batches import as_array, limit, norm
 from kltest.checks.check import Found
@@ -31,6 +33,9 @@ ROWS = 12
 LATER = (0, 2, 3, 10, 101, 1024, 10_007, 1_000_000)
 # The same as shares of a run.
 LATER_SHARES = (0.0, 0.3, 0.7, 1.0)
+# Ids of tokens that are tried: numbers in the code, below the largest vocabulary that there is. Log-prob of tokens that
+# make a vocabulary so large.
+MOST_IDS, LARGEST_ID, UNLIKELY = 64, 2**19, -60.0
 # Share of the usual log-ratios at which bounds on numbers other than lengths and sizes do not act.
 NEAR = 0.1
 # The same at which bounds that begin at a later step do.
@@ -40,12 +45,12 @@ FAR = 4.0
 @shared
 def cuts(findings: Findings) -> Found | None:
     """Report the first of such numbers that changes the gradient by more than a factor where it is made small."""
-    numbers = list(_numbers(findings))
-    if not numbers or any(row.agrees is not True for row in findings.rows):
+    numbers, ids = list(_numbers(findings)), _token_ids(findings)
+    if not (numbers or ids) or any(row.agrees is not True for row in findings.rows):
         return None
     if findings.loss.instead is not None:
-        names = ", ".join(name for name, _, _ in numbers)
-        why = f"other values of {names} were not tried, since it draws random numbers"
+        names = [*(name for name, _, _ in numbers), *(["the ids of tokens"] if ids else [])]
+        why = f"other values of {listed(names)} were not tried, since it draws random numbers"
         return Found(why, "inconclusive", level=None if any(_is_step(name) for name, _, _ in numbers) else "warning")
     found: list[Found] = []
     for name, value, others in numbers:
@@ -63,7 +68,64 @@ def cuts(findings: Findings) -> Found | None:
                 break
         else:
             findings.notes.append(f"{name} is {value}; the gradient is the same at {listed(list(map(str, others)))}.")
+    if ids and (cut := _cut_by_id(findings, ids)):
+        found.append(cut)
     return min(found, key=lambda one: one.level == "warning", default=None)
+
+
+def _token_ids(findings: Findings) -> list[int]:
+    """Return numbers in the code, and in what it reads, that are ids in a vocabulary larger than those that are tried.
+
+    Each is followed by the next, on the other side of a comparison. Numbers that a parameter states are none of them.
+    """
+    if "tokens" not in findings.observed.uses:
+        return []
+    stated = {value for value in findings.loss.arguments.stated.values() if isinstance(value, int | float)}
+    vocabulary = instances("ragged", findings.seed)[0].environment.vocabulary
+    ids = sorted(one for one in findings.loss.calls.numbers() - stated if vocabulary <= one < LARGEST_ID)
+    return [each for one in ids[:MOST_IDS] for each in (one, one + 1)]
+
+
+def _cut_by_id(findings: Findings, ids: list[int]) -> Found | None:
+    """Report an id at which the gradient changes by more than a factor if the token that ends a rollout has it."""
+    batches = [batch for batch in _batches(findings, NEAR) if len(batch) < ROWS]
+    last = batches[0].peek("ref_logits").shape[-1] - 1
+    usual = _gradients(findings, batches)
+    for one in ids:
+        try:
+            changed = _gradients(
+                findings, [_with_id(batch, last, one) for batch in batches], columns=[*range(last), one]
+            )
+        except KltestError:  # it looks tokens up in a table of its own
+            continue
+        if _is_another(usual, changed, limit(findings), False):
+            lost, of = (int(each.any(axis=-1).sum()) for each in (usual, changed))
+            what = f"{lost - of} of {lost} tokens have no gradient" if of < lost else "the gradient is another one"
+            return Found(
+                f"It depends on the ids of tokens, beyond the vocabularies that are tried here: where {one}, a number "
+                f"in its code, is the id of the token that ends a rollout, {what}, in batches of {ROWS // 3} rollouts.",
+                level="warning",
+            )
+    tried = listed(list(map(str, dict.fromkeys(ids[::2]))))
+    findings.notes.append(f"The gradient is the same where the token that ends a rollout has the id {tried}.")
+    return None
+
+
+def _with_id(batch: Rollout, token: int, one: int) -> Rollout:
+    """Return a batch in a vocabulary that has the id, in which one token has it; other tokens that are new have none.
+
+    Log-probs of next tokens are made so long only if the loss reads them.
+    """
+
+    def wide(name: str) -> torch.Tensor:
+        narrow = batch.peek(name).detach()
+        logits = torch.full((*narrow.shape[:-1], one + 1), UNLIKELY, dtype=narrow.dtype)
+        logits[..., :token], logits[..., one] = narrow[..., :token], narrow[..., token]
+        return logits
+
+    tokens = batch.peek("tokens")
+    fields = {name: partial(wide, name) for name in ("logits", "ref_logits", "old_logits")}
+    return batch.replace(tokens=torch.where(tokens == token, one, tokens), **fields)
 
 
 def _is_another(usual: np.ndarray, changed: np.ndarray, limit: float, scheduled: bool) -> bool:
@@ -78,16 +140,18 @@ def _is_step(name: str) -> bool:
     return name.split(".")[-1] in STEPS
 
 
-def _numbers(findings: Findings) -> Iterator[tuple[str, float, tuple[float, ...]]]:
+def _numbers(findings: Findings) -> Iterator[tuple[str, float | None, tuple[float, ...]]]:
     """Yield names of numbers that are beyond what is tried, with their values and others to try."""
     vocabulary = instances("ragged", findings.seed)[0].environment.vocabulary
     for name, value in findings.loss.arguments.stated.items():
         if name.split(".")[-1] in SUPPORT_SIZES:  # a head of the vocabulary, which KL701 is about
             continue
+        if value is None and _is_step(name):  # trainers pass it
+            yield name, None, _later(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             continue
         if _is_step(name):
-            yield name, value, LATER if STEPS[name.split(".")[-1]] == 1 else LATER_SHARES
+            yield name, value, _later(name)
         elif says_token_id(name):
             if "tokens" in findings.observed.uses and value not in range(vocabulary):
                 yield name, value, (vocabulary - 1,)
@@ -111,20 +175,31 @@ def _batches(findings: Findings, apart: float) -> list[Rollout]:
     return [rollout.take(some) for some in (rows, rows[: ROWS // 3], rows[-ROWS // 3 :])]
 
 
-def _gradients(findings: Findings, batches: list[Rollout], name: str = "", value: float = 0.0) -> np.ndarray:
-    """(N, T, 1 + V) gradients in all rows of the batches, with this value of a number."""
+def _gradients(
+    findings: Findings, batches: list[Rollout], name: str = "", value: float = 0.0, columns: list[int] | None = None
+) -> np.ndarray:
+    """(N, T, 1 + V) gradients in all rows of the batches, with this value of a number, perhaps at some logits alone."""
     loss = findings.measure.experiment().loss
     if name:
         loss = loss.changed(arguments=loss.arguments.with_value(name, value))
-    found = [as_array(differentiate(loss, batch.replace(), live_positions(batch)), batch) for batch in batches]
+    found = []
+    for batch in batches:
+        own = batch.replace()
+        gradients = differentiate(loss, own, live_positions(batch))
+        joint = as_array(gradients, own)
+        found.append(joint if columns is None else joint[..., [0, *(1 + column for column in columns)]])
     return np.concatenate(found)
 
 
-def _other_step(name: str, step: float, other: float) -> Found:
+def _later(name: str) -> tuple[float, ...]:
+    return LATER if STEPS[name.split(".")[-1]] == 1 else LATER_SHARES
+
+
+def _other_step(name: str, step: float | None, other: float) -> Found:
     return Found(f"Where {name} is {other}, the gradient of some rollouts is no multiple of that where it is {step}.")
 
 
-def _cut(name: str, value: float, other: float, usual: np.ndarray, changed: np.ndarray) -> Found:
+def _cut(name: str, value: float | None, other: float, usual: np.ndarray, changed: np.ndarray) -> Found:
     before, after = (each.any(axis=-1) for each in (usual, changed))
     lost = int((before & ~after).sum())
     does = "cuts at" if lost else "depends on"

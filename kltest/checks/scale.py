@@ -23,8 +23,9 @@ from kltest.truth import gradient as named
 
 # One token, three, and up to three.
 LENGTHS = ("bandit", "sequence", "ragged")
-# Padded columns that are added to a batch: a few, and as many as make it 64 wide, or fewer if the loss refuses that.
-COLUMNS = ((3, 2, 1), (61, 29, 13))
+# Padded columns that are added to a batch: a few, and as many as make it 64 wide, or fewer if the loss refuses that;
+# then as many as make it 128 wide.
+COLUMNS = ((3, 2, 1), (61, 29, 13), (125,))
 
 
 def agree_up_to_scale(findings: Findings) -> None:

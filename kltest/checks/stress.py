@@ -76,6 +76,8 @@ SMALL, ALIKE = 1e-3, 0.1
 ROUGHLY = 0.5
 # Standard errors beyond what is allowed at which a mean over draws is off.
 SURE = 5.0
+# Share of a credit that may be missing beside noise, of which a mean over draws leaves a fiftieth.
+UNCREDITED = 0.07
 
 Setting = tuple[float, ...]
 
@@ -412,6 +414,49 @@ def long_instance(batch: int, seed: int, length: int = LENGTH, width: float = NA
                 -1,
             )
     return with_ties(OfSome(environment, *map(table, (base, reference, sampler)), some=rollouts), seed)
+
+
+def ends_instance(seed: int) -> Instance:
+    """Return rollouts as long as those of trainers, in which the first token decides the KL of the last.
+
+    No other has any. After one first token policy and reference are equal, after the other they are far apart.
+    """
+    choices = (0, LONGER - 1)
+    environment, rollouts, chosen = of_choices(2, LONGER, choices, name="ends")
+    base = np.where(chosen[:, None], 0.0, (CERTAIN, 0.0))
+    reference = base.copy()
+    reference[rollouts.contexts[rollouts.tokens[:, 0] == 1, -1]] = (WIDE, -WIDE)
+    return with_ties(OfSome(environment, *map(table, (base, reference, base)), some=rollouts), seed)
+
+
+def credited_to_the_end(findings: Findings) -> Found | None:
+    """Report the share of the last token's log-ratio that the first of a thousand is credited with, beside noise.
+
+    A discount so near to 1 moves the whole gradient by less than noise hides. KltestError if it hides this share too.
+    """
+    if findings.observed.dtype != AVERAGED:
+        return None
+    instance = ends_instance(findings.seed)
+    first = np.unique(instance.paths.contexts[:, 0])
+    for row in _long_rows(findings):
+        if row.batch > 1:
+            raise KltestError("a discount close to 1 is not seen in batches of coupled rows, beside random numbers")
+        wanted = target(findings.expect, instance, row.sampler)[first]
+        shares = []
+        for measure in (findings.measure, findings.measure.again):
+            if measure is not None:
+                found = measure.gradient_of(measure.loss, instance, row.sampler)[first]
+                shares.append(float((found * wanted).sum() / (wanted**2).sum()))
+        share, noise = float(np.mean(shares)), float(np.ptp(shares)) / 2
+        words = (
+            f"In rollouts of {LONGER} tokens, {row.sampler} sampler, the first token is credited with {share:.2g} of "
+            f"the last one's log-ratio, where {noise:.1g} may be noise"
+        )
+        if abs(share - 1) > UNCREDITED + 3 * noise:
+            return Found(f"{words}; the gradient is right in the graded environments.")
+        if max(abs(share - 1), noise) > UNCREDITED:
+            raise KltestError(words)
+    return None
 
 
 def late(findings: Findings, code: str) -> Found | None:

@@ -1,4 +1,4 @@
-"""The other branches of a loss, which it takes without fields that have None for a default."""
+"""The other branches of a loss: without fields that have None for a default, and with numbers that have."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,32 +10,49 @@ from kltest.identify.findings import Findings, Row
 from kltest.identify.graded import fields_used
 from kltest.identify.instances import instances
 from kltest.identify.measure import Measure
+from kltest.loss.calling import Loss
+from kltest.loss.derived import DERIVED
 from kltest.report import Status
 from kltest.rollout import SAMPLER_FIELDS
 
 
-def without_optional_fields(findings: Findings, options: Options) -> Iterator[Row]:
-    """Yield rows of the loss without what it can do without: each such field in place of None, then all of them.
+def other_branches(findings: Findings, options: Options) -> Iterator[Row]:
+    """Yield rows of the loss with other arguments: None for a field that it can do without, one by one and all of
+    them, and what trainers pass for a parameter that is None by default.
 
     What the checks find further out there stands in `Findings.beyond`. A branch that fails is not judged, and it is
     noted.
     """
-    names = findings.loss.optional
-    if not names or any(row.agrees is not True for row in findings.rows):
+    optional, derivable = findings.loss.optional, findings.loss.derivable
+    if any(row.agrees is not True for row in findings.rows):
         return
-    for left_out in (*((name,) for name in names), *([names] if len(names) > 1 else [])):
-        branch, words = _branch(findings, left_out, options), " and ".join(left_out)
-        try:
-            for row in _rows(findings, branch, left_out):
-                branch.rows.append(replace(row, without=words))
-                yield branch.rows[-1]
-        except KltestError as error:
-            findings.notes.append(f"Without {words} it cannot be graded: {str(error).splitlines()[0]}")
-            continue
-        for code, status, sentence in _further(findings, branch, left_out, options):
-            if findings.beyond.get(code, ("inconclusive",))[0] == "inconclusive":
-                findings.beyond[code] = status, f"Without {words}: {sentence}"
-        findings.notes.append(f"It was graded without {words} as well, which has None for a default.")
+    for left_out in (*((name,) for name in optional), *([optional] if len(optional) > 1 else [])):
+        words = f"without {' and '.join(left_out)}"
+        note = f"It was graded {words} as well, which has None for a default."
+        yield from _graded(findings, _without(findings, left_out, options), left_out, words, note, options)
+    for name in derivable:
+        words = f"with {name}"
+        note = f"It was graded {words}, {DERIVED[name][0]}, as well as with None, its default."
+        branch = _branch(findings, findings.loss.with_derived((name,)), findings.samplers, options)
+        yield from _graded(findings, branch, (), words, note, options)
+
+
+def _graded(
+    findings: Findings, branch: Findings, left_out: tuple[str, ...], words: str, note: str, options: Options
+) -> Iterator[Row]:
+    """Yield the rows of a branch, and record what the checks find further out."""
+    begins = words[0].upper() + words[1:]
+    try:
+        for row in _rows(findings, branch, left_out):
+            branch.rows.append(replace(row, branch=words))
+            yield branch.rows[-1]
+    except KltestError as error:
+        findings.notes.append(f"{begins} it cannot be graded: {str(error).splitlines()[0]}")
+        return
+    for code, status, sentence in _further(findings, branch, left_out, options):
+        if findings.beyond.get(code, ("inconclusive",))[0] == "inconclusive":
+            findings.beyond[code] = status, f"{begins}: {sentence}"
+    findings.notes.append(note)
 
 
 def _further(
@@ -56,13 +73,15 @@ def _is_mask(findings: Findings, left_out: tuple[str, ...]) -> bool:
     return any(findings.loss.fields[name] == "mask" for name in left_out)
 
 
-def _branch(findings: Findings, left_out: tuple[str, ...], options: Options) -> Findings:
+def _without(findings: Findings, left_out: tuple[str, ...], options: Options) -> Findings:
     """Return findings without rows of the loss without some fields; without the sampler's it is the policy."""
-    loss = findings.loss.without(left_out)
-    uses = fields_used(loss, options.seed)
     on_policy = any(findings.loss.fields[name] in SAMPLER_FIELDS for name in left_out)
     samplers = ("current",) if on_policy else findings.samplers
-    known = findings.measure
+    return _branch(findings, findings.loss.without(left_out), samplers, options)
+
+
+def _branch(findings: Findings, loss: Loss, samplers: tuple[str, ...], options: Options) -> Findings:
+    known, uses = findings.measure, fields_used(loss, options.seed)
     measure = Measure(loss, known.declared, uses, seed=options.seed, sizes=known.sizes, sampling=known.sampling)
     return Findings(findings.expect, findings.placement, findings.environments, samplers, measure)
 

@@ -16,7 +16,7 @@ from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
 from kltest.environments.samplers import TRUNCATED
 from kltest.errors import TargetError, UsageError
-from kltest.grading.branches import without_optional_fields
+from kltest.grading.branches import other_branches
 from kltest.grading.forms import switch
 from kltest.grading.isolated import TimeIsUp, time_limit
 from kltest.grading.options import OPTIONS, RENAMED, Options, checked, documented, without_effect
@@ -227,7 +227,7 @@ class Grading:
             assert findings is not None
             agree_up_to_scale(findings)
             self.scaled = True
-            for row in without_optional_fields(findings, options) if options.part == "kl" else ():
+            for row in other_branches(findings, options) if options.part == "kl" else ():
                 findings.others.append(row)
                 yield False
             for result in run_checks(findings, codes, options):

@@ -34,7 +34,7 @@ FURTHER = frozenset(f"KL{number}" for number in (105, 203, 204, 205, 206, 207, 2
 OF_PADDING = frozenset(("KL207", "KL501"))
 # The nearer to a refutation, the later.
 STATUSES: tuple[Status, ...] = ("skip", "pass", "inconclusive", "fail")
-OF_THE_NOISE = frozenset(("KL508", "KL801", "KL802"))
+OF_THE_NOISE = frozenset(("KL801", "KL802"))
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _made(check: Check, findings: Findings) -> Found | None:
         if findings.noisy and check.code in ON_AVERAGE:
             return check.examine(findings.on_average())
         if findings.observed.draws and check.code in OF_THE_NOISE:
-            why = "it draws random numbers (KL507), and others in batches of another shape or precision"
+            why = "it draws random numbers (KL507), and others in batches of another shape"
             return Found(why, "inconclusive", level="warning")
         return check.examine(findings)
     except KltestError as error:

@@ -48,11 +48,11 @@ class Row(GradientRow):
 
     `identified` and `expected` use the names that are independent in that environment (on a bandit the local forms
     are the sequence-level ones). `gradients` (C, V) are the expected ones and `variances` those of the gradient of one
-    batch, one an instance; both are empty for a row that was sampled.
+    batch, one an instance; both are empty for a row that was sampled. `branch` names other arguments, in words.
     """
 
     case: "Case"
-    without: str = ""
+    branch: str = ""
     gradients: tuple[np.ndarray, ...] = field(default=(), compare=False, repr=False)
     variances: tuple[float, ...] = ()
     reported: Reported | None = None
@@ -76,8 +76,8 @@ class Row(GradientRow):
     def where(self) -> str:
         """The row's name in messages."""
         batches = f", batches of {self.batch}" if self.batch > 1 else ""
-        left_out = f", without {self.without}" if self.without else ""
-        return f"{self.environment} ({self.sampler}{batches}{left_out})"
+        branch = f", {self.branch}" if self.branch else ""
+        return f"{self.environment} ({self.sampler}{batches}{branch})"
 
     @property
     def entropy(self) -> float:

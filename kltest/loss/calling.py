@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from kltest.estimators.spec import Credit, Place, Spec
 from kltest.loss.arguments import FieldOf, SupportOf
 from kltest.loss.building import ObjectOf
 from kltest.loss.callables import described, name_of, source_file
+from kltest.loss.derived import DERIVED, Derived
 from kltest.loss.filling import Arguments, fill, fixed_beta
 from kltest.loss.frames import describe, failure
 from kltest.loss.global_state import eagerly, preserved, repeatable_generators, settings_preserved, unusual_input
@@ -190,6 +191,23 @@ class Loss:
         """Return the same loss with the defaults of these parameters; its calls count with it."""
         return self.changed(arguments=self.arguments.without(names), record=Record())
 
+    @property
+    def derivable(self) -> tuple[str, ...]:
+        """The parameters that keep None, though trainers pass a number for them that is made of the fields."""
+        arguments = self.arguments
+        return tuple(
+            one.name
+            for one in arguments.parameters
+            if one.default is None and one.name in DERIVED and one.name not in arguments.fillings
+        )
+
+    def with_derived(self, names: Collection[str]) -> "Loss":
+        """Return the same loss with what trainers pass for these parameters."""
+        arguments = self.arguments
+        for name in names:
+            arguments = arguments.with_value(name, Derived(name))
+        return self.changed(arguments=arguments, record=Record())
+
     def with_support(self, k: int) -> "Loss":
         """Return the same loss with supports of k tokens."""
         return self.changed(arguments=self.arguments.with_support(k), record=Record())
@@ -225,6 +243,18 @@ class Loss:
         same = replace(record.form or INPUT_FORMS[0], floats=floats)
         forms = (same, replace(same, bool_mask=not same.bool_mask))
         return self.changed(exploring=True, forms=forms, record=replace(record, form=None, traced=None))
+
+    def within(self, surroundings: Callable[[], AbstractContextManager[object]]) -> "Loss":
+        """Return the same loss, whose calls run inside a context each; one for JAX is left as it is."""
+        if isinstance(self.function, JaxLoss):
+            return self
+        function = self.function
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with surroundings():
+                return function(*args, **kwargs)
+
+        return self.changed(function=inside)
 
     def at(self, beta: float) -> "Loss":
         """Return the part of the same loss that another β adds."""

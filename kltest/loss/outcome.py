@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kltest.estimators.spec import Credit, Placement
-from kltest.loss.state import NUMPY, Place, State, generators_of, places_of
+from kltest.loss.state import NUMPY, Place, State, generators_of, numbers_of, places_of
 
 Returned = Literal["scalar", "rows", "tokens"]
 
@@ -43,11 +43,13 @@ class Calls:
     `count` of them returned or raised, in `seconds` together, the longest in `longest`; backward passes through what
     they returned took `backward` seconds; `interrupted` is how long the last one had run when the time was over, 0 if
     none was under way. `state` is what the places where the loss may keep something between calls held before the
-    first, random generators aside; `find` lists the `generators` that it may draw from. What is `held` is made again as
+    first, random generators aside; `find` lists the `generators` that it may draw from,
+    and `numbers` the whole numbers in its code and in what that reads. What is `held` is made again as
     it was before each call.
     """
 
     find: Callable[[], list[Place]]
+    numbers: Callable[[], set[int]]
     state: State
     generators: list[Place]
     held: tuple[State, ...] = ()
@@ -61,8 +63,8 @@ class Calls:
     @classmethod
     def of(cls, function: Any, objects: Mapping[str, Any]) -> "Calls":
         """Return the calls of a loss before the first; `objects` are given to it in each, by name."""
-        find = partial(generators_of, function, objects)
-        return cls(find, State(one for one in places_of(function, objects) if not one.drawn), find())
+        find, numbers = partial(generators_of, function, objects), partial(numbers_of, function, objects)
+        return cls(find, numbers, State(one for one in places_of(function, objects) if not one.drawn), find())
 
     def draws(self) -> State:
         """Return where all random generators stand that a call may draw from, those made by earlier calls included."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from kltest.loss.callables import without_partials
 from kltest.loss.reach import MISSING, cells, is_own, packages_named, reached, values_read
 
 # Entries of a container, and elements of a tensor, that are copied at most; objects inside objects that are looked at.
-MOST, DEEPEST = 10_000, 4
+MOST, DEEPEST = 10_000, 6
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
     itself = getattr(bare, "__self__", None if isinstance(bare, FunctionType) else bare)
     for name, value in {"self": itself, **objects}.items():
         yield from _inside(name, value, seen)
-    for one in reached(function, _of_its_project):
+    for one in functions_of(function):
         yield from _inside(f"attributes of {one.__name__}", vars(one), seen)
         yield from _inside("a default of a parameter", [one.__defaults__, one.__kwdefaults__], seen)
         closed, read = cells(one), values_read(one)
@@ -155,6 +155,40 @@ def places_of(function: Any, objects: Mapping[str, Any]) -> Iterator[Place]:
             else:
                 continue
             yield from _inside(label, value, seen)
+
+
+def functions_of(function: Any) -> Iterator[FunctionType]:
+    """Yield the functions that run when a loss is called: its own and those of its project that it calls."""
+    return reached(function, _of_its_project)
+
+
+def numbers_of(function: Any, objects: Mapping[str, Any]) -> set[int]:
+    """Return the whole numbers in the code of a function and of its project's, and in what they read.
+
+    Those of tensors, containers and objects are among them.
+    """
+    values = [place.get() for place in places_of(function, objects) if not place.drawn]
+    values += [one.__code__ for one in functions_of(function)]
+    found: set[int] = set()
+    for value in values:
+        found |= set(_whole_numbers(value, DEEPEST))
+    return found
+
+
+def _whole_numbers(value: Any, deep: int) -> Iterator[int]:
+    if not deep or _size(value) > MOST:
+        return
+    if isinstance(value, torch.Tensor | np.ndarray):
+        value = value.reshape(-1).tolist()
+    if isinstance(value, CodeType):
+        value = value.co_consts
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        for each in value:
+            yield from _whole_numbers(each, deep if isinstance(each, CodeType) else deep - 1)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1:
+        yield int(value)
 
 
 def _of_its_project(value: Any, function: FunctionType) -> bool:
@@ -180,13 +214,13 @@ def _inside(name: str, value: Any, seen: dict[int, Any], deep: int = DEEPEST) ->
             yield from _inside(attributes, each, seen, deep - 1)
     elif hasattr(value, "__dict__") and not isinstance(value, FunctionType | ModuleType):
         attributes = f"attributes of {name.removeprefix('attributes of ')}"
-        yield from _inside(attributes, vars(value), seen, deep)
+        yield from _inside(attributes, vars(value), seen, deep - 1)
         for kind in type(value).__mro__:
             if kind.__module__.partition(".")[0] not in ("builtins", "torch", "typing", "abc"):
                 yield from _inside(attributes, kind, seen, deep)
     if isinstance(value, dict | list | tuple | deque):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _inside(name, each, seen, deep - 1)
+            yield from _inside(name, each, seen, deep)
 
 
 def _size(value: Any) -> int:

@@ -17,6 +17,8 @@ from kltest.report import Report
 
 FOLDER = Path(__file__).parent
 KL_VALUES = {"kl", "kl_per_token", "mean_of_token_means"}
+# Verdicts by the level of what is wrong; a warning leaves a loss confirmed, as it is if nothing is wrong.
+VERDICTS = {"error": "refuted", "open": "inconclusive"}
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,11 @@ class Case:
 
     `codes` are those of its defect; with `exactly` these and no others fail (KL8xx aside), else one of them at least,
     and none of those that would be `forbidden`, since false. `level` is error, or warning where ordinary input shows
-    nothing. `reach` says how far out the defect shows: tokens of a rollout, rows of a batch, log-ratio of a token to
-    the reference or to the sampler (rollouts of two tokens), columns beyond the longest rollout of three; empty: in
-    small environments. `logs`: it logs a number that is a KL. `slow` ones take seconds and are graded weekly; of the
-    others `pushed` ones are graded on every push.
+    nothing, or open where nobody can tell: then the codes are those that stay inconclusive. `reach` says how far out
+    the defect shows: tokens of a rollout, rows of a batch, log-ratio of a token to the reference or to the sampler
+    (rollouts of two tokens), columns beyond the longest rollout of three; empty: in small environments. `logs`: it
+    logs a number that is a KL. `slow` ones take seconds and are graded weekly; of
+    the others `pushed` ones are graded on every push.
     """
 
     name: str
@@ -75,7 +78,8 @@ class Case:
     def faults(self, report: Report) -> list[str]:
         """Return in what a report is not as this row says."""
         failed = {check.code for check in report.failed}
-        wanted = "refuted" if not self.right and self.level == "error" else "confirmed"
+        unsure = {check.code for check in report.checks if check.status == "inconclusive"}
+        wanted = VERDICTS.get(self.level, "confirmed")
         found = [] if report.verdict == wanted else [f"is to be {wanted}, is {report.verdict} {report.error}"]
         if self.exactly:
             noise = {code for code in failed if code.startswith("KL8")} - self.codes
@@ -83,7 +87,7 @@ class Case:
             allowed = noise | ({"KL206"} if self.right else set())
             if not self.codes <= failed <= self.codes | allowed:
                 found.append(f"fails {sorted(failed - noise)}, not {sorted(self.codes)}")
-        elif not self.right and not self.codes & failed:
+        elif not self.right and not self.codes & (unsure if self.level == "open" else failed):
             found.append(f"one of {', '.join(sorted(self.codes))} is to fail ({self.defect})")
         if false := sorted(self.forbidden & failed):
             found.append(f"{', '.join(false)} would be false of it")
@@ -93,6 +97,11 @@ class Case:
             if not {row.matches for row in report.value if row.sampler == "current"} <= KL_VALUES:
                 found.append("what it logs is called no KL")
         return found
+
+
+def undecided(code: str, loss: Callable[..., Any] | str, *, slow: bool = False) -> Case:
+    """A loss of which nothing may be said, since `code` stays inconclusive."""
+    return Case(f"{code}-{_name(loss)}", loss, False, defect=code, level="open", codes=frozenset({code}), slow=slow)
 
 
 def wrong(

@@ -11,6 +11,7 @@ from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.sequences.lengths import of_lengths_alone
 from kltest.checks.stress import late, wrong
+from kltest.checks.surroundings import elsewhere
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, when_current
 from kltest.moments.tolerances import Tolerances
@@ -62,7 +63,7 @@ def _places(rows: Sequence[Row]) -> str:
     for row in rows:
         how = [row.sampler] if row.sampler != "current" else []
         how += [f"batches of {row.batch}"] if row.batch > 1 else []
-        how += [f"without {row.without}"] if row.without else []
+        how += [row.branch] if row.branch else []
         found.setdefault(", ".join(how), []).append(row.environment)
     return ", ".join(listed(list(dict.fromkeys(names))) + f" ({how})" * bool(how) for how, names in found.items())
 
@@ -90,7 +91,8 @@ def examine(findings: Findings) -> Found | None:
             failure = failure or error
     if failure:
         raise failure
-    return cuts(findings)
+    found = [one for one in (cuts(findings), elsewhere(findings)) if one]
+    return min(found, key=lambda one: one.level == "warning", default=None)
 
 
 def _found(findings: Findings, name: str) -> Found | None:

@@ -13,9 +13,10 @@ from kltest.checks.check import Found
 from kltest.checks.demonstrations import Demonstration, Losses, of_calls
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
+from kltest.loss.chances import Chances
 from kltest.loss.global_state import preserved
 from kltest.loss.state import State
-from kltest.moments.differentiate import CallResult
+from kltest.moments.differentiate import CallResult, LossExperiment
 from kltest.moments.tolerances import TOLERANCES
 
 # Calls of one batch; a coefficient that is adapted every tenth call or so shows as well.
@@ -43,6 +44,8 @@ def examine(findings: Findings) -> Found | None:
     if observed.nondeterministic:
         if observed.unrepeatable:
             return Found(f"{observed.nondeterministic}.", level="error")
+        if observed.draws and (rare := _never_seen(findings)):
+            return rare
         same = ", and follows the same expected gradient after other calls" if observed.keeps_state else ""
         sampled = " Its expected gradient was judged by sampling." if observed.draws else ""
         return Found(f"{observed.nondeterministic}{same}.{sampled}", level="warning")
@@ -60,6 +63,8 @@ def examine(findings: Findings) -> Found | None:
             return Found(words + (f" It keeps state in {' and '.join(kept[:3])}." if kept else ""))
         random = bool(_changes(findings, of_value=False, calls=made))
     calls.held = (*calls.held, draws)
+    if rare := _never_seen(findings):
+        return rare
     words += " It draws random numbers"
     if random:
         observed.nondeterministic = words
@@ -78,6 +83,35 @@ def _rare(findings: Findings, draws: State) -> Found | None:
     return Found(why, "inconclusive", level="error")
 
 
+def _never_seen(findings: Findings) -> Found | None:
+    """Say that a comparison of a random number came out one way in many calls, if the gradient differs on the other.
+
+    What so rare a number does is in no mean over draws.
+    """
+    loss, batch, chances = findings.loss.for_experiments(), usual_batch(findings), Chances()
+    watched = LossExperiment(loss.within(partial(chances.watched, loss.function)))
+    with preserved(), suppress(KltestError):
+        held = loss.calls.draws()
+        with loss.calls.holding():
+            for _ in range(MANY):
+                usual = watched.call(batch.replace())
+                if not chances.one_sided:
+                    return None
+        allowed = TOLERANCES[usual.outcome.dtype].groups
+        for site in chances.one_sided:
+            found = []
+            for chances.turned in (None, site):
+                with loss.calls.holding(held):
+                    found.append(watched.call(batch.replace()))
+            if difference(*found, partial(_near, allowed), of_value=False):
+                why = (
+                    f"a comparison of a random number in {site[0].co_name} came out one way in {MANY} calls: where it "
+                    "comes out the other way the gradient is another one, and how often that is was not seen"
+                )
+                return Found(why, "inconclusive", level="error")
+    return None
+
+
 def _cancels(findings: Findings) -> bool:
     """Return True if what is returned differs from call to call, though its KL part does not."""
     loss, batch = findings.loss.for_experiments(), usual_batch(findings)
@@ -91,13 +125,14 @@ def _changes(findings: Findings, *, of_value: bool = True, calls: int = CALLS) -
     first = experiment.call(batch.replace())
     allowed = TOLERANCES[first.outcome.dtype].repeated
 
-    def same(one: Tensor, other: Tensor) -> bool:
-        return bool((one - other).abs().max() <= allowed * one.abs().max())
-
     for call in range(2, calls + 1):
-        if words := difference(first, experiment.call(batch.replace()), same, of_value=of_value):
+        if words := difference(first, experiment.call(batch.replace()), partial(_near, allowed), of_value=of_value):
             return f"The same batch of {len(batch)} rollouts is called again, and in call {call} {words}."
     return ""
+
+
+def _near(allowed: float, one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() <= allowed * one.abs().max())
 
 
 def difference(before: CallResult, after: CallResult, same: Same, *, of_value: bool = True) -> str:

@@ -1,6 +1,7 @@
 """KL508: half precision costs the gradient its digits.
 
 The gradient in bfloat16 and float16 is compared with that of the same loss in float64 on the same rounded inputs.
+Another formula behind a branch that asks for the precision is found without rounding (kltest.checks.surroundings).
 """
 
 import math
@@ -13,6 +14,7 @@ from torch import Tensor
 from kltest.checks.batches import LOG_PROBS, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
+from kltest.checks.surroundings import precisions
 from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings
@@ -34,10 +36,15 @@ moot = not_comparable
 
 def examine(findings: Findings) -> Found | None:
     """Half precision inside although float64 was passed, or what lower precision of the inputs does to the gradient."""
+    if findings.observed.draws:
+        why = "it draws random numbers (KL507), and others in batches of another precision"
+        return precisions(findings) or Found(why, "inconclusive", level="warning")
     off = _off_in_float32(findings)
     if off > SEEN:
         words = f"In float32 the expected gradient is off by {off:.2g} of it."
         return Found(words, level="error" if off > MUCH else "warning")
+    if another := precisions(findings):
+        return another
     dtype = findings.observed.dtype
     if dtype in NARROW:
         return Found(

@@ -1,12 +1,19 @@
 """KL512: what is taken as logits has to be normalised."""
 
+from dataclasses import replace
+
 import torch
 
 from kltest.checks.batches import apart, as_array, limit, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Demonstration, Losses
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
-from kltest.identify.findings import Findings
+from kltest.identify.case import relative_bias, size, target
+from kltest.identify.findings import Findings, Row
+from kltest.loss.outcome import Outcome
+from kltest.moments.differentiate import leaf_gradients
+from kltest.moments.tolerances import TOLERANCES
+from kltest.rollout import Rollout
 
 FIELDS = frozenset({"logits", "ref_logits", "old_logits"})
 
@@ -21,18 +28,54 @@ def _fields(findings: Findings) -> list[str]:
 
 
 def examine(findings: Findings) -> Found | None:
-    """Add a constant to all logits of a position, another one for each position and policy; rows share prefixes."""
+    """Add a constant to all logits of a position, another one for each prefix and policy.
+
+    It may move the gradient of single rollouts: what their prefix fixes is a baseline. The expected gradient counts.
+    """
     batch = usual_batch(findings)
-    shape, generator = (1, batch.peek("mask").shape[1], 1), torch.Generator().manual_seed(findings.seed)
-    shifted = {
-        name: batch.peek(name).detach() + torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name in _fields(findings)
-    }
-    before, after = (as_array(findings.measure.differentiate(one), batch) for one in (batch, batch.replace(**shifted)))
+    before, after = (as_array(findings.measure.differentiate(one), batch) for one in (batch, _shifted(findings, batch)))
     off = apart(after, before)
     if off <= limit(findings):
         return None
-    return Found(f"With a constant added to all logits of a position the gradient differs by {off:.2g} of its size.")
+    words = "With a constant added to all logits of a position, another one for each prefix,"
+    rows = [row for row in findings.rows if row.agrees is True]
+    if len(rows) < len(findings.rows) or any(row.batch > 1 or row.method == "sampled" for row in rows):
+        return Found(f"{words} the gradient of a batch differs by {off:.2g} of its size.")
+    moved = max(_moved(findings, row) for row in rows)
+    if moved <= TOLERANCES[findings.observed.dtype].gradient:
+        return None
+    return Found(f"{words} the expected gradient is off by {moved:.2g} of the declared one.")
+
+
+def _moved(findings: Findings, row: Row) -> float:
+    """Relative bias of the expected gradient with such constants, on the first instance of a row."""
+    instance, loss = row.case.instances[0], findings.measure.experiment().loss
+
+    def call(rollout: Rollout) -> Outcome:
+        shifted = _shifted(findings, rollout)
+        outcome = loss(shifted)
+        rollout.accessed |= shifted.accessed
+        towards = leaf_gradients(loss, outcome.objective, shifted)
+        # Its value is that of the shifted batch, its gradient too.
+        leaves = {name: rollout.peek(name) for name in towards}
+        added = [((leaf - leaf.detach()) * towards[name]).sum() for name, leaf in leaves.items()]
+        return replace(outcome, objective=outcome.objective.detach() + sum(added), rows=None, returned="scalar")
+
+    found = findings.measure.gradient_of(loss.changed(instead=call), instance, row.sampler)
+    return relative_bias(found, target(findings.expect, instance, row.sampler), size(instance))
+
+
+def _shifted(findings: Findings, batch: Rollout) -> Rollout:
+    """Return a batch with a constant added to the logits of each prefix, the same for all rows that begin with it."""
+    generator = torch.Generator().manual_seed(findings.seed)
+    tokens, vocabulary = batch.peek("tokens"), batch.peek("ref_logits").shape[-1]
+    shifted = {}
+    for name in _fields(findings):
+        each = torch.randn((1 + tokens.shape[1], vocabulary), generator=generator, dtype=torch.float64)
+        before = torch.cat([torch.zeros_like(tokens[:, :1]), tokens[:, :-1]], dim=1)
+        added = each[torch.arange(tokens.shape[1]), before].cumsum(dim=1)
+        shifted[name] = batch.peek(name).detach() + added[..., None]
+    return batch.replace(**shifted)
 
 
 def of_raw_logits(logits, ref_logits, mask):

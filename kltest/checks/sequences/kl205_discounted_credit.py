@@ -5,13 +5,14 @@ the measured gradient with these parts on all instances of an environment, and t
 discount from the start.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
 
+from kltest.checks.check import Found
 from kltest.checks.sequences.lengths import only_one_token
-from kltest.checks.stress import late
+from kltest.checks.stress import credited_to_the_end, late, right_in_long_rollouts
 from kltest.identify.case import Case
 from kltest.identify.findings import Findings, Row
 from kltest.identify.identification import solve
@@ -33,8 +34,10 @@ def moot(findings: Findings) -> str | None:
     return only_one_token(findings)
 
 
-# A discount or a window that begins farther away than the graded rollouts are long.
-examine = partial(late, code="KL205")
+def examine(findings: Findings) -> Found | None:
+    """A discount or a window that begins farther away than the graded rollouts are long."""
+    found = late(findings, "KL205")
+    return credited_to_the_end(findings) if found is None and right_in_long_rollouts(findings) else found
 
 
 def explains(row: Row, findings: Findings) -> str | None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import torch
 
 from kltest.checks.batches import GroupFixture, apart, as_array, limit, norm
 from kltest.checks.check import Found
@@ -24,6 +25,8 @@ from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 64)
+# The largest, for rows that are apart: as many as are trained on at once. Means over draws would take long there.
+LARGEST = 256
 # Rows of the batch whose rollouts are as long as those of trainers, and of the largest batch of groups.
 MANY = 32
 # Sizes of one group. Trainers have 4 to 16 rollouts of a prompt, and fewer where some fail.
@@ -52,7 +55,29 @@ def examine_larger(findings: Findings) -> Found | None:
         if found.level != "warning":
             return found
         noisy = noisy or found
-    return noisy or _long_and_far(findings, row.sampler)
+    return noisy or _many_rows(findings, row.sampler) or _long_and_far(findings, row.sampler)
+
+
+def _many_rows(findings: Findings, sampler: str) -> Found | None:
+    """Put as many rollouts as are trained on at once into one batch, each of a prompt of its own if groups are read."""
+    if findings.loss.instead or findings.measure.sizes.requested:
+        return None
+    instance = instances(VARYING, findings.seed)[0]
+    batch = Rollout.of(instance, sampler=sampler, padding=findings.seed)
+    rows = np.resize(np.random.default_rng(findings.seed).permutation(len(batch)), LARGEST)
+    if "group" in findings.observed.uses:
+        batch, rows = batch.take(rows).replace(group=torch.arange(LARGEST)), np.arange(LARGEST)
+    caller = Caller(findings.loss, batch)
+    with suppress(KltestError):
+        for many in (2, LARGEST):
+            caller.look(rows[:many].tolist())
+        findings.reach.rows = max(findings.reach.rows, LARGEST)
+    if caller.reduction != "coupled":
+        return None
+    return Found(
+        f"The rows of smaller batches are treated apart. In a batch of {LARGEST} the gradient of a row is not its "
+        "share of what it gives alone."
+    )
 
 
 def _long_and_far(findings: Findings, sampler: str) -> Found | None:

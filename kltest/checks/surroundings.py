@@ -1,0 +1,113 @@
+"""What a loss asks of its surroundings: another gradient in another precision, on a GPU, later, elsewhere.
+
+A branch that asks for the precision of a tensor, for a GPU, for autocast, for the time or for an environment variable
+runs in no environment here. So the answer is pretended (kltest.loss.surroundings), and everything is computed in
+float64 on the CPU all the same: what differs is no rounding. Trainers use half precision and GPUs, and hours go by:
+another gradient there is an error. What an environment variable does is a fact about the loss: a warning.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from itertools import product
+
+import numpy as np
+import torch
+
+from kltest.checks.batches import as_array, batch_of, companions, limit, norm, usual_batch
+from kltest.checks.check import Found
+from kltest.errors import KltestError
+from kltest.identify.findings import Findings, shared
+from kltest.loss.calling import Loss
+from kltest.loss.surroundings import Pretended, later, under_autocast, variable, variables_read
+from kltest.moments.differentiate import differentiate, live_positions
+from kltest.moments.tolerances import Tolerances
+from kltest.rollout import Rollout
+
+# Log-ratios of a token that training reaches, and tokens that have each: summed up to 9.
+FAR = ((1, (-5.0, -3.5, -2.0, 2.0, 3.5, 5.0)), (3, (-3.0, 3.0)))
+# Share of a gradient up to which a constant that goes with the precision, as its smallest number, is none of it.
+MUCH = 1e-2
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Hours by which clocks are moved ahead, and values of environment variables.
+HOURS = (2, 240)
+VALUES = ("0", "1", "2", "8", "true", "")
+
+Surroundings = Callable[[], AbstractContextManager[object]]
+
+
+@shared
+def precisions(findings: Findings) -> Found | None:
+    """Report another gradient where floating-point numbers are said to be of another type, or autocast to be on."""
+    tried: dict[str, Surroundings] = {
+        **{f"Where numbers are of {name}": partial(Pretended, kind) for name, kind in PRECISIONS.items()},
+        "Where autocast is on": under_autocast,
+    }
+    for where, pretend in tried.items():
+        for batch, which, usual in _batches(findings):
+            if (off := _off(findings, batch, usual, pretend)) > MUCH:
+                return Found(f"{where} {_words(which, off)}", level="error")
+    return None
+
+
+@shared
+def elsewhere(findings: Findings) -> Found | None:
+    """Report another gradient on a GPU or at a later time, or with another value of an environment variable."""
+    tried: dict[str, Surroundings] = {
+        "Where tensors are on a GPU": partial(Pretended, device="cuda"),
+        **{f"{hours} hours later": partial(later, 3600.0 * hours, findings.loss.function) for hours in HOURS},
+    }
+    for where, pretend in tried.items():
+        for batch, which, usual in _batches(findings):
+            if (off := _off(findings, batch, usual, pretend)) > max(Tolerances.guard, limit(findings)):
+                return Found(f"{where} {_words(which, off)}", level="error")
+    for batch, which, usual in _batches(findings)[:1]:
+        names: set[str] = set()
+        _off(findings, batch, usual, partial(variables_read, names))
+        for name, value in product(sorted(names), VALUES):
+            off = _off(findings, batch, usual, partial(variable, name, value))
+            if off > max(Tolerances.guard, limit(findings)):
+                words = f"With the environment variable {name} set to {value!r} {_words(which, off)}"
+                return Found(words, level="warning")
+    return None
+
+
+def _words(which: str, off: float) -> str:
+    return f"the gradient {which} differs by {off:.2g} of its size, computed with the same numbers."
+
+
+@shared
+def _batches(findings: Findings) -> list[tuple[Rollout, str, np.ndarray]]:
+    """Return the usual batch, and some with rollouts as far from the reference as training leads, with the gradients.
+
+    Such rollouts are in one batch, or each in one if the loss does not take that.
+    """
+    tried = [([(usual_batch(findings), "of the same batch")], [])]
+    for length, ratios in FAR:
+        words = f"of rollouts of {length} tokens with log-ratios of up to {max(ratios):g} each"
+        several, *alone = (
+            (batch_of([*some], companions(findings), length=length), words) for some in (ratios, *zip(ratios))
+        )
+        tried.append(([several], alone))
+    found = []
+    loss = findings.measure.experiment().loss
+    for first, instead in tried:
+        for batches in (first, instead):
+            with suppress(KltestError):
+                found += [(batch, words, _gradient(loss, batch)) for batch, words in batches]
+                break
+    return found
+
+
+def _off(findings: Findings, batch: Rollout, usual: np.ndarray, pretend: Surroundings) -> float:
+    """Distance of the gradient there from the usual one, relative to that; 0 where the loss fails."""
+    try:
+        found = _gradient(findings.measure.experiment().loss.within(pretend), batch)
+    except KltestError:
+        return 0.0
+    off = norm(found - usual) / (norm(usual) or 1.0)
+    return off if np.isfinite(off) else 0.0
+
+
+def _gradient(loss: Loss, batch: Rollout) -> np.ndarray:
+    return as_array(differentiate(loss, batch.replace(), live_positions(batch)), batch)

@@ -1,0 +1,85 @@
+"""What is pretended, and what is watched, while a loss runs: it is told of it, its numbers stay, and all is undone."""
+
+import os
+import random
+import time
+from functools import partial
+
+import torch
+
+from kltest.loss.chances import Chances
+from kltest.loss.surroundings import Pretended, later, under_autocast, variable, variables_read
+
+clock = time.monotonic
+
+
+def reads_the_clock():
+    return clock()
+
+
+def draws_rarely():
+    return [random.random() < 1e-9, bool(torch.rand(()) < 1e-9), bool((torch.rand(3) * 2 - 1 < -0.5).any())]
+
+
+def test_a_tensor_says_another_type_and_keeps_its_numbers():
+    tensor = torch.tensor([1 / 3], dtype=torch.float64)
+    with Pretended(torch.bfloat16):
+        said, cast = tensor.dtype, tensor.float()
+        asked, sizes = cast.dtype, (tensor.element_size(), tensor.itemsize)
+        mask = torch.ones(1).bool().dtype
+    assert said == torch.bfloat16
+    assert asked == torch.float32
+    assert sizes == (2, 2)
+    assert mask == torch.bool
+    assert cast.dtype == torch.float64
+    assert torch.equal(cast, tensor)
+
+
+def test_a_tensor_says_that_it_is_on_a_gpu_and_stays_where_it_is():
+    tensor = torch.zeros(2)
+    with Pretended(device="cuda"):
+        said = tensor.is_cuda, tensor.device.type
+        made = torch.arange(2, device=tensor.device)
+        moved = tensor.to("cuda:0")
+    assert said == (True, "cuda")
+    assert {made.device.type, moved.device.type} == {"cpu"}
+
+
+def test_autocast_is_pretended_and_undone():
+    with under_autocast():
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_clocks_go_ahead_also_under_another_name():
+    before = reads_the_clock()
+    with later(7200.0, reads_the_clock):
+        ahead, whole = reads_the_clock(), time.time_ns()
+    assert 7200 <= ahead - before < 7300
+    assert clock is time.monotonic
+    assert abs(time.time_ns() + 7200 * 10**9 - whole) < 100 * 10**9
+
+
+def test_environment_variables_are_named_and_restored():
+    names: set[str] = set()
+    with variables_read(names):
+        os.environ.get("KLTEST_NO_SUCH_VARIABLE", "")
+    assert "KLTEST_NO_SUCH_VARIABLE" in names
+    with variable("KLTEST_NO_SUCH_VARIABLE", "2"):
+        assert os.environ["KLTEST_NO_SUCH_VARIABLE"] == "2"
+    assert "KLTEST_NO_SUCH_VARIABLE" not in os.environ
+
+
+def test_a_comparison_of_a_random_number_is_seen_and_turned():
+    chances, draw = Chances(), random.random
+    watched = partial(chances.watched, draws_rarely)
+    for _ in range(50):
+        with watched():
+            assert draws_rarely()[:2] == [False, False]
+    rare = chances.one_sided
+    assert len(chances.seen) == 3
+    assert len(rare) == 2
+    for place, chances.turned in enumerate(rare):
+        with watched():
+            assert draws_rarely()[place] is True
+    assert random.random == draw
