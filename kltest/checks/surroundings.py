@@ -82,7 +82,9 @@ def _batches(findings: Findings) -> list[tuple[Rollout, str, np.ndarray]]:
 
     Such rollouts are in one batch, or each in one if the loss does not take that.
     """
-    tried = [([(usual_batch(findings), "of the same batch")], [])]
+    tried: list[tuple[list[tuple[Rollout, str]], list[tuple[Rollout, str]]]] = [
+        ([(usual_batch(findings), "of the same batch")], [])
+    ]
     for length, ratios in FAR:
         words = f"of rollouts of {length} tokens with log-ratios of up to {max(ratios):g} each"
         several, *alone = (
