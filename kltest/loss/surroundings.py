@@ -50,7 +50,7 @@ class Pretended(TorchFunctionMode):
             result = func(*self._real(args), **self._real(kwargs))
         if asked and isinstance(result, Tensor) and result.dtype == torch.float64:
             result = result.view_as(result)
-            result.said = asked[0]
+            result.said = asked[0]  # type: ignore[attr-defined]
         return result
 
     def _said(self, func: Any, args: Any) -> Any:
