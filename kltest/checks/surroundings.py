@@ -7,7 +7,7 @@ another gradient there is an error. What an environment variable does is a fact 
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import product
 
@@ -18,7 +18,7 @@ from kltest.checks.batches import as_array, batch_of, companions, limit, norm, u
 from kltest.checks.check import Found
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
-from kltest.loss.calling import Loss
+from kltest.loss.state import State
 from kltest.loss.surroundings import Pretended, later, under_autocast, variable, variables_read
 from kltest.moments.differentiate import differentiate, live_positions
 from kltest.moments.tolerances import Tolerances
@@ -82,9 +82,8 @@ def _batches(findings: Findings) -> list[tuple[Rollout, str, np.ndarray]]:
 
     Such rollouts are in one batch, or each in one if the loss does not take that.
     """
-    tried: list[tuple[list[tuple[Rollout, str]], list[tuple[Rollout, str]]]] = [
-        ([(usual_batch(findings), "of the same batch")], [])
-    ]
+    tried: list[tuple[list[tuple[Rollout, str]], list[tuple[Rollout, str]]]]
+    tried = [([(usual_batch(findings), "of the same batch")], [])]
     for length, ratios in FAR:
         words = f"of rollouts of {length} tokens with log-ratios of up to {max(ratios):g} each"
         several, *alone = (
@@ -92,11 +91,10 @@ def _batches(findings: Findings) -> list[tuple[Rollout, str, np.ndarray]]:
         )
         tried.append(([several], alone))
     found = []
-    loss = findings.measure.experiment().loss
     for first, instead in tried:
         for batches in (first, instead):
             with suppress(KltestError):
-                found += [(batch, words, _gradient(loss, batch)) for batch, words in batches]
+                found += [(batch, words, _gradient(findings, batch)) for batch, words in batches]
                 break
     return found
 
@@ -104,12 +102,21 @@ def _batches(findings: Findings) -> list[tuple[Rollout, str, np.ndarray]]:
 def _off(findings: Findings, batch: Rollout, usual: np.ndarray, pretend: Surroundings) -> float:
     """Distance of the gradient there from the usual one, relative to that; 0 where the loss fails."""
     try:
-        found = _gradient(findings.measure.experiment().loss.within(pretend), batch)
+        found = _gradient(findings, batch, pretend)
     except KltestError:
         return 0.0
     off = norm(found - usual) / (norm(usual) or 1.0)
     return off if np.isfinite(off) else 0.0
 
 
-def _gradient(loss: Loss, batch: Rollout) -> np.ndarray:
-    return as_array(differentiate(loss, batch.replace(), live_positions(batch)), batch)
+def _gradient(findings: Findings, batch: Rollout, pretend: Surroundings = nullcontext) -> np.ndarray:
+    """Gradients of a batch, with the same random numbers and the same state of the loss in each call."""
+    loss = findings.measure.experiment().loss.changed(instead=None).within(pretend)
+    with loss.calls.holding(*loss.calls.held, *_held(findings)):
+        return as_array(differentiate(loss, batch.replace(), live_positions(batch)), batch)
+
+
+@shared
+def _held(findings: Findings) -> tuple[State, State]:
+    """Return what the loss keeps between calls, and where its random generators stand, as they are now."""
+    return findings.loss.calls.state.now(), findings.loss.calls.draws()

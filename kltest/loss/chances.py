@@ -103,7 +103,7 @@ def _operation(name: str) -> Callable[..., Any]:
 _METHODS: dict[str, Any] = {
     **{name: _comparison(name) for name in _COMPARED if name.startswith("_")},
     **{f"__{name}__": _operation(f"__{name}__") for name in _ARITHMETIC},
-    "__hash__": lambda own: hash(type(own).__mro__[2](own)),
+    "__hash__": lambda own: (int if isinstance(own, int) else float).__hash__(own),
 }
 _Real = type("_Real", (_Watched, float), _METHODS)
 _Whole = type("_Whole", (_Watched, int), _METHODS)
@@ -120,10 +120,10 @@ class _OfTensors(TorchFunctionMode):
         result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
         if name in _TOSSED:
             result = self.chances.outcome(_site(sys._getframe(1)), result)
-            result.watched = True
+            result.watched = True  # type: ignore[attr-defined]
             return result
         if name in _DRAWN or name in _FILLED:
-            result.watched = True
+            result.watched = True  # type: ignore[attr-defined]
             return result
         tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
         if not tensors or not any(getattr(one, "watched", False) for one in tensors):

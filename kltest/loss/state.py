@@ -168,7 +168,8 @@ def numbers_of(function: Any, objects: Mapping[str, Any]) -> set[int]:
     Those of tensors, containers and objects are among them.
     """
     values = [place.get() for place in places_of(function, objects) if not place.drawn]
-    values += [one.__code__ for one in functions_of(function)]
+    for one in functions_of(function):
+        values += [one.__code__, *values_read(one).values()]
     found: set[int] = set()
     for value in values:
         found |= set(_whole_numbers(value, DEEPEST))

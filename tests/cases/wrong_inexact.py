@@ -287,7 +287,7 @@ CASES = [
     right(all_of_4),
     wrong("KL105", first_100),
     wrong("KL504", named("nothing_far_away", left_out(lambda u: bool(u.abs().max() > 4), None))),
-    wrong("KL105", named("zero_for_long_ones", left_out(lambda u: u.shape[1] > 100, 0.0))),
+    wrong("KL105", named("zero_for_long_ones", left_out(lambda u: u.shape[1] > 100, 0.0)), also=("KL207",)),
     wrong("KL204", named("zero_for_many_rows", left_out(lambda u: len(u) > 16, (0.0, {})))),
     wrong("KL203", no_longer_than_512),
     wrong("KL105", first_200_beside_a_bound),

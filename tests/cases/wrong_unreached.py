@@ -15,7 +15,7 @@ from cases.table import right, undecided, wrong
 
 END, TEXT = 151645, 32000
 BEGAN = monotonic()
-STOPS = (151643, 151645)
+STOPS = frozenset((151643, 151645))
 
 
 def chosen(logits, tokens, mask, normalise=lambda logits, dim: logits):

@@ -91,8 +91,8 @@ def examine(findings: Findings) -> Found | None:
             failure = failure or error
     if failure:
         raise failure
-    beyond = [one for one in (cuts(findings), elsewhere(findings)) if one]
-    return min(beyond, key=lambda one: one.level == "warning", default=None)
+    others = [one for one in (cuts(findings), elsewhere(findings)) if one]
+    return min(others, key=lambda one: one.level == "warning", default=None)
 
 
 def _found(findings: Findings, name: str) -> Found | None:

@@ -59,7 +59,7 @@ def examine(findings: Findings) -> Found | None:
         return found
     # Log-ratios that rounding of the log-probs loses are KL508's.
     finest = TOLERANCES[findings.observed.dtype].log_ratio
-    scan = _Levels(findings.measure.experiment(), what, companions(findings), finest)
+    scan = _Levels(_experiment(findings), what, companions(findings), finest)
     happens = "the gradient is exactly zero" if what == "gradient" else "the value does not change"
     if zones := scan.intervals(dead=True):
         return scan.found(zones, happens)
@@ -76,6 +76,11 @@ def examine(findings: Findings) -> Found | None:
     return scan.found(plateaus, "the gradient stays what it is at the bound", away)
 
 
+def _experiment(findings: Findings) -> LossExperiment:
+    """Return calls of the loss; of means over draws those of few, since only equal ones are looked for."""
+    return (findings.measure.rough or findings.measure).experiment()
+
+
 def _dead_distributions(findings: Findings) -> Found | None:
     """Report that the gradient is exactly zero at some next-token distributions: a clamp of a sum over tokens.
 
@@ -84,7 +89,7 @@ def _dead_distributions(findings: Findings) -> Found | None:
     if "logits" not in findings.loss.takes or findings.observed.blocked:
         return None
     actions = SUPPORT_SIZE + 2
-    experiment, dead = findings.measure.experiment(), 0
+    experiment, dead = _experiment(findings), 0
     for place, child in enumerate(np.random.SeedSequence([findings.seed, actions]).spawn(DISTRIBUTIONS)):
         drawn = Instance.draw(bandit(actions), child, distance=DISTANCES[place % len(DISTANCES)])
         rollout = Rollout.of(drawn, padding=findings.seed)

@@ -103,8 +103,7 @@ def _never_seen(findings: Findings) -> Found | None:
             for chances.turned in (None, site):
                 with loss.calls.holding(held):
                     found.append(watched.call(batch.replace()))
-            here, turned = found
-            if difference(here, turned, partial(_near, allowed), of_value=False):
+            if difference(found[0], found[1], partial(_near, allowed), of_value=False):
                 why = (
                     f"a comparison of a random number in {site[0].co_name} came out one way in {MANY} calls: where it "
                     "comes out the other way the gradient is another one, and how often that is was not seen"
