@@ -172,7 +172,7 @@ class GradedCheck:
 def graded_checks(loss: Target, name: str, options: Mapping[str, Any]) -> list[GradedCheck]:
     """Return the gradient and every selected check of one grading. Raises UsageError for a wrong option."""
     selected = Options.of(**options)
-    codes = selected_codes(selected.select, selected.ignore)
+    codes = selected_codes(selected.select, selected.ignore, selected.part)
     grading = GradedOnce(loss, name, options)
     return [GradedCheck(code, grading) for code in (GRADIENT, *codes)]
 

@@ -10,70 +10,20 @@ trains, so that ratios to them are 1; what the engine tells of its tokens is `ro
 - `versions`: the weights change inside a rollout. Its first half is the stale sampler's, the rest the policy's.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from kltest.environments.instance import Instance
 from kltest.environments.policies import table
-from kltest.errors import UsageError, did_you_mean
+from kltest.errors import UsageError
+from kltest.samplers import ENGINE, Truncation
 
-NAMES = ("current", "stale", "engine", "versions", "truncated:p=P,k=K")
-ENGINE, TRUNCATED = "engine", "truncated"
 # An engine's log-probs lie this share of the way from the policy's to the stale sampler's.
 NEAR = 0.1
 # Shares of probability that are equal up to rounding.
 ROUNDED = 1e-12
-_SWITCH = {"yes": True, "no": False}
-
-
-@dataclass(frozen=True)
-class Truncation:
-    """Sampling from the `k` likeliest tokens, then from the fewest that hold the share `p` of the probability."""
-
-    p: float = 1.0
-    k: int | None = None
-    renormalised: bool = True
-
-    @classmethod
-    def named(cls, name: str) -> "Truncation":
-        """Read `truncated:p=0.9,k=2`. Raises UsageError if something else stands there."""
-        given = dict(part.partition("=")[::2] for part in name.partition(":")[2].replace(" ", "").split(",") if part)
-        read: dict[str, Callable[[str], Any]] = {"p": float, "k": int, "renormalised": _SWITCH.__getitem__}
-        try:
-            found = cls(**{key: read[key](value) for key, value in given.items()})
-        except (KeyError, ValueError):
-            found = cls(p=0.0)
-        if not 0 < found.p <= 1 or (found.k is not None and found.k < 1) or not {"p", "k"} & {*given}:
-            raise UsageError(
-                f"sampler {name!r}: write truncated:p=0.9, truncated:k=2 or truncated:p=0.9,k=2, with p a share of the "
-                "probability (0 < p ≤ 1) and k a number of tokens; ,renormalised=no if the engine tells log-probs from "
-                "before the cut"
-            )
-        return found
-
-    def kept(self, log_probs: np.ndarray) -> np.ndarray:
-        """Return which tokens (C, V) bool of log-probs (C, V) can be drawn; the likeliest always."""
-        order = np.argsort(-log_probs, axis=1, kind="stable")
-        likeliest = np.exp(np.take_along_axis(log_probs, order, axis=1))
-        likeliest[:, self.k or likeliest.shape[1] :] = 0.0
-        before = likeliest.cumsum(axis=1) - likeliest
-        kept = np.zeros(log_probs.shape, dtype=bool)
-        reached = before < self.p * likeliest.sum(axis=1, keepdims=True) * (1 - ROUNDED)
-        np.put_along_axis(kept, order, reached & (likeliest > 0), axis=1)
-        return kept
-
-
-def check(name: str) -> str:
-    """Return the name of a sampler, without spaces. Raises UsageError if there is none of this name."""
-    name = name.replace(" ", "")
-    if name.partition(":")[0] == TRUNCATED:
-        Truncation.named(name)
-    elif name not in NAMES:
-        raise UsageError(f"there is no sampler {name!r}; {did_you_mean(name, NAMES)}they are {', '.join(NAMES)}")
-    return name
 
 
 def drawn_by(sampler: str, instances: Iterable[Instance]) -> tuple[Instance, ...]:
@@ -89,8 +39,8 @@ def drawn_by(sampler: str, instances: Iterable[Instance]) -> tuple[Instance, ...
         return tuple(_from(i, table(i.policy + NEAR * (i.sampler - i.policy))) for i in given)
     if sampler == "versions":
         return tuple(_from(i, np.where(_first_half(i)[:, None], i.sampler, i.policy)) for i in given)
-    cut = Truncation.named(check(sampler))
-    kept = [cut.kept(i.policy) for i in given]
+    cut = Truncation.named(sampler)
+    kept = [kept_tokens(cut, i.policy) for i in given]
     if all(some.all() for some in kept):
         environment = given[0].environment
         raise UsageError(
@@ -98,6 +48,18 @@ def drawn_by(sampler: str, instances: Iterable[Instance]) -> tuple[Instance, ...
             f"{environment.vocabulary} to choose from: take k=2 or a smaller p"
         )
     return tuple(_truncated(i, some, cut) for i, some in zip(given, kept, strict=True))
+
+
+def kept_tokens(cut: Truncation, log_probs: np.ndarray) -> np.ndarray:
+    """Return which tokens (C, V) bool of log-probs (C, V) a truncation can draw; the likeliest always."""
+    order = np.argsort(-log_probs, axis=1, kind="stable")
+    likeliest = np.exp(np.take_along_axis(log_probs, order, axis=1))
+    likeliest[:, cut.k or likeliest.shape[1] :] = 0.0
+    before = likeliest.cumsum(axis=1) - likeliest
+    kept = np.zeros(log_probs.shape, dtype=bool)
+    reached = before < cut.p * likeliest.sum(axis=1, keepdims=True) * (1 - ROUNDED)
+    np.put_along_axis(kept, order, reached & (likeliest > 0), axis=1)
+    return kept
 
 
 def kept_mass(instance: Instance) -> tuple[float, float]:

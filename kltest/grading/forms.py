@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 
 from kltest.errors import UsageError, did_you_mean
 from kltest.files import literal
+from kltest.samplers import check as sampler_named
 
 Form = Callable[[object, str], Any]
 
@@ -36,11 +37,9 @@ def choice(*known: str) -> Form:
 
 def sampler(value: object, where: str) -> str:
     """A sampler, or "both" for current and stale."""
-    from kltest.environments.samplers import check
-
     name = text(value, where)
     try:
-        return name if name == "both" else check(name)
+        return name if name == "both" else sampler_named(name)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
 

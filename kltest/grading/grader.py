@@ -14,7 +14,6 @@ from kltest.adapters import named
 from kltest.checks import CHECKS
 from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
-from kltest.environments.samplers import TRUNCATED
 from kltest.errors import TargetError, UsageError
 from kltest.grading.branches import other_branches
 from kltest.grading.forms import switch
@@ -38,6 +37,7 @@ from kltest.loss.resolve import resolve
 from kltest.loss.results import ACCEPTED
 from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS
+from kltest.samplers import TRUNCATED
 from kltest.truth import plain
 from kltest.version import VERSION
 

@@ -49,6 +49,7 @@ WRONG = {
     "credit": [5, [], "", ("togo", "did you mean to-go")],
     "environment": [5, None, [], "", ",", ("bandits", "did you mean bandit"), (["bandit", 5], "")],
     "sampler": [5, [], "", ("curent", "did you mean current"), ("stael", "did you mean stale")],
+    "part": [5, [], "", ("polcy", "did you mean policy")],
     "arguments": [5, {5: 1}, ["mask"], {"no name": 1}, {"nope": 1}, {"mask": "@nope"}],
     "beta": [0, NAN, INF, "x", True, []],
     "select": [5, [5], "XX", "KL1,XX", ("KL999", "KL101")],

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "kltest"
 
 LAYERS = (
     ("errors", "version"),
-    ("files", "names"),
+    ("files", "names", "samplers"),
     ("environments", "sweeps"),
     ("rollout",),
     ("truth", "estimators"),

@@ -55,6 +55,12 @@ def test_a_policy_part_is_named_as_derived(loss, options, verdict, codes, words)
     assert all(word in told for word in words)
 
 
+@pytest.mark.parametrize("code", [code for code in CHECKS if code.startswith("KL9")])
+def test_every_policy_code_has_losses_that_fail_it(code):
+    """Differently written ones, and none of them the example that the check itself carries."""
+    assert len({row[0] for row in LOSSES if code in row[3]} - {CHECKS[code].wrong}) >= 2
+
+
 def test_kl_and_policy_codes_never_mix():
     of_kl, of_policy = (kltest.grade(LOSSES[1][0], part=part) for part in ("kl", "policy"))
     assert {check.code for check in of_policy.checks} == {code for code in CHECKS if code.startswith("KL9")}

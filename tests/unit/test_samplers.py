@@ -12,13 +12,14 @@ from typer.testing import CliRunner
 
 import kltest
 from kltest.cli import app
-from kltest.environments.samplers import Truncation, check, drawn_by, kept_mass
+from kltest.environments.samplers import drawn_by, kept_mass, kept_tokens
 from kltest.errors import UsageError
 from kltest.identify.case import Case
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
 from kltest.moments import exact
 from kltest.rollout import Rollout
+from kltest.samplers import Truncation, check
 from kltest.truth import gradient
 
 CUT = "truncated:k=2"
@@ -49,7 +50,7 @@ def both_ratios(logp, ref_logp, proximal_logprobs, vllm_logps, mask):
 
 def test_a_truncation_keeps_the_likeliest_tokens_and_always_one():
     log_probs = np.log([[0.5, 0.3, 0.15, 0.05], [0.97, 0.01, 0.01, 0.01]])
-    kept = {name: Truncation.named(f"truncated:{name}").kept(log_probs).sum(axis=1).tolist() for name in CUTS}
+    kept = {name: kept_tokens(Truncation.named(f"truncated:{name}"), log_probs).sum(axis=1).tolist() for name in CUTS}
     assert kept == CUTS
 
 

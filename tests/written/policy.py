@@ -56,6 +56,10 @@ def discounted(logp, reward, mask):
     return -summed(0.5**left * reward.unsqueeze(-1) * logp, mask)
 
 
+def later_tokens_count_more(logp, reward, mask):
+    return -summed(mask.cumsum(-1) * reward.unsqueeze(-1) * logp, mask)
+
+
 def wrong_sign(logp, reward, mask):
     return reward * summed(logp, mask)
 
@@ -79,5 +83,6 @@ LOSSES = [
     (with_entropy, {}, "refuted", ["KL901"], ["'entropy': 0.1"]),
     (with_entropy, {"expect": "expected_reward+0.1*entropy"}, "confirmed", [], []),
     (discounted, {}, "refuted", ["KL903"], ["no function has it for a gradient"]),
+    (later_tokens_count_more, {"environment": "sequence"}, "refuted", ["KL903"], []),
     (wrong_sign, {}, "refuted", ["KL901"], ["{'expected_reward': -1"]),
 ]

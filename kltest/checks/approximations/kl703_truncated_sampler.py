@@ -4,9 +4,9 @@ come from such a distribution, or from an engine whose log-probs are not the pol
 from functools import partial
 
 from kltest.checks.approximations.heads import accounts_for, beyond_the_usual_environments
-from kltest.environments.samplers import ENGINE, TRUNCATED
 from kltest.identify.case import left_out
 from kltest.identify.findings import Findings, Row
+from kltest.samplers import ENGINE, TRUNCATED
 
 FROM_ENGINE = "the engine that draws has other log-probs than those that the ratio is taken to"
 
