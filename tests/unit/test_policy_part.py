@@ -43,6 +43,18 @@ def test_the_weight_of_a_success_rate_is_the_sum_over_all_groups(rate, size, dev
     assert group_weight(rate, size, deviation=deviation) == pytest.approx(total, rel=1e-12)
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("deviation", [0, 1])
+def test_a_deviation_leaves_a_constant_in_groups_of_two_and_three_only(size, deviation):
+    weights = [group_weight(rate, size, deviation=deviation) for rate in (0.05, 0.3, 0.5, 0.9)]
+    assert (max(weights) - min(weights) < 1e-12) == (size < 4)
+
+
+def test_a_large_group_follows_the_arcsine_of_the_root():
+    """U′ = 1/√(p(1 − p)) is that of 2·arcsin √p."""
+    assert group_weight(0.3, 500, deviation=0) == pytest.approx((0.3 * 0.7) ** -0.5, rel=1e-2)
+
+
 def test_without_a_deviation_a_group_leaves_one_share_out():
     assert group_weight(0.3, 4, deviation=None) == pytest.approx(0.75)
 
