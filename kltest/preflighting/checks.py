@@ -174,13 +174,8 @@ def _distance(scene: Scene, given: Tensor, own: Tensor) -> tuple[dict[str, float
 
 
 def _shift(scene: Scene, given: Tensor, own: Tensor) -> str:
-    live = scene.batch.live
-    for shift, side in ((1, "left"), (-1, "right")):
-        both = live & live.roll(shift, 1)
-        both[:, 0 if shift > 0 else -1] = False
-        if both.any() and float((given.roll(shift, 1).to(own) - own)[both].abs().median()) <= scene.tolerance:
-            return f"It stands one token too far to the {side}"
-    return ""
+    sides = (side for side, median in scene.shifted(given, own) if median <= scene.tolerance)
+    return next((f"It stands one token too far to the {side}" for side in sides), "")
 
 
 @check("equal weights")

@@ -73,7 +73,7 @@ def preflight(
         UsageError: The batch, the reference or the loss cannot be used; it says why.
         TargetError: The loss fails.
     """
-    began, notes = time.monotonic(), list[str]()
+    began = time.monotonic()
     if beta is not None and not beta:
         raise UsageError("β is 0: there is no KL term to look at; give the coefficient that training will have")
     policy = _language(model, tokenizer, dtype)
@@ -112,7 +112,7 @@ def preflight(
         read=given.keys,
         findings=findings,
         passes=dict(pair.passes),
-        notes=notes if isinstance(subject, Whole) else [*notes, *subject.loss.notes],
+        notes=[] if isinstance(subject, Whole) else subject.loss.notes,
         versions={"kltest": VERSION, "python": platform.python_version(), "torch": str(torch.__version__)},
         seconds=time.monotonic() - began,
     )

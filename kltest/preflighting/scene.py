@@ -108,15 +108,20 @@ class Scene:
         """Return the differences of two tables of log-probs at the tokens that count."""
         return (one.to(other) - other)[self.batch.live]
 
-    def explanations(self, given: Tensor) -> Iterator[tuple[str, float]]:
-        """Yield what log-probs that are not the policy's may be, and the median distance from that."""
-        live, own = self.batch.live, of_targets(self.tables.policy, self.batch)
+    def shifted(self, given: Tensor, own: Tensor) -> Iterator[tuple[str, float]]:
+        """Yield a side, and the median distance of two tables of log-probs if the first stands a token too far there."""
+        live = self.batch.live
         for shift, side in ((1, "left"), (-1, "right")):
             both = live & live.roll(shift, 1)
             both[:, 0 if shift > 0 else -1] = False
             if bool(both.any()):
-                gap = (given.roll(shift, 1).to(self.logp) - self.logp)[both]
-                yield f"they stand one token too far to the {side}", float(gap.abs().median())
+                yield side, float((given.roll(shift, 1).to(own) - own)[both].abs().median())
+
+    def explanations(self, given: Tensor) -> Iterator[tuple[str, float]]:
+        """Yield what log-probs that are not the policy's may be, and the median distance from that."""
+        own = of_targets(self.tables.policy, self.batch)
+        for side, median in self.shifted(given, self.logp):
+            yield f"they stand one token too far to the {side}", median
         if self.ref_logp is not None:
             yield "they are the reference's", float(self.gap(given, self.ref_logp).abs().median())
         for divisor in TEMPERATURES:

@@ -25,7 +25,7 @@ from kltest.loss.view import difference, unambiguous
 from kltest.names import FIELDS, field_named
 from kltest.preflighting.batches import ATTENTION, Batch
 from kltest.preflighting.models import Pair, adapters_act, chosen, of_targets
-from kltest.rollout import LEAVES, Rollout
+from kltest.rollout import LEAVES, Rollout, elsewhere
 
 ROLES = {
     "model": ("model", "policy", "policy_model", "actor", "actor_model", "student", "student_model", "net"),
@@ -121,7 +121,7 @@ class ByName:
             return lambda: (self.logits[role] * flatter).log_softmax(-1).cpu()
 
         old = batch.fields.get("old_logp", batch.fields.get("rollout_logp"))
-        other = {GIVEN: self.ref_logp, EQUAL: self.logp, OTHER: 1.25 * self.ref_logp - 0.1}
+        other = {GIVEN: self.ref_logp, EQUAL: self.logp, OTHER: elsewhere(self.ref_logp)}
         fields: dict[str, Any] = {
             "logp": self.logp,
             "ref_logp": other[ref],
@@ -256,7 +256,7 @@ class Whole:
                 continue
             own = given[key].clone()
             if case.ref == OTHER:
-                found[key] = 1.25 * own - 0.1
+                found[key] = elsewhere(own)
             elif self.logp is not None:
                 width = min(own.shape[1], self.logp.shape[1])
                 own[:, -width:] = self.logp[:, -width:].to(own)
