@@ -5,6 +5,7 @@ import csv
 import fcntl
 import io
 import json
+import math
 import os
 import platform
 import sys
@@ -153,6 +154,11 @@ def mapped(value: Any, change: Callable[[Any], Any], without: Sequence[str] = ()
     if isinstance(value, list | tuple):
         return [mapped(item, change, without) for item in value]
     return change(value)
+
+
+def finite(value: Any) -> Any:
+    """Return plain data in which numbers that are not finite are None."""
+    return mapped(value, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one)
 
 
 def as_json(value: Any) -> str:

@@ -1,12 +1,11 @@
 """The result of an audit as plain data: text, and JSON in the schema kltest.audit/1."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from kltest.errors import KltestError
-from kltest.files import as_json, mapped
+from kltest.files import as_json, finite
 from kltest.render.tables import PLAIN, Terminal, table
 from kltest.report import EXIT_CODES, RefutedError, Verdict
 from kltest.samples.blocks import Interval
@@ -80,7 +79,7 @@ class Audit:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; numbers that are not finite are None."""
         found = {"schema": SCHEMA, **asdict(self)}
-        return dict(mapped(found, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one))
+        return dict(finite(found))
 
     def to_json(self) -> str:
         """Return the JSON text."""

@@ -1,6 +1,5 @@
 """The result of a comparison as plain data: text, and JSON in the schema kltest.same/1."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -8,7 +7,7 @@ from typing import Literal
 
 from kltest.comparing.differences import Difference
 from kltest.errors import KltestError
-from kltest.files import as_json, mapped
+from kltest.files import as_json, finite
 
 SCHEMA = "kltest.same/1"
 EXIT_CODES = {"same": 0, "differ": 1, "undecided": 4}
@@ -69,7 +68,7 @@ class Comparison:
     def to_json(self) -> str:
         """Return the JSON text; numbers that are not finite are null."""
         found = {"schema": SCHEMA, **asdict(self)}
-        return as_json(mapped(found, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one))
+        return as_json(finite(found))
 
     def raise_for_failure(self) -> None:
         """Raise KltestError unless they are the same."""

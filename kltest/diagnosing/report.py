@@ -1,12 +1,11 @@
 """The result of a diagnosis as plain data: text, and JSON in the schema kltest.diagnose/1."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kltest.diagnosing.answers import FINDING, INCONCLUSIVE, NOT_LOOKED_AT, NOTHING, STATUSES, Answer
-from kltest.files import as_json, mapped
+from kltest.files import as_json, finite
 from kltest.names import listed
 from kltest.render.tables import PLAIN, Terminal, table, wrap
 from kltest.render.words import visible
@@ -57,7 +56,7 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; numbers that are not finite are None."""
         found = {"schema": SCHEMA, **asdict(self)}
-        return dict(mapped(found, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one))
+        return dict(finite(found))
 
     def to_json(self) -> str:
         """Return the JSON text."""

@@ -1,12 +1,11 @@
 """The result of a preflight as plain data: text, and JSON in the schema kltest.preflight/1."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kltest.errors import KltestError
-from kltest.files import as_json, mapped
+from kltest.files import as_json, finite
 from kltest.names import listed
 from kltest.render.tables import PLAIN, Terminal, table, wrap
 from kltest.render.words import visible
@@ -96,7 +95,7 @@ class Preflight:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data; numbers that are not finite are None."""
         found = {"schema": SCHEMA, **asdict(self)}
-        return dict(mapped(found, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one))
+        return dict(finite(found))
 
     def to_json(self) -> str:
         """Return the JSON text."""

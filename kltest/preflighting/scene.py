@@ -109,7 +109,7 @@ class Scene:
         return (one.to(other) - other)[self.batch.live]
 
     def shifted(self, given: Tensor, own: Tensor) -> Iterator[tuple[str, float]]:
-        """Yield a side, and the median distance of two tables of log-probs if the first stands a token too far there."""
+        """Yield a side, and the median distance of log-probs if the first ones stand a token too far there."""
         live = self.batch.live
         for shift, side in ((1, "left"), (-1, "right")):
             both = live & live.roll(shift, 1)
