@@ -14,7 +14,7 @@ from kltest.checks.sequences.larger_batches import groups_apart
 from kltest.checks.sequences.lengths import influence
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, multiple, proportion, shared
-from kltest.identify.graded import without_kl_term
+from kltest.identify.graded import whole
 from kltest.identify.measure import Measure
 from kltest.loss.placement import ROW_FIELDS
 from kltest.moments.tolerances import Tolerances
@@ -122,7 +122,7 @@ def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", 
     uses, sizes, seed = findings.observed.uses, findings.measure.sizes, findings.seed
     if findings.placement != "loss" or not uses & ROW_FIELDS:
         return "no"
-    rest = Measure(without_kl_term(findings.loss), {"expected_reward": -1.0}, uses, seed=seed, sizes=sizes)
+    rest = Measure(whole(findings.loss), {"expected_reward": -1.0}, uses, seed=seed, sizes=sizes)
     row = rest.rows(findings.environments[0], "current")[-1]
     shares = []
     for found, instance in zip(row.gradients, row.case.instances, strict=bool(row.gradients)):

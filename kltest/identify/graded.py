@@ -238,14 +238,15 @@ def without_rewards(loss: Loss, batches: list[Rollout]) -> Loss:
     return loss.changed(UNREWARDED, unrewarded=True) if moves else loss
 
 
-def without_kl_term(loss: Loss) -> Loss:
-    """Return a loss that takes β, at β = 0: all of it but its KL term."""
+def whole(loss: Loss, beta: float | None = 0.0, sign: int = 1) -> Loss:
+    """Return all that a loss returns at a β, times a sign: at 0 all of it but its KL term; None: at its own β."""
 
-    def rest(rollout: Rollout) -> Outcome:
-        objective = reduce(loss.returned(rollout, 0.0).loss.double(), rollout.peek("mask")).mean()
+    def called(rollout: Rollout) -> Outcome:
+        at = loss.beta(rollout) if beta is None else beta
+        objective = sign * reduce(loss.returned(rollout, at).loss.double(), rollout.peek("mask")).mean()
         return replace(loss(rollout), objective=objective, returned="scalar", rows=None, value=None, metric=None)
 
-    return loss.changed(instead=rest)
+    return loss.changed(instead=called)
 
 
 def fields_used(loss: Loss, seed: int) -> frozenset[str]:

@@ -3,11 +3,8 @@
 from dataclasses import replace
 
 from kltest.errors import UsageError
-from kltest.identify.graded import fields_used
+from kltest.identify.graded import fields_used, whole
 from kltest.loss.calling import Loss
-from kltest.loss.outcome import Outcome
-from kltest.loss.placement import reduce
-from kltest.rollout import Rollout
 
 OF_REFERENCE = frozenset({"ref_logp", "ref_logits", "ref_topk_logp"})
 GRADED = {
@@ -38,13 +35,9 @@ def ascent(loss: Loss, part: str, seed: int) -> Loss:
             "term cannot be taken away: make the coefficient a parameter (beta, kl_coef), or ask for --part all"
         )
 
-    def direction(rollout: Rollout) -> Outcome:
-        beta = 0.0 if part == "policy" else loss.beta(rollout)
-        objective = reduce(loss.returned(rollout, beta).loss.double(), rollout.peek("mask")).mean()
-        return replace(loss(rollout), objective=-objective, returned="scalar", rows=None, value=None, metric=None)
-
     arguments = loss.arguments
     for name in [key for key, field in loss.fields.items() if field == "beta"]:
         arguments = arguments.with_value(name, 0.0 if part == "policy" else loss.fixed_beta or 1.0)
     record = replace(loss.record, reads_beta=False)
-    return loss.changed(GRADED[part], instead=direction, arguments=arguments, fixed_beta=None, record=record)
+    direction = whole(loss, 0.0 if part == "policy" else None, sign=-1)
+    return direction.changed(GRADED[part], arguments=arguments, fixed_beta=None, record=record)

@@ -132,6 +132,8 @@ class ByName:
             "old_logits": table("policy"),
             "group": batch.fields.get("group", torch.zeros(rows, dtype=torch.long)).cpu(),
         }
+        if "rollout_logp" in batch.fields and ref != EQUAL:
+            fields["rollout_logp"] = batch.fields["rollout_logp"].cpu().double()
         if ref == EQUAL or "ref" in self.logits:
             fields["ref_logits"] = table("policy" if ref == EQUAL else "ref", FLATTER if ref == OTHER else 1.0)
         zeros = torch.zeros(rows, dtype=torch.float64)
@@ -146,7 +148,7 @@ class ByName:
         fields = self._fields(case.ref)
         if case.altered is not None:
             dead = case.altered.cpu()
-            for name in ("logp", "ref_logp", "old_logp"):
+            for name in {"logp", "ref_logp", "old_logp", "rollout_logp"} & {*fields}:
                 fields[name] = torch.where(dead, -3.0 - fields[name].abs().flip(1), fields[name])
             for name in ("logits", "old_logits", "ref_logits"):
                 if name in fields:
