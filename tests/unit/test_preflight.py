@@ -400,12 +400,12 @@ def test_a_loss_gets_the_engines_log_probs_beside_the_trainers():
     seen = []
 
     def recorded(logp, ref_logp, old_logp, rollout_logp, mask, beta):
-        seen.append(float((rollout_logp - old_logp).abs().max()))
+        seen.append(float(((rollout_logp - old_logp) * mask).abs().max()))
         return beta * ((logp - ref_logp).square() * mask).sum(-1)
 
     one = loop()
     trainers = per_token(one, one.model).detach()
     one.batch |= {"old_logp": trainers, "rollout_logp": trainers - 0.25}
     one.loss = recorded
-    one.preflight(on_policy=False)
+    one.preflight()
     assert max(seen) == pytest.approx(0.25, abs=1e-5)
