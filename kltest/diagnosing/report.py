@@ -7,7 +7,7 @@ from typing import Any
 from kltest.diagnosing.answers import FINDING, INCONCLUSIVE, NOT_LOOKED_AT, NOTHING, STATUSES, Answer
 from kltest.files import as_json, finite
 from kltest.names import listed
-from kltest.render.tables import PLAIN, Terminal, table, wrap
+from kltest.render.tables import PLAIN, Terminal, by_status, wrap
 from kltest.render.words import visible
 
 SCHEMA = "kltest.diagnose/1"
@@ -88,11 +88,6 @@ class Diagnosis:
 
     def _lines(self, terminal: Terminal) -> Iterator[str]:
         yield visible(f"{self.source}: {self.first_line()}", keep="")
-        for status in STATUSES:
-            answers = [one for one in self.answers if one.status == status]
-            if answers:
-                yield status.capitalize()
-                related = [f" ({one.related})" if one.related else "" for one in answers]
-                rows = [(one.question, visible(one.message) + more) for one, more in zip(answers, related, strict=True)]
-                yield table(("", ""), rows, indent=2, terminal=terminal)
+        found = [(one.status, one.question, visible(one.message), one.related) for one in self.answers]
+        yield from by_status(STATUSES, found, terminal)
         yield from wrap(visible(self.facts()), terminal)

@@ -7,7 +7,7 @@ from typing import Any
 from kltest.errors import KltestError
 from kltest.files import as_json, finite
 from kltest.names import listed
-from kltest.render.tables import PLAIN, Terminal, table, wrap
+from kltest.render.tables import PLAIN, Terminal, by_status, wrap
 from kltest.render.words import visible
 
 SCHEMA = "kltest.preflight/1"
@@ -115,14 +115,8 @@ class Preflight:
 
     def _lines(self, terminal: Terminal) -> Iterator[str]:
         yield visible(f"{self.target}: {self.first_line()}", keep="")
-        for status in STATUSES:
-            found = [one for one in self.findings if one.status == status]
-            if found:
-                yield status.capitalize()
-                rows = [
-                    (one.check, visible(one.message) + (f" ({one.related})" if one.related else "")) for one in found
-                ]
-                yield table(("", ""), rows, indent=2, terminal=terminal)
+        found = [(one.status, one.check, visible(one.message), one.related) for one in self.findings]
+        yield from by_status(STATUSES, found, terminal)
         read = ", ".join(name if name == key else f"{name} ({key})" for name, key in self.read.items())
         passes = listed([f"{count} {name}" for name, count in self.passes.items()])
         facts = f"{self.rollouts:,} rollouts, {self.tokens:,} tokens, β {self.beta:g}. Read: {read or 'ids and masks'}."

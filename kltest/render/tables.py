@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -104,3 +104,14 @@ def paint(text: str, style: str, terminal: Terminal) -> str:
     from rich.style import Style
 
     return Style.parse(style).render(text, color_system=ColorSystem.STANDARD) if terminal.colour else text
+
+
+def by_status(
+    statuses: Sequence[str], found: Sequence[tuple[str, str, str, str]], terminal: Terminal = PLAIN
+) -> Iterator[str]:
+    """Yield a table for each status that something has: rows of (status, name, message, code of a check or "")."""
+    for status in statuses:
+        rows = [(name, message + (f" ({code})" if code else "")) for own, name, message, code in found if own == status]
+        if rows:
+            yield status.capitalize()
+            yield table(("", ""), rows, indent=2, terminal=terminal)
