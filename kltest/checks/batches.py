@@ -139,6 +139,11 @@ def gradient(measure: Measure, rollout: Rollout) -> np.ndarray:
     return as_array(measure.differentiate(rollout), rollout)
 
 
+def gradient_of(loss: Loss, rollout: Rollout) -> np.ndarray:
+    """(B, T, 1 + V) gradient of a variant of the loss."""
+    return as_array(differentiate(loss, rollout.replace(), live_positions(rollout)), rollout)
+
+
 def gradient_of_times(measure: Measure, factor: float, rollout: Rollout) -> np.ndarray:
     """(B, T, 1 + V) gradient of a multiple of the loss, which reaches its backward pass from above."""
     loss = measure.experiment().loss
@@ -147,8 +152,7 @@ def gradient_of_times(measure: Measure, factor: float, rollout: Rollout) -> np.n
         outcome = loss(one)
         return replace(outcome, objective=factor * outcome.objective, rows=None, returned="scalar")
 
-    found = differentiate(loss.changed(instead=scaled), rollout.replace(), live_positions(rollout))
-    return as_array(found, rollout)
+    return gradient_of(loss.changed(instead=scaled), rollout)
 
 
 def moves(measure: Measure, one: Rollout, other: Rollout) -> bool:

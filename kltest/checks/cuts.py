@@ -14,13 +14,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from kltest.checks.batches import as_array, limit, norm
+from kltest.checks.batches import gradient_of, limit, norm
 from kltest.checks.check import Found
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
-from kltest.moments.differentiate import differentiate, live_positions
 from kltest.names import STEPS, SUPPORT_SIZES, listed, says_token_id
 from kltest.rollout import Rollout
 
@@ -184,9 +183,7 @@ def _gradients(
         loss = loss.changed(arguments=loss.arguments.with_value(name, value))
     found = []
     for batch in batches:
-        own = batch.replace()
-        gradients = differentiate(loss, own, live_positions(batch))
-        joint = as_array(gradients, own)
+        joint = gradient_of(loss, batch)
         found.append(joint if columns is None else joint[..., [0, *(1 + column for column in columns)]])
     return np.concatenate(found)
 

@@ -14,13 +14,12 @@ from itertools import product
 import numpy as np
 import torch
 
-from kltest.checks.batches import as_array, batch_of, companions, limit, norm, usual_batch
+from kltest.checks.batches import batch_of, companions, gradient_of, limit, norm, usual_batch
 from kltest.checks.check import Found
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.loss.state import State
 from kltest.loss.surroundings import Pretended, later, under_autocast, variable, variables_read
-from kltest.moments.differentiate import differentiate, live_positions
 from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout
 
@@ -113,7 +112,7 @@ def _gradient(findings: Findings, batch: Rollout, pretend: Surroundings = nullco
     """Gradients of a batch, with the same random numbers and the same state of the loss in each call."""
     loss = findings.measure.experiment().loss.changed(instead=None).within(pretend)
     with loss.calls.holding(*loss.calls.held, *_held(findings)):
-        return as_array(differentiate(loss, batch.replace(), live_positions(batch)), batch)
+        return gradient_of(loss, batch)
 
 
 @shared
