@@ -20,7 +20,7 @@ from kltest.loss.calling import Loss
 from kltest.loss.derived import Derived
 from kltest.loss.filling import Filling
 from kltest.loss.placement import ROW_FIELDS
-from kltest.names import BATCH_SIZES
+from kltest.names import AS_OLD, BATCH_SIZES
 
 # Indices of the rollouts of a batch.
 ROWS = "ijklmn"
@@ -191,6 +191,7 @@ class Expectation:
             return self._per_rollout(name)
         fields = {
             **{each: f"{each}{self.at}{self._cast('floats')}" for each in ("logp", "ref_logp", "old_logp")},
+            **{each: f"old_logp{self.at}{self._cast('floats')}" for each in AS_OLD},
             "mask": f"mask{self.at}{self._cast('mask')}",
             "tokens": f"y{self.at}",
             "group": f"torch.zeros({self.batch}, dtype=torch.int64)",

@@ -25,6 +25,7 @@ from kltest.loss.global_state import eagerly, preserved
 from kltest.loss.jax.bridge import JaxLoss
 from kltest.loss.placement import ROW_FIELDS
 from kltest.report import CounterExample
+from kltest.rollout import SAMPLER_FIELDS
 from kltest.truth import ATLAS
 
 TEMPLATE = Path(__file__).parent / "templates" / "program.py.j2"
@@ -99,7 +100,7 @@ class Program:
             masked=environment.ends,
             takes=takes,
             moved=self.expectation.moved,
-            has_old=any(ATLAS[name].stale for name in self.declared) or takes & {"old_logp", "old_logits"},
+            has_old=any(ATLAS[name].stale for name in self.declared) or takes & SAMPLER_FIELDS,
             summed=lambda of: summed(of, "mask" if environment.ends else ""),
             rewards=instance.environment.returns(instance.paths).tolist() if rewarded else None,
             declared=as_torch(self.declared, masked=environment.ends),

@@ -37,6 +37,7 @@ class Along:
             return np.where(paths.mask, paths.chosen(table), 0.0)
 
         log_ratio = chosen(instance.policy - instance.behaviour(sampler))
+        log_ratio[np.isposinf(log_ratio)] = 0.0  # of a token that is never drawn: its rollouts weigh nothing
         passed = log_ratio.cumsum(axis=1)
         moves = np.exp(instance.policy) * (instance.policy - instance.reference)
         self.live = paths.mask.astype(float)

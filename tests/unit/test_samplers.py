@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from functools import partial
+from inspect import getsource
 
 import numpy as np
 import pytest
@@ -85,6 +87,34 @@ def test_without_an_engine_of_its_own_all_three_fields_are_one(sampler):
     assert torch.equal(moved.rollout_logp, moved.old_logp)
 
 
+def squared_to_sampler(logp, old_logp, mask):
+    return summed((logp - old_logp) ** 2 / 2, mask)
+
+
+def clipped_ratio(logp, ref_logp, old_logp, mask):
+    return summed((logp - old_logp).exp().clamp(0.8, 1.2).detach() * (logp - ref_logp) ** 2 / 2, mask)
+
+
+def stale_penalty(logp, ref_logp, old_logp, mask):
+    return summed(logp - old_logp, mask).exp() * summed(old_logp - ref_logp, mask).detach()
+
+
+@pytest.mark.parametrize("name", ["rollout_logp", "prox_logp"])
+@pytest.mark.parametrize("loss", [squared_to_sampler, clipped_ratio, stale_penalty])
+def test_a_loss_is_graded_alike_by_each_of_the_three_names(loss, name, tmp_path):
+    """Its codes and names, and a program that shows the difference: all but the parameter's name."""
+    found = []
+    for field in ("old_logp", name):
+        path = tmp_path / f"by_{field}.py"
+        path.write_text("\n".join(map(getsource, (summed, loss))).replace("old_logp", field))
+        report = kltest.grade(f"{path}:{loss.__name__}", expect="to_sampler_kl", sampler="both")
+        assert report.verdict == "refuted"
+        assert report.smallest.code, report.smallest.note
+        rows = [[row.environment, row.sampler, row.identified, row.relative_bias] for row in report.gradients]
+        found.append([rows, [(check.code, check.status) for check in report.checks]])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("sampler", LACKING)
 def test_the_trainer_takes_the_policy_for_the_sampler(sampler):
     instance = Case("sequence", sampler).instances[0]
@@ -141,8 +171,10 @@ def test_no_ratio_brings_back_what_a_truncated_sampler_never_draws(loss):
 
 
 def test_what_sums_over_every_next_token_is_told_by_its_prefixes():
-    """Of a cut only the prefixes are left: every next token is seen in each of them."""
-    report = kltest.grade("full-loss", sampler=CUT, expect="local_reverse_kl@sampler")
+    """Of a cut only the prefixes are left: every next token is seen in each of them; its noise is a number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        report = kltest.grade("full-loss", sampler=CUT, expect="local_reverse_kl@sampler")
     assert report.verdict == "confirmed"
 
 
