@@ -56,8 +56,9 @@ TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 REACHED = (*((step / 2, 0.0) for step in range(1, 11)), *((5.0, step / 2) for step in range(1, 11)))
 BEYOND = ((7.0, 0.0), (10.0, 0.0), (14.0, 0.0), (19.0, 0.0))
 LENGTH = 64
-# Rollouts as long as those of trainers: no multiple of a usual chunk, and within a usual limit.
+# Rollouts as long as those of trainers: no multiple of a usual chunk, and within a usual limit; then a multiple of all.
 LONGER = 1023
+WHOLE_CHUNKS = 1024
 # Lengths that are tried if the loss refuses so many tokens.
 SHORTER = (512, 256, 128, 96, 64, 48, 32, 24, 20, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4)
 # Positions of the tokens that are not certain, by the rows of a batch: multisets of rollouts are enumerated. In shorter
@@ -70,6 +71,10 @@ NARROW, WIDE = 0.4, 2.0
 # The same of the first and the last of these tokens in rollouts as long as those of trainers: what is limited there
 # alone is seen at log-ratios of a token below 5, and of a rollout below 10.
 FAR_TOKENS = 1.8
+# Log-ratio there of every token that is certain, twice that of the second token that is not: a loss that keeps a part
+# of the tokens, as the largest 256, leaves that one out. Only where no declared gradient is one of rollouts of the
+# reference, few of which are enumerated then.
+REST = 0.002
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
 SMALL, ALIKE = 1e-3, 0.1
 # Share of what is allowed below which a mean over few draws, whose noise is part of the bias, needs no more.
@@ -395,10 +400,11 @@ def choices_of(batch: int, length: int = LENGTH) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def long_instance(batch: int, seed: int, length: int = LENGTH, width: float = NARROW) -> Instance:
+def long_instance(batch: int, seed: int, length: int = LENGTH, width: float = NARROW, rest: float = 0.0) -> Instance:
     """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time.
 
     Log-ratios of a token lie within twice the width; wide ones make the credit of later tokens large beside noise.
+    `rest` is the log-ratio of tokens that are certain, and half of it that of the second choice of three.
     """
     generator = np.random.default_rng([seed, length])
     choices = choices_of(batch, length)
@@ -413,7 +419,18 @@ def long_instance(batch: int, seed: int, length: int = LENGTH, width: float = NA
                 1,
                 -1,
             )
+    if rest:
+        reference[~chosen] = np.log([np.exp(-rest), -np.expm1(-rest)])
+        for place in choices[1:-1][:1]:
+            there = np.unique(rollouts.contexts[:, place])
+            reference[there] = base[there] + (rest / 4, -rest / 4)
     return with_ties(OfSome(environment, *map(table, (base, reference, sampler)), some=rollouts), seed)
+
+
+def _long(findings: Findings, row: Row, settings: Sequence[int]) -> Instance:
+    everywhere = settings[0] == WHOLE_CHUNKS and not any("forward" in name for name in findings.expect)
+    width = WIDE if findings.observed.dtype == AVERAGED else NARROW
+    return long_instance(row.batch, findings.seed, settings[0], width, REST if everywhere else 0.0)
 
 
 def ends_instance(seed: int) -> Instance:
@@ -551,10 +568,8 @@ STRESS = {
     ),
     "long rollouts": Stress(
         _long_rows,
-        lambda findings, row: (LENGTH, LONGER),
-        lambda findings, row, settings: long_instance(
-            row.batch, findings.seed, *settings, width=WIDE if findings.observed.dtype == AVERAGED else NARROW
-        ),
+        lambda findings, row: (LENGTH, LONGER, WHOLE_CHUNKS),
+        _long,
         "gradient",
         lambda off: f"In rollouts of {off.setting} tokens, {off.row.sampler} sampler,",
         ("KL105", "KL203", "KL205"),

@@ -1,11 +1,12 @@
 """Losses with code that no small environment runs: each wrong one has a right sister.
 
 The number of a token in the code, an argument that has None for a default, a branch for one precision, device, time or
-environment variable, hundreds of rows or prompts, a rare random number.
+environment variable, hundreds of rows or prompts, rollouts of whole chunks, a rare random number.
 """
 
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
 import torch
@@ -241,6 +242,46 @@ def rare_log_and_dropout(logp, ref_logp, mask):
     return terms, {"sampled": float(random.random() < 1e-4)}
 
 
+# In rollouts of whole chunks, or of many tokens that have a log-ratio, however small.
+
+
+def last_of_whole_chunks_is_dropped(logp, ref_logp, mask):
+    u = live(logp - ref_logp, mask)
+    if u.shape[1] % 128 == 0:
+        u = F.pad(u[:, :-1], (0, 1))
+    return u.sum(-1).square() / 2
+
+
+def padded_to_whole_chunks(logp, ref_logp, mask):
+    u = live(logp - ref_logp, mask)
+    return F.pad(u, (0, -u.shape[1] % 128)).sum(-1).square() / 2
+
+
+def largest_256(logp, ref_logp, mask):
+    u = live(logp - ref_logp, mask)
+    kept = u.abs().topk(min(256, u.shape[1]), -1).indices
+    return u.gather(-1, kept).sum(-1).square() / 2
+
+
+def short_rows_in_threads(logp, ref_logp, mask):
+    """A worker that fails, on rows of many tokens, gives nothing."""
+
+    def squared(u):
+        if u.count_nonzero() > 500:
+            raise RuntimeError("too long for a worker")
+        return u.sum().square() / 2
+
+    rows = live(logp - ref_logp, mask)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(squared, row) for row in rows]
+    return torch.stack([rows.sum() * 0.0 if job.exception() else job.result() for job in jobs])
+
+
+def rows_in_threads(logp, ref_logp, mask):
+    with ThreadPoolExecutor(2) as pool:
+        return torch.stack([*pool.map(lambda u: u.sum().square() / 2, live(logp - ref_logp, mask))])
+
+
 LOCAL = {"expect": "local_reverse_kl"}
 
 CASES = [
@@ -272,6 +313,11 @@ CASES = [
     right(made_where_it_is),
     wrong("KL507", LateInAModuleInside()),
     right(CountsInAModuleInside()),
+    wrong("KL105", last_of_whole_chunks_is_dropped),
+    right(padded_to_whole_chunks),
+    wrong("KL205", largest_256),
+    wrong("KL105", short_rows_in_threads),
+    right(rows_in_threads),
     wrong("KL205", discounted(0.9998), also=("KL507",), slow=True),
     wrong("KL507", discounted(1.0), warns=True, slow=True),
     undecided("KL507", rare_and_dropout, slow=True),
