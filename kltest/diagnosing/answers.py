@@ -36,6 +36,9 @@ QUESTIONS: dict[str, Asked] = {}
 """All questions, in the order of the report."""
 
 
+WORDS = {"group": "several rollouts of a prompt"}
+
+
 def question(name: str, *needs: str) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Register a question that needs some columns; `a|b` is the first of them that is there.
 
@@ -46,7 +49,8 @@ def question(name: str, *needs: str) -> Callable[[Callable[..., Answer]], Callab
         def asked(logs: Logs, units: Units) -> Answer:
             found = [logs.first(*each.split("|")) for each in needs]
             if None in found:
-                return missing(name, ", ".join(each.replace("|", " or ") for each in needs))
+                lacking = (each.replace("|", " or ") for each, one in zip(needs, found, strict=True) if one is None)
+                return missing(name, ", ".join(WORDS.get(each, each) for each in lacking))
             return function(logs, units, *found)
 
         QUESTIONS[name] = asked
