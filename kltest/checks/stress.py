@@ -400,11 +400,14 @@ def choices_of(batch: int, length: int = LENGTH) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def long_instance(batch: int, seed: int, length: int = LENGTH, width: float = NARROW, rest: float = 0.0) -> Instance:
+def long_instance(
+    batch: int, seed: int, length: int = LENGTH, width: float = NARROW, rest: float = 0.0, apart: float = FAR_TOKENS
+) -> Instance:
     """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time.
 
     Log-ratios of a token lie within twice the width; wide ones make the credit of later tokens large beside noise.
-    `rest` is the log-ratio of tokens that are certain, and half of it that of the second choice of three.
+    `rest` is the log-ratio of tokens that are certain, and half of it that of the second choice of three; the first and
+    the last choice of the longest rollouts are twice `apart`.
     """
     generator = np.random.default_rng([seed, length])
     choices = choices_of(batch, length)
@@ -412,10 +415,10 @@ def long_instance(batch: int, seed: int, length: int = LENGTH, width: float = NA
     free, shape = chosen[:, None], (len(chosen), 2)
     base = np.where(free, 0.6 * generator.standard_normal(shape), (CERTAIN, 0.0))
     reference, sampler = (base + free * width * generator.uniform(-1, 1, size=shape) for width in (width, 0.15))
-    if length > LENGTH and width < FAR_TOKENS:
+    if length > LENGTH and width < apart:
         for place in (choices[0], choices[-1]):
             there = np.unique(rollouts.contexts[:, place])
-            reference[there] = base[there] + np.where(np.arange(len(there)) % 2, -FAR_TOKENS, FAR_TOKENS)[:, None] * (
+            reference[there] = base[there] + np.where(np.arange(len(there)) % 2, -apart, apart)[:, None] * (
                 1,
                 -1,
             )

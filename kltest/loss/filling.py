@@ -74,13 +74,15 @@ class Arguments:
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             if name not in self.fillings:
-                found[name] = f"its default, {kept!r}"
+                found[name] = f"its default, {_in_words(kept)}"
             elif isinstance(filling, SupportOf):
                 side, fewer = "reference" if filling.of else "policy", FEWER if filling.k > SUPPORT_SIZE else ""
                 found[name] = f"{filling.name}, the {filling.k} likeliest of the {side}{fewer}"
             elif isinstance(filling, FieldOf | Derived):
                 words = filling.name if isinstance(filling, FieldOf) else DERIVED[filling.name][0]
-                found[name] = words + ("" if kept is parameter.empty else f" in place of its default, {kept!r}")
+                found[name] = words + (
+                    "" if kept is parameter.empty else f" in place of its default, {_in_words(kept)}"
+                )
             elif isinstance(filling, SizeOf):
                 found[name] = f"{filling.k}{FEWER}"
             else:
@@ -282,3 +284,9 @@ def fixed_beta(fillings: dict[str, Filling], call: Call) -> float | None:
     if asked is not None and (asked == 0 or not math.isfinite(asked)):
         raise UsageError(f"β must be a finite number other than 0, not {asked}, else there is no KL term to grade")
     return asked
+
+
+def _in_words(default: Any) -> str:
+    """A default in words that are the same in each run: of an object without any, its type."""
+    text = repr(default)
+    return type(default).__name__ if f"{id(default):x}" in text.lower() else text

@@ -138,12 +138,56 @@ def masks_the_wrong_way_round(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": k1.sum(-1)}
 
 
+# In longer rollouts, larger batches, with gaps and further out.
+
+
+def logged(loss, kl):
+    return loss.mean(), {"kl": kl}
+
+
+def logs_nothing_of_long_rollouts(logp, ref_logp, mask):
+    k1 = live(logp - ref_logp, mask).detach().sum(-1).mean()
+    return logged(penalty(logp, ref_logp, mask), k1 if mask.shape[1] <= 64 else torch.zeros(()))
+
+
+def logs_a_token_of_longer_rollouts(logp, ref_logp, mask):
+    k1 = live(logp - ref_logp, mask).detach().sum(-1).mean()
+    return logged(penalty(logp, ref_logp, mask), k1 if mask.shape[1] <= 4 else k1 / mask.shape[1])
+
+
+def logs_the_sum_of_many_rows(logp, ref_logp, mask):
+    k1 = live(logp - ref_logp, mask).detach().sum(-1)
+    return logged(penalty(logp, ref_logp, mask), k1.sum() / min(len(k1), 8))
+
+
+def logs_the_largest_of_coupled_rows(logp, ref_logp, mask):
+    total = live(logp - ref_logp, mask).sum(-1)
+    loss = total.var() / 2 if len(total) > 1 else total.square() / 2
+    return logged(loss, total.detach().max())
+
+
+def logs_by_lengths(logp, ref_logp, mask):
+    before = torch.arange(mask.shape[1]) < (mask != 0).sum(-1, keepdim=True)
+    return logged(penalty(logp, ref_logp, mask), (logp - ref_logp).where(before, 0.0).detach().sum(-1).mean())
+
+
+def logs_k1_cut_at_2(logp, ref_logp, mask):
+    k1 = live(logp - ref_logp, mask).detach().clamp(-2, 2)
+    return logged(penalty(logp, ref_logp, mask), k1.sum(-1).mean())
+
+
 CASES = [
     wrong("KL601", logs_k2),
     wrong("KL601", squares_in_place_and_then_logs),
     wrong("KL601", logs_the_distance_to_the_sampler, options={"sampler": "current"}),
     wrong("KL601", leaves_out_the_first_token),
     wrong("KL601", logs_k1_cut_off_below),
+    wrong("KL601", logs_nothing_of_long_rollouts),
+    wrong("KL601", logs_a_token_of_longer_rollouts),
+    wrong("KL601", logs_the_sum_of_many_rows),
+    wrong("KL601", logs_the_largest_of_coupled_rows, also=("KL206",)),
+    wrong("KL601", logs_by_lengths),
+    wrong("KL601", logs_k1_cut_at_2, warns=True),
     wrong("KL602", logs_beta_times_kl),
     wrong("KL602", logs_beta_times_kl, also=("KL601",), options={"beta": 0.1}),
     wrong("KL602", logs_after_the_ratio, also=("KL301",)),

@@ -1,6 +1,7 @@
 """KL601: the number that is logged as the KL is none."""
 
 from kltest.checks.check import Found
+from kltest.checks.logged_values.further import elsewhere
 from kltest.checks.logged_values.metrics import SYMBOLS, logged, no_kl
 from kltest.identify.findings import Findings, Row
 from kltest.identify.values import NAMES, Reported
@@ -9,15 +10,13 @@ moot = no_kl
 
 
 def examine(findings: Findings) -> Found | None:
-    """Compare the metric with the KLs under a current sampler, whatever the cause of a difference."""
+    """Compare the metric with the KLs under a current sampler, whatever the cause of a difference; then further out."""
     known = [(row, found) for row, found in logged(findings) if found.judged]
     if not known:
-        return Found(
-            "the metric of single rollouts is unknown: the loss takes larger batches, or there are too many rollouts",
-            "inconclusive",
-        )
+        why = "draws random numbers" if findings.noisy else "takes larger batches, or there are too many rollouts"
+        return Found(f"the metric of single rollouts is unknown: the loss {why}", "inconclusive")
     wrong = [_sentence(row, found) for row, found in known if found.row.matches is None]
-    return Found(" ".join(wrong)) if wrong else None
+    return Found(" ".join(wrong)) if wrong else elsewhere(findings)
 
 
 def _sentence(row: Row, found: Reported) -> str:
