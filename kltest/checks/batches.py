@@ -4,6 +4,7 @@ Batches: the usual one, groups with chosen rewards, batches of two and of three,
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,14 +55,14 @@ def _usual(findings: Findings, sampler: str, many: int) -> Rollout:
 
 @shared
 def rows_taken(findings: Findings) -> int:
-    """Rows of the usual batch: as many as in the graded batches if the loss takes no other."""
+    """Rows of the usual batch: as many as in the graded batches, or fewer, if the loss takes no other."""
     graded = max((row.batch for row in findings.rows), default=1)
-    if 1 < graded < ROWS:
-        try:
-            findings.measure.experiment().call(_usual(findings, "stale", ROWS))
-        except KltestError:
-            return graded
-    return ROWS
+    fewer = [graded] if graded > 1 else [ROWS // 2, ROWS // 3, ROWS // 6]
+    for many in (ROWS, *fewer):
+        with suppress(KltestError):
+            findings.measure.experiment().call(_usual(findings, "stale", many))
+            return many
+    return graded if graded > 1 else ROWS
 
 
 def single_tokens(findings: Findings) -> Rollout:

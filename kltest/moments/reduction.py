@@ -13,7 +13,7 @@ from kltest.moments.caller import Caller
 from kltest.moments.differentiate import RowGradients
 from kltest.rollout import Rollout
 
-SEVERAL = 8
+SEVERAL, FEW = 8, 2
 # Calls, and most rows of each, of a loss that draws random numbers: a change of one gradient in a hundred shows.
 OFTEN, MANY = 16, 64
 Cause = Literal["draws", "state", "unknown"]
@@ -79,9 +79,9 @@ def _look_at_many(caller: Caller, rows: list[int]) -> None:
             caller.look(rows[1:])
             return caller.look(rows)
         except KltestError:
-            if len(rows) <= SEVERAL:
+            if len(rows) <= FEW:
                 raise
-            rows = rows[: max(SEVERAL, len(rows) // 2)]
+            rows = rows[: max(FEW, len(rows) // 2)]
 
 
 def _check_repeats(caller: Caller, row: int) -> None:
@@ -89,15 +89,28 @@ def _check_repeats(caller: Caller, row: int) -> None:
 
     Several rows, since noise that drops one entry in ten leaves most single rows alone.
     """
-    several = [each % len(caller.base) for each in range(row, row + SEVERAL)]
-    before = caller.loss.calls.draws()
-    pairs = [(caller.single(row), caller.call([row])), (caller.call(several), caller.call(several))]
+    before, alone = caller.loss.calls.draws(), (caller.single(row), caller.call([row]))
+    several, first = _several(caller, row)
+    pairs = [alone, (first, caller.call(several))]
     if before.changed():  # it may draw numbers that change the gradient seldom
-        several = several if len(caller.base) < SEVERAL else list(range(min(len(caller.base), MANY)))
+        several = several if len({*several}) < SEVERAL else list(range(min(len(caller.base), MANY)))
         first = caller.call(several)
         pairs += [(first, caller.call(several)) for _ in range(OFTEN)]
     if not all(again.close(once.parts, again.parts) for once, again in pairs):
         raise NonDeterministicError.of(caller.loss, lambda: caller.call(several))
+
+
+def _several(caller: Caller, row: int) -> tuple[list[int], RowGradients]:
+    """Return as many rows as the loss takes, up to SEVERAL, and their gradients."""
+    many = SEVERAL
+    while True:
+        rows = [each % len(caller.base) for each in range(row, row + many)]
+        try:
+            return rows, caller.call(rows)
+        except KltestError:
+            if many <= FEW:
+                raise
+            many //= 2
 
 
 def _check_memory(caller: Caller, row: int) -> None:
@@ -108,10 +121,10 @@ def _check_memory(caller: Caller, row: int) -> None:
     state = caller.loss.calls.state
     if not state.changed():
         return
-    one = [(row + each) % len(caller.base) for each in range(SEVERAL)]
-    after, names = [caller.call(one)], state.changed()
+    one, found = _several(caller, row)
+    after, names = [found], state.changed()
     state.reset()
-    caller.call([(row + 1) % len(caller.base)] * SEVERAL)
+    caller.call([(row + 1) % len(caller.base)] * len(one))
     after.append(caller.call(one))
     state.reset()
     first = caller.call(one)

@@ -31,6 +31,8 @@ OF_NUMBERS = (
     "called with one rollout at a time, as numbers by what its objects' entries are called. Nothing flows through "
     "numbers: if what it returns is subtracted from rewards or advantages, --placement reward says so, with --credit"
 )
+# What only a call shows: what it writes into, keeps, does in a backward pass of its own, and logs.
+NOT_READ = ("KL505", "KL507", "KL511", "KL6")
 # Modules of the same checkout that are read with a file, at most: its callers, and what it and they import.
 MOST, CALLERS = 40, 8
 # Files by which the folder of a checkout is known.
@@ -124,7 +126,7 @@ def _jobs(job: Job, told: Sequence[tuple[Row, str, str]], folder: Path, why: str
     for number, (row, beside, which) in enumerate(told, before):
         program = folder / f"read_{number}.py"
         program.write_text(row.source, encoding="utf-8")
-        ignored = [*job.given.get("ignore", ()), *NORMALISED["ignore"]]
+        ignored = [*job.given.get("ignore", ()), *NORMALISED["ignore"], *NOT_READ]
         given = {name: value for name, value in job.given.items() if name != "arguments"}
         given = {**options(row.place), **given, "ignore": tuple(ignored)}
         name = f"{job.name} [{row.variant}]" if row.variant else job.name

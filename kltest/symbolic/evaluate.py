@@ -880,7 +880,7 @@ def _changed_in(statements: Sequence[ast.stmt]) -> list[str]:
             and isinstance(node.func, ast.Attribute)
             and isinstance(node.func.value, ast.Name)
         ):
-            if node.func.attr in ("append", "extend", "update") or node.func.attr.endswith("_"):
+            if node.func.attr in ("append", "extend", "update", "register_hook") or node.func.attr.endswith("_"):
                 found[node.func.value.id] = None
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
             found[node.value.id] = None
