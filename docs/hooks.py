@@ -87,10 +87,10 @@ def fields() -> list[dict[str, str]]:
 
 def atlas() -> list[dict[str, str]]:
     """Every named gradient."""
-    from kltest.truth import ATLAS, FURTHER
+    from kltest.truth import ATLAS, FURTHER, OF_POLICY, of_group
     from kltest.truth.atlas import named
 
-    rows = [*ATLAS.values(), *map(named, FURTHER)]
+    rows = [*ATLAS.values(), *map(named, (*FURTHER, *OF_POLICY, *of_group(4)))]
     return [{"name": f"`{row.name}`", "formula": row.formula, "meaning": row.meaning} for row in rows]
 
 

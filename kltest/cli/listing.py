@@ -12,7 +12,7 @@ from kltest.estimators import registry
 from kltest.estimators.spec import Spec
 from kltest.names import FIELDS
 from kltest.render.tables import table
-from kltest.truth import ATLAS, FURTHER, plain, render
+from kltest.truth import ATLAS, FURTHER, OF_POLICY, of_group, plain, render
 from kltest.truth.atlas import named
 
 Entry = dict[str, Any]
@@ -95,7 +95,7 @@ def _estimators() -> list[Entry]:
 
 
 def _gradients() -> list[Entry]:
-    rows = [*ATLAS.values(), *map(named, FURTHER)]
+    rows = [*ATLAS.values(), *map(named, (*FURTHER, *OF_POLICY, *of_group(4)))]
     return [{"name": row.name, "formula": row.formula, "meaning": row.meaning} for row in rows]
 
 

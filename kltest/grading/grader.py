@@ -38,7 +38,7 @@ from kltest.loss.results import ACCEPTED
 from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.samplers import TRUNCATED
-from kltest.truth import plain
+from kltest.truth import is_of_groups, plain
 from kltest.version import VERSION
 
 # A call that was cut off hangs if it took more than this share of the time, and this many times the longest other.
@@ -330,7 +330,10 @@ def plan(loss: Loss, options: Options) -> Findings:
     if stated and stated[1] == options.group_size:
         notes = [*notes, f"Groups have {stated[1]} rollouts, as {stated[0]} says; --group-size grades others"]
     sizes = Sizes.of(uses, options.group_size, options.batch_size)
-    measure = Measure(loss, declared, uses, seed=options.seed, sizes=sizes, sampling=sampling)
+    policy = options.part != "kl"
+    if is_of_groups(declared) and not (policy and sizes.grouped):
+        raise UsageError(f"{plain(declared)} is of groups: grade a loss that reads rewards, with --part policy or all")
+    measure = Measure(loss, declared, uses, seed=options.seed, sizes=sizes, sampling=sampling, policy=policy)
     findings = Findings(declared, loss.placement, options.environment, samplers, measure)
     findings.notes += notes
     return findings
