@@ -112,6 +112,24 @@ def estimators() -> list[dict[str, str]]:
     ]
 
 
+def policies() -> list[dict[str, str]]:
+    """Every registered policy loss, from its SPEC."""
+    from kltest.cli.listing import follows
+    from kltest.estimators import registry
+
+    return [
+        {
+            "policy loss": f"`{name}`",
+            "formula": each.spec.formula,
+            "one step": follows(each.spec, "bandit"),
+            "sequences": follows(each.spec, "sequence"),
+            "lengths vary": follows(each.spec, "ragged"),
+            "sequences, stale sampler": follows(each.spec, "sequence", "stale"),
+        }
+        for name, each in registry("policy").items()
+    ]
+
+
 def experiments() -> list[dict[str, str]]:
     """Every experiment, from its settings."""
     from kltest.reproduce.checkout import Checkout
@@ -444,6 +462,7 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         fields,
         atlas,
         estimators,
+        policies,
         experiments,
         distillation,
         distilling,

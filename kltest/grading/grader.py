@@ -218,8 +218,8 @@ class Grading:
             yield
 
     def _run(self, target: Callable[..., Any] | str) -> Iterator[bool]:
+        self._resolve(target)
         codes = selected_codes(self.options.select, self.options.ignore, self.options.part)
-        self.loss = resolve(target, self.options.call, self.options.name)
         with preserved(self.options.seed):  # a loss that draws random numbers draws the same ones in every grading
             for _ in self._measure():
                 yield False
@@ -235,6 +235,13 @@ class Grading:
                 yield False
             self.smallest = smallest_failure(findings)
             self.example = None if self.smallest else example(findings)
+
+    def _resolve(self, target: Callable[..., Any] | str) -> None:
+        """Find the loss; a registered policy loss is graded as one."""
+        self.loss = resolve(target, self.options.call, self.options.name)
+        if self.loss.spec is not None and self.loss.spec.part == "policy" and self.options.part == "kl":
+            self.options = replace(self.options, part="policy")
+            self.blank = replace(self.blank, expect=plain(self.options.expect))
 
     def _measure(self) -> Iterator[None]:
         """Measure row by row what is graded."""
@@ -253,7 +260,7 @@ class Grading:
 
     def measured(self, target: Callable[..., Any] | str) -> Findings:
         """Return the findings of a loss whose rows are measured, without any check; what it raises is not caught."""
-        self.loss = resolve(target, self.options.call, self.options.name)
+        self._resolve(target)
         with preserved(self.options.seed):
             for _ in self._measure():
                 pass
@@ -377,7 +384,7 @@ def _setting(target: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]
     if ":" not in target:
         names = ", ".join(name for name, _ in settings[:3])
         raise UsageError(f"{target} has {len(settings)} settings, and Python grades one at a time: {names} …")
-    setting = settings[0][1]
+    setting = settings[0][1].for_part(given["part"])
     changed = {name: value for name, value in given.items() if name in RENAMED or value != OPTIONS[name].default}
     return setting.target, {"name": target, **setting.options_with(changed)}
 

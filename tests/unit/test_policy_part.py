@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import kltest
+from kltest.adapters import find
 from kltest.checks import CHECKS
 from kltest.checks.policy.objectives import asymmetry
 from kltest.cli import app
@@ -187,3 +188,30 @@ def test_the_command_line_grades_a_part(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["expect"] == "expected_reward"
     assert run(["grade", "k3-loss", "--part", "policy"]).exit_code == 2
     assert run(["grade", "k3-loss", "--part", "reward"]).exit_code == 2
+
+
+def test_a_setting_that_is_given_its_advantages_has_no_policy_part_and_says_why(tmp_path):
+    (tmp_path / "adapter.py").write_text(
+        "from kltest.adapters import Adapter, Setting\n"
+        "given = Setting.of('tests.written.policy:with_a_given_advantage', name='own/loss')\n"
+        "ADAPTER = Adapter(name='own', distribution='torch', version='1', installs=(), module='torch', homepage='',\n"
+        "    settings=(given, given.variant(name='scored', policy=('tests.written.policy:centred', {}))))\n"
+    )
+    place = f"{tmp_path}/adapter.py"
+    refused = run(["grade", f"{place}:own/loss", "--part", "policy"])
+    assert refused.exit_code == 2
+    assert "what the library makes of rewards" in " ".join(refused.output.split())
+    scored = run(["grade", f"{place}:own/loss/scored", "--part", "policy", "--environment", "bandit"])
+    assert scored.exit_code == 1, scored.output
+    assert "0.75·∇E_π[R]" in scored.output
+
+
+def test_trl_scores_whole_groups_for_its_policy_part():
+    settings = find("trl").known
+    for name in ("grpo/defaults", "grpo/loss_type=dr_grpo", "rloo/defaults"):
+        whole = settings[name].for_part("policy")
+        assert whole.target.endswith(":grouped")
+        assert whole.arguments["trainer"] == name[:4].upper()
+        assert settings[name].for_part("kl") is settings[name]
+    with pytest.raises(UsageError, match="--part kl grades its KL term"):
+        settings["gkd/defaults"].for_part("all")
