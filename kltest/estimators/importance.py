@@ -2,7 +2,7 @@
 
 Each is −sg(m)·ρ_t·A: ρ = π/π_old is the trainer's own ratio, w = π_old/μ the weight that makes up for the engine, and m
 a cap or a mask of w. A is a given advantage, the reward less its mean. Samplers of the environments are near: neither a
-cap of 2 nor a mask acts there, unless the SPEC says so; how far that holds is what experiments/off-policy draws.
+cap of 2 nor a mask acts there, unless the SPEC says so; how far that holds is measured by experiments/off-policy.
 """
 
 from kltest.estimators.advantages import lengths, of_tokens

@@ -28,6 +28,42 @@ def clipped_ratio(logp, old_logp, advantages, mask):
     return -summed(torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages), mask)
 
 
+def truncated_at(cap):
+    def truncated(logp, old_logp, advantages, mask):
+        weight = summed(logp - old_logp, mask).exp().clamp(max=cap).detach()
+        return -weight * advantages * summed(logp, mask)
+
+    return truncated
+
+
+def masked_beyond_a_band(logp, old_logp, reward, mask):
+    weight = summed(logp - old_logp, mask).exp().detach()
+    return -weight.where((weight > 0.8) & (weight < 1.25), 0.0) * reward * summed(logp, mask)
+
+
+def failures_left_out(logp, old_logp, advantages, mask):
+    log_ratio = summed(logp - old_logp, mask)
+    kept = ~((advantages < 0) & (log_ratio.detach() < -0.1))
+    return -log_ratio.exp() * advantages * kept
+
+
+def weighted_by_the_mean_ratio(logp, old_logp, advantages, mask):
+    weight = summed((logp - old_logp).exp(), mask) / (mask != 0).sum(-1)
+    return -weight.detach() * advantages * summed(logp, mask)
+
+
+def ratio_of_the_geometric_mean(logp, rollout_logprobs, reward, mask):
+    return -(summed(logp - rollout_logprobs, mask) / (mask != 0).sum(-1)).exp() * (reward - 1)
+
+
+def weighted_by_what_the_engine_told(logp, rollout_logprobs, advantages, mask):
+    return -summed(logp - rollout_logprobs, mask).exp() * advantages
+
+
+def tokens_weighted_by_what_the_engine_told(logp, vllm_logps, advantages, mask):
+    return -summed((logp - vllm_logps).exp().detach() * logp * advantages.unsqueeze(-1), mask)
+
+
 def squared_distance_to_the_sampler(logp, old_logp, reward, mask):
     centred = (reward - reward.mean()).unsqueeze(-1)
     return -summed(centred * logp - 0.1 * (logp - old_logp) ** 2 / 2, mask).mean()
@@ -80,6 +116,7 @@ def wrong_sign(logp, reward, mask):
     return reward * summed(logp, mask)
 
 
+OF_CUT = {"sampler": "truncated:k=2", "expect": "expected_reward@rollouts"}
 # What is graded, the options, the verdict, the codes that fail, and words that the report has.
 LOSSES = [
     (reinforce, {}, "confirmed", [], ["{'expected_reward': 1"]),
@@ -91,6 +128,21 @@ LOSSES = [
     (ratio_of_tokens, {"sampler": "current"}, "confirmed", [], []),
     (ratio_of_tokens, {"sampler": "both"}, "refuted", ["KL901"], ["'expected_reward@sampler': 1"]),
     (clipped_ratio, {"sampler": "both", "environment": "sequence"}, "refuted", ["KL901"], ["so that it is a gradient"]),
+    # A cap that the sampler does not reach, and masks and caps that act; the same two on fresh rollouts.
+    (truncated_at(100.0), {"sampler": "both"}, "confirmed", [], []),
+    (truncated_at(1.1), {"sampler": "both", "environment": "sequence"}, "refuted", ["KL904"], ["exceeds the noise of a mean over"]),
+    (truncated_at(1.1), {"sampler": "current"}, "confirmed", [], []),
+    (masked_beyond_a_band, {"sampler": "stale", "environment": "sequence"}, "refuted", ["KL904"], ["right nearer to"]),
+    (failures_left_out, {"sampler": "stale", "environment": "sequence"}, "refuted", ["KL904"], []),
+    (failures_left_out, {"sampler": "current"}, "confirmed", [], []),
+    # Of one token the mean is the ratio.
+    (weighted_by_the_mean_ratio, {"sampler": "both", "environment": "bandit"}, "confirmed", [], []),
+    (weighted_by_the_mean_ratio, {"sampler": "stale", "environment": "ragged"}, "refuted", ["KL905"], ["arithmetic mean"]),
+    (ratio_of_the_geometric_mean, {"sampler": "engine", "environment": "sequence"}, "refuted", ["KL905"], ["geometric"]),
+    (weighted_by_what_the_engine_told, {"sampler": "engine"}, "confirmed", [], []),
+    (weighted_by_what_the_engine_told, OF_CUT, "refuted", ["KL906"], ["a kept mass of"]),
+    (tokens_weighted_by_what_the_engine_told, OF_CUT, "refuted", ["KL906"], ["a kept mass of"]),
+    (with_a_given_advantage, OF_CUT, "confirmed", [], []),
     (
         squared_distance_to_the_sampler,
         {"sampler": "stale", "environment": "sequence"},
