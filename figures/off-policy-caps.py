@@ -30,7 +30,7 @@ def draw(rows: DataFrame) -> Figure:
     by_drift.minorticks_off()
     by_length.set_xticks(lengths)
     by_length.set_ylabel("")
-    note(by_length, 0.97, 0.03, "the product of all weights,\nwithout a cap: 0", ha="right", va="bottom", color=FAINT)
+    note(by_length, 0.25, 0.06, "rollouts, all of\nthe weight: 0", va="bottom", color=FAINT)
     handles, words = by_drift.get_legend_handles_labels()
     figure.legend(handles, words, ncols=4, loc="outside lower center", handlelength=3)
     return figure

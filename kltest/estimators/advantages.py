@@ -4,8 +4,6 @@ SPECs say what is ascended, the negative of the expected gradient. Their coeffic
 rewards of 0 and 1, and of two tokens where rollouts have one length.
 """
 
-import torch
-
 from kltest.estimators.groups import group_sum
 from kltest.estimators.spec import Combination, everywhere, policy_loss
 
@@ -25,18 +23,18 @@ def of_tokens(values, mask):
 
 def lengths(mask):
     """(B,) numbers of live tokens."""
-    return (mask != 0).sum(dim=1).to(torch.float64)
+    return (mask != 0).sum(dim=1).double()
 
 
 def centred(reward, group):
     """(B,) rewards less the mean of their group."""
-    return reward - group_sum(reward, group) / group_sum(torch.ones_like(reward), group)
+    return reward - group_sum(reward, group) / group_sum(reward.new_ones(len(reward)), group)
 
 
 def normalised(reward, group, epsilon):
     """(B,) centred rewards over the group's standard deviation (n − 1) and a small constant."""
     advantage = centred(reward, group)
-    rows = group_sum(torch.ones_like(reward), group)
+    rows = group_sum(reward.new_ones(len(reward)), group)
     return advantage / ((group_sum(advantage.square(), group) / (rows - 1).clamp(min=1)).sqrt() + epsilon)
 
 
@@ -44,7 +42,7 @@ def clipped(logp, old_logp, advantage, low, high):
     """(B, T) PPO's −min(ρA, clip(ρ)A) of each token, for an advantage (B,) or (B, T)."""
     advantage = advantage if advantage.dim() == 2 else advantage.unsqueeze(1)
     ratio = (logp - old_logp).exp()
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+    return -(ratio * advantage).minimum(ratio.clamp(1 - low, 1 + high) * advantage)
 
 
 SURROGATE = "−min(ρ_t·A, clip(ρ_t, 1 ± 0.2)·A)"
@@ -76,7 +74,7 @@ def reinforce(logp, mask, reward):
 )
 def reinforce_leave_one_out(logp, mask, reward, group):
     """−(R − the others' mean of R)·Σlog π. Ascends: ∇E[R]. (B, T) → (B,)."""
-    rows = group_sum(torch.ones_like(reward), group)
+    rows = group_sum(reward.new_ones(len(reward)), group)
     advantage = centred(reward, group) * rows / (rows - 1).clamp(min=1)
     return -advantage * of_tokens(logp, mask)
 
