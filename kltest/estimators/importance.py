@@ -5,15 +5,18 @@ a cap or a mask of w. A is a given advantage, the reward less its mean. Samplers
 cap of 2 nor a mask acts there, unless the SPEC says so; how far that holds is measured by experiments/off-policy.
 """
 
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
 from kltest.estimators.advantages import lengths, of_tokens
-from kltest.estimators.spec import everywhere, policy_loss
+from kltest.estimators.spec import Row, everywhere, policy_loss
 
 YAO = "Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
 LIU = "Liu et al. 2025, When Speed Kills Stability: the training-inference mismatch"
 SURROGATE = {"bandit": {"expected_reward": 1.0}, "tokens": {"expected_reward@sampler": 1.0}}
 ALONE = {"bandit": {"expected_reward": 1.0}, "tokens": None}
 WHOLE = everywhere({"expected_reward": 1.0})
-OF_ENGINE = "w_t = π_old/μ of the engine's log-probs, ρ_t = π/π_old, C = 2"
 
 
 def token(old_logp, rollout_logp, mask):
@@ -51,113 +54,64 @@ def weighted(weight, logp, old_logp, advantage, mask):
     return -of_tokens(weight * (logp - old_logp).exp() * advantage.unsqueeze(1), mask)
 
 
-def _registered(name, formula, source, known_false, engine):
-    return policy_loss(
-        name,
-        formula=f"{formula},  {OF_ENGINE}",
-        source=source,
+WEIGHTS: dict[str, tuple[Callable[..., Any], str, str, str, Row]] = {
+    "token": (
+        token,
+        "w_t",
+        f"{YAO}; IcePop (Ling Team 2025, arXiv 2510.18855); TRL `token_truncate`, `token_mask`",
+        "token weights leave the prefixes of the sampler: the surrogate is ascended",
+        SURROGATE,
+    ),
+    "sequence": (
+        sequence,
+        "Π_s w_s",
+        f"{LIU}; TRL `sequence_truncate`, `sequence_mask`, its default",
+        "right below the cap where the trainer's own policy is the sampler's (ρ = 1); its noise grows with the length",
+        WHOLE,
+    ),
+    "geometric": (
+        geometric,
+        "Π_s w_s^(1/L)",
+        f"{LIU}; GSPO's ratio (arXiv 2507.18071) as a weight",
+        "a mean of ratios is no importance weight: it is right for one token only",
+        ALONE,
+    ),
+    "arithmetic": (
+        arithmetic,
+        "(1/L)Σ_s w_s",
+        "stated here beside the geometric mean; no paper of it is known to us",
+        "a mean of ratios is no importance weight: it is right for one token only",
+        ALONE,
+    ),
+}
+BOUNDS: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "tis": (truncated, "min({w}, C)", "above the cap, not that either"),
+    "mis": (masked, "{w}·1{{{w} ≤ C}}", "what the engine makes too rare is lost"),
+}
+
+
+def _bounded(name: str, weight_of: Callable[..., Any], bound: Callable[..., Any]) -> Callable[..., Any]:
+    def bounded(logp, old_logp, rollout_logp, advantage, mask, cap=2.0):
+        return weighted(bound(weight_of(old_logp, rollout_logp, mask), cap), logp, old_logp, advantage, mask)
+
+    bounded.__name__ = bounded.__qualname__ = name.replace("-", "_")
+    bounded.__doc__ = f"−Σ_t sg({bound.__name__} weights by {weight_of.__name__})·ρ_t·A. (B, T) → (B,)."
+    return bounded
+
+
+for (_kind, (_weight, _w, _source, _false, _engine)), (_how, (_bound, _formula, _lost)) in product(
+    WEIGHTS.items(), BOUNDS.items()
+):
+    policy_loss(
+        f"{_how}-{_kind}",
+        formula=f"−Σ_t sg({_formula.format(w=_w)})·ρ_t·A,  w_t = π_old/μ of the engine, ρ_t = π/π_old, C = 2",
+        source=_source,
         claims="the policy gradient, in spite of an engine that differs, with bounded weights",
-        known_false=known_false,
+        known_false=f"{_false}; {_lost}",
         current=WHOLE,
         stale=SURROGATE,
-        engine=engine,
-    )
-
-
-@_registered(
-    "tis-token",
-    "−Σ_t sg(min(w_t, C))·ρ_t·A",
-    YAO,
-    "a token's weight leaves the prefixes of the sampler: the surrogate is ascended; above the cap, not that either",
-    SURROGATE,
-)
-def tis_token(logp, old_logp, rollout_logp, advantage, mask, cap=2.0):
-    """Truncated weights of tokens. Ascends below the cap: the surrogate at μ. (B, T) → (B,)."""
-    return weighted(truncated(token(old_logp, rollout_logp, mask), cap), logp, old_logp, advantage, mask)
-
-
-@_registered(
-    "mis-token",
-    "−Σ_t sg(w_t·1{w_t ≤ C})·ρ_t·A",
-    "Ling Team 2025 (IcePop, Every Step Evolves, arXiv 2510.18855); TRL `token_mask`",
-    "as tis-token; tokens that the engine makes too rare are lost",
-    SURROGATE,
-)
-def mis_token(logp, old_logp, rollout_logp, advantage, mask, cap=2.0):
-    """Masked weights of tokens. Ascends below the cap: the surrogate at μ. (B, T) → (B,)."""
-    return weighted(masked(token(old_logp, rollout_logp, mask), cap), logp, old_logp, advantage, mask)
-
-
-@_registered(
-    "tis-sequence",
-    "−Σ_t sg(min(Π_s w_s, C))·ρ_t·A",
-    f"{LIU}; TRL `sequence_truncate`",
-    "right below the cap where the trainer's own policy is the sampler's (ρ = 1); its noise grows with the length",
-    WHOLE,
-)
-def tis_sequence(logp, old_logp, rollout_logp, advantage, mask, cap=2.0):
-    """Truncated weights of rollouts. Ascends below the cap, with ρ = 1: ∇E[R]. (B, T) → (B,)."""
-    return weighted(truncated(sequence(old_logp, rollout_logp, mask), cap), logp, old_logp, advantage, mask)
-
-
-@_registered(
-    "mis-sequence",
-    "−Σ_t sg(Π_s w_s·1{Π_s w_s ≤ C})·ρ_t·A",
-    f"{LIU}; TRL `sequence_mask`, its default",
-    "as tis-sequence; rollouts that the engine makes too rare are lost",
-    WHOLE,
-)
-def mis_sequence(logp, old_logp, rollout_logp, advantage, mask, cap=2.0):
-    """Masked weights of rollouts. Ascends below the cap, with ρ = 1: ∇E[R]. (B, T) → (B,)."""
-    return weighted(masked(sequence(old_logp, rollout_logp, mask), cap), logp, old_logp, advantage, mask)
-
-
-@_registered(
-    "tis-geometric",
-    "−Σ_t sg(min(w̄, C))·ρ_t·A,  w̄ = Π_s w_s^(1/L)",
-    f"{LIU}; GSPO's ratio (arXiv 2507.18071) as a weight",
-    "a mean of ratios is no importance weight: it is right for one token only",
-    ALONE,
-)
-def tis_geometric(logp, old_logp, rollout_logp, advantage, mask, cap=2.0):
-    """Truncated geometric means of a rollout's weights. Right on bandits only. (B, T) → (B,)."""
-    return weighted(truncated(geometric(old_logp, rollout_logp, mask), cap), logp, old_logp, advantage, mask)
-
-
-@_registered(
-    "mis-geometric",
-    "−Σ_t sg(w̄·1{w̄ ≤ C})·ρ_t·A,  w̄ = Π_s w_s^(1/L)",
-    f"{LIU}; verl's rollout correction has a mask by this mean",
-    "as tis-geometric; rollouts that the engine makes too rare are lost",
-    ALONE,
-)
-def mis_geometric(logp, old_logp, rollout_logp, advantage, mask, cap=2.0):
-    """Masked geometric means of a rollout's weights. Right on bandits only. (B, T) → (B,)."""
-    return weighted(masked(geometric(old_logp, rollout_logp, mask), cap), logp, old_logp, advantage, mask)
-
-
-@_registered(
-    "tis-arithmetic",
-    "−Σ_t sg(min(w̄, C))·ρ_t·A,  w̄ = (1/L)Σ_s w_s",
-    "stated here beside the geometric mean; no paper of it is known to us",
-    "a mean of ratios is no importance weight: it is right for one token only",
-    ALONE,
-)
-def tis_arithmetic(logp, old_logp, rollout_logp, advantage, mask, cap=2.0):
-    """Truncated arithmetic means of a rollout's weights. Right on bandits only. (B, T) → (B,)."""
-    return weighted(truncated(arithmetic(old_logp, rollout_logp, mask), cap), logp, old_logp, advantage, mask)
-
-
-@_registered(
-    "mis-arithmetic",
-    "−Σ_t sg(w̄·1{w̄ ≤ C})·ρ_t·A,  w̄ = (1/L)Σ_s w_s",
-    "stated here beside the geometric mean; no paper of it is known to us",
-    "as tis-arithmetic; rollouts that the engine makes too rare are lost",
-    ALONE,
-)
-def mis_arithmetic(logp, old_logp, rollout_logp, advantage, mask, cap=2.0):
-    """Masked arithmetic means of a rollout's weights. Right on bandits only. (B, T) → (B,)."""
-    return weighted(masked(arithmetic(old_logp, rollout_logp, mask), cap), logp, old_logp, advantage, mask)
+        engine=_engine,
+    )(_bounded(f"{_how}-{_kind}", _weight, _bound))
 
 
 @policy_loss(
