@@ -87,10 +87,10 @@ def fields() -> list[dict[str, str]]:
 
 def atlas() -> list[dict[str, str]]:
     """Every named gradient."""
-    from kltest.truth import ATLAS, FURTHER
+    from kltest.truth import ATLAS, FURTHER, OF_POLICY, of_group
     from kltest.truth.atlas import named
 
-    rows = [*ATLAS.values(), *map(named, FURTHER)]
+    rows = [*ATLAS.values(), *map(named, (*FURTHER, *OF_POLICY, *of_group(4)))]
     return [{"name": f"`{row.name}`", "formula": row.formula, "meaning": row.meaning} for row in rows]
 
 
@@ -109,6 +109,24 @@ def estimators() -> list[dict[str, str]]:
             "sequences, stale sampler": follows(each.spec, "sequence", "stale"),
         }
         for name, each in registry().items()
+    ]
+
+
+def policies() -> list[dict[str, str]]:
+    """Every registered policy loss, from its SPEC."""
+    from kltest.cli.listing import follows
+    from kltest.estimators import registry
+
+    return [
+        {
+            "policy loss": f"`{name}`",
+            "formula": each.spec.formula,
+            "one step": follows(each.spec, "bandit"),
+            "sequences": follows(each.spec, "sequence"),
+            "lengths vary": follows(each.spec, "ragged"),
+            "sequences, stale sampler": follows(each.spec, "sequence", "stale"),
+        }
+        for name, each in registry("policy").items()
     ]
 
 
@@ -444,6 +462,7 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         fields,
         atlas,
         estimators,
+        policies,
         experiments,
         distillation,
         distilling,

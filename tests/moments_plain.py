@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import math
+from collections import Counter
 from functools import lru_cache
 
 import numpy as np
@@ -56,7 +57,10 @@ def by_hand(environment):
 
 def objective(function, fields):
     """Return what is differentiated of a function of fields: its scalar, or the mean over rows of sums over tokens."""
-    answer = function(**{name: fields[name] for name in inspect.signature(function).parameters})
+    parameters = inspect.signature(function).parameters
+    answer = function(
+        **{key: fields[key] for key, one in parameters.items() if key in fields or one.default is one.empty}
+    )
     answer = answer[0] if isinstance(answer, tuple) else answer
     if answer.dim() == 2:
         answer = torch.where(fields["mask"] != 0, answer, 0.0).sum(dim=1)
@@ -116,6 +120,16 @@ def every_group(instance, size, sampler="current"):
     for prompt, share in enumerate(prompts):
         for rows in itertools.product(np.flatnonzero(paths.prompt == prompt).tolist(), repeat=size):
             yield rows, share * math.prod(weights[row] / share for row in rows)
+
+
+def every_multiset(instance, size, sampler="current"):
+    """All groups, their order aside: n!/(n₁!·n₂!·…) tuples each."""
+    paths, weights, prompts = instance.paths, instance.rollout_weights(sampler), instance.environment.prompts
+    for prompt, share in enumerate(prompts):
+        rows = np.flatnonzero(paths.prompt == prompt)
+        for group in itertools.combinations_with_replacement(rows.tolist(), size):
+            orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
+            yield list(group), orders * share * math.prod(weights[row] / share for row in group)
 
 
 one_batch = lru_cache(maxsize=10_000)(plain_batch)

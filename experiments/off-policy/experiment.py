@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from kltest.environments import Instance, ngram, sequence
+from kltest.environments.policies import table
+from kltest.estimators import find
 from kltest.loss.calling import bind
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
@@ -31,7 +34,14 @@ PARTS: dict[str, tuple[str, ...]] = {
     "stability": ("recipe", "updates", "learning_rate", "seed"),
     "training": ("recipe", "inner_steps", "batch_size", "steps", "learning_rate", "seed"),
     "age": {"start": "start", "tokens": "aged", "made": "made", "age": "age", "seed": "seed"},
+    "caps": {"cap": "cap", "tokens": "capped", "drift": "drift", "seed": "seed"},
 }
+
+# Caps and masks of the reward's part against an engine that draws; the first two take all of each weight, and none.
+CAPS = (
+    *("all", "none", "tis-sequence", "mis-sequence", "tis-token", "mis-token", "tis-geometric", "tis-arithmetic"),
+    *("off-policy-sequence-mask", "divergence-mask"),
+)
 
 
 ESTIMATORS = (
@@ -91,6 +101,10 @@ SETTINGS = Settings(
         "aged": Setting((3,), full=(2, 3, 4), allowed=(1, 5)),
         "made": Setting((16, 64), full=(8, 16, 32, 64), allowed=(1, 64)),
         "age": Setting((1, 4, 16), full=(1, 4, 16, 64), allowed=(1, 64)),
+        # Caps and masks: tokens of a rollout, and how far the logits of what draws it are off.
+        "cap": CAPS,
+        "capped": Setting((1, 2, 4, 6), full=(1, 2, 3, 4, 6, 8, 10), allowed=(1, 12)),
+        "drift": Setting((0.1, 0.2, 0.4, 0.8), full=(0.05, 0.1, 0.2, 0.4, 0.8), allowed=(0.001, 2.0)),
     },
     seeds={"quick": 2, "full": 10},
     applies=lambda one: one["part"] != "age" or one["age"] <= one["made"],
@@ -400,6 +414,32 @@ def of_length(tokens: int, compared: str, seed: int) -> list[Row]:
     return [{**_judged(found, own, gradient("reverse_kl", instance)), "price": found.variance / own.variance}]
 
 
+def of_caps(cap: str, tokens: int, drift: float, seed: int) -> list[Row]:
+    """Bias and noise of a policy loss on rollouts of an engine whose logits are the policy's with normal noise.
+
+    `rollouts` is how many rollouts a mean may have until the bias exceeds its noise, None where there is no bias.
+    """
+    environment = sequence(int(TREE["vocabulary"]), tokens)
+    generator = np.random.default_rng(seed_of("caps", seed))
+    rewards, policy, noise = (generator.standard_normal((2**12, environment.vocabulary)) for _ in range(3))
+    contexts = environment.n_contexts
+    environment = replace(environment, reward=rewards[:contexts] / math.sqrt(tokens))
+    policy, noise = TREE["policy"] * policy[:contexts], drift * noise[:contexts]
+    # The trainer has computed `old_logp` by the policy, the engine tells its own.
+    instance = replace(Instance.of(environment, policy, policy, policy + noise), trainer=table(policy))
+    plain = {"all": partial(find("tis-sequence").function, cap=math.inf), "none": without_weights}
+    found = exact(bind(plain.get(cap) or find(cap).function), instance, "engine", logs=False)
+    truth = gradient("expected_reward", instance)
+    bias, noise = norm(-found.gradient - truth), math.sqrt(found.variance)
+    rollouts = (noise / bias) ** 2 if bias > EXACT * norm(truth) else None
+    return [{"bias": bias / norm(truth), "noise": noise / norm(truth), "rollouts": rollouts}]
+
+
+def without_weights(logp: Any, advantage: Any, mask: Any) -> Any:
+    """The policy gradient as if the policy had drawn the rollouts. (B, T) → (B,)."""
+    return -advantage * logp.where(mask != 0, 0.0).sum(dim=1)
+
+
 def on_path(length: int, staleness: int, seed: int) -> Instance:
     """Return the policy at the end of a path of training and a sampler so many updates older."""
     ((logits, reference),) = _paths((("path", length, seed),), length, PATH["distance"])
@@ -509,7 +549,7 @@ def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]
     part = configurations[0]["part"]
     if part in ("training", "stability"):
         return {"training": of_training, "stability": of_stability}[part](configurations)
-    parts = {"path": of_path, "length": of_length, "weights": of_weights, "age": of_age}
+    parts = {"path": of_path, "length": of_length, "weights": of_weights, "age": of_age, "caps": of_caps}
     own = [{name: it for name, it in one.items() if name != "part"} for one in configurations]
     rows = (parts[part](**options) for options in own)
     return [[{**one, **row} for row in found] for one, found in zip(configurations, rows, strict=True)]

@@ -38,6 +38,8 @@ DEPTHS: dict[Depth, str] = {
 }
 # Options for losses of whole groups: every group is called, some several times; groups of two keep that to seconds.
 PAIRS = {"group_size": 2, "timeout": 300}
+# From four rollouts on a group's standard deviation moves with the success rate.
+WHOLE_GROUP = 4
 # For those that take log-probs of the sampler.
 STEP = {"sampler": "both", **PAIRS}
 # For those that divide parts of a batch by the tokens of the whole step.
@@ -64,6 +66,8 @@ class Setting:
         note: one neutral sentence on what had to be assumed.
         since: the first release that has what the setting is about; older ones are not graded in it.
         brought: the releases that brought arguments, or values of them; `variant` reads `since` from it.
+        policy: target and further arguments with which the library makes advantages of rewards itself, for the policy
+            part; None if it is only called with advantages that are given to it.
     """
 
     name: str
@@ -78,6 +82,7 @@ class Setting:
     since: str = ""
     coefficient: str = ""
     brought: Mapping[str, str] = field(default_factory=dict)
+    policy: tuple[str, Mapping[str, Any]] | None = None
 
     @classmethod
     def of(
@@ -117,6 +122,20 @@ class Setting:
         """Options of `kltest.grade` for this setting, arguments included; `others` win over its own."""
         arguments = {**self.arguments, **(others.get("arguments") or {})}
         return {**self.options, **others, **({"arguments": arguments} if arguments else {})}
+
+    def for_part(self, part: str) -> Self:
+        """Return the setting by which a part of the loss is graded; UsageError if its policy part cannot be."""
+        if part == "kl":
+            return self
+        if self.policy is None:
+            raise UsageError(
+                f"setting {self.name}: kltest calls it with advantages that kltest makes, the reward less its mean, so "
+                f"that nothing would be seen of what the library makes of rewards; --part {part} needs a call that "
+                "scores whole groups, which this adapter does not have for it. --part kl grades its KL term"
+            )
+        target, arguments = self.policy
+        options = {**self.options, "group_size": WHOLE_GROUP}
+        return replace(self, target=target, arguments={**self.arguments, **arguments}, options=options)
 
 
 def numbers(version: str) -> list[int]:

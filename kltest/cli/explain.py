@@ -173,7 +173,7 @@ def explain(name: str) -> str:
         end = f"kltest explain {check.code} --demo runs the pitfall in the smallest environment that shows it."
         return _written([f"{check.code} {check.name}", check.title], parts(check)) + f"\n{end}\n"
     if owner := _estimator_names().get(folded.replace("_", "-")):
-        return _estimator(registry()[owner].spec)
+        return _estimator(registry(None)[owner].spec)
     with suppress(UsageError):
         return _gradient(named(folded.replace("-", "_")))
     known = [*CHECKS, *(check.name for check in CHECKS.values()), *_estimator_names(), *ATLAS]
@@ -191,7 +191,7 @@ def _find(name: str) -> "Check | None":
 
 def _estimator_names() -> Mapping[str, str]:
     """The name behind every name and alias."""
-    specs = [estimator.spec for estimator in registry().values()]
+    specs = [estimator.spec for estimator in registry(None).values()]
     return {name: spec.name for spec in specs for name in (*spec.aliases, spec.name)}
 
 
@@ -230,7 +230,7 @@ def _estimator(spec: Spec) -> str:
 def _gradient(row: NamedGradient) -> str:
     followed = [
         f"{estimator.spec.name} ({environment})"
-        for estimator in registry().values()
+        for estimator in registry(None).values()
         for environment, combination in estimator.spec.identified.get("current", {}).items()
         if combination is not None and set(combination) == {row.name}
     ]

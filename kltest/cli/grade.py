@@ -33,7 +33,7 @@ def _known_targets(incomplete: str) -> Iterator[tuple[str, str]]:
     """Registered estimators, for the completion of a shell."""
     from kltest.estimators import registry
 
-    return ((name, entry.spec.formula) for name, entry in registry().items() if name.startswith(incomplete))
+    return ((name, entry.spec.formula) for name, entry in registry(None).items() if name.startswith(incomplete))
 
 
 def command(

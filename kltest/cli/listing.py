@@ -12,12 +12,13 @@ from kltest.estimators import registry
 from kltest.estimators.spec import Spec
 from kltest.names import FIELDS
 from kltest.render.tables import table
-from kltest.truth import ATLAS, FURTHER, plain, render
+from kltest.truth import ATLAS, FURTHER, OF_POLICY, of_group, plain, render
 from kltest.truth.atlas import named
 
 Entry = dict[str, Any]
 KINDS = {
     "estimators": "Estimators",
+    "policies": "Policy losses, and what they ascend (groups of four)",
     "gradients": "Named gradients",
     "environments": "Environments",
     "fields": "Fields of a rollout, and the parameters that they fill",
@@ -51,7 +52,11 @@ def as_text(kind: str = "") -> str:
 
 def as_json(kind: str = "") -> str:
     """Return the same as JSON, with the gradient of each estimator by sampler and environment."""
-    made = {**LISTED, "estimators": lambda: [_described(estimator.spec) for estimator in registry().values()]}
+    made = {
+        **LISTED,
+        "estimators": lambda: [_described(estimator.spec) for estimator in registry().values()],
+        "policies": lambda: [_described(estimator.spec) for estimator in registry("policy").values()],
+    }
     listed = {name: made[name]() for name in KINDS if kind in ("", name)}
     return encoder.dumps(listed, indent=2, ensure_ascii=False) + "\n"
 
@@ -82,20 +87,30 @@ def _described(spec: Spec) -> Entry:
     return {**found, "credit": None if spec.placement == "loss" else spec.credit, "follows": follows}
 
 
+def _policies() -> list[Entry]:
+    return [
+        {"name": name, "ascends on sequences": _rounded(entry.spec, "current"), "stale": _rounded(entry.spec, "stale")}
+        for name, entry in registry("policy").items()
+    ]
+
+
+def _rounded(spec: Spec, sampler: str) -> str:
+    combination = spec.expectation("sequence", sampler)
+    return "unnamed" if combination is None else plain({each: round(c, 3) for each, c in combination.items()})
+
+
 def _estimators() -> list[Entry]:
     found = []
     for name, estimator in registry().items():
         spec = estimator.spec
-        combination = spec.expectation("sequence", "stale" if spec.off_policy_only else "current")
-        rounded = combination and {each: round(factor, 3) for each, factor in combination.items()}
-        words = "unnamed" if rounded is None else plain(rounded)
+        words = _rounded(spec, "stale" if spec.off_policy_only else "current")
         words += " (stale sampler)" * spec.off_policy_only
         found.append({"name": name, "placement": placement(spec), "follows on sequences": words})
     return found
 
 
 def _gradients() -> list[Entry]:
-    rows = [*ATLAS.values(), *map(named, FURTHER)]
+    rows = [*ATLAS.values(), *map(named, (*FURTHER, *OF_POLICY, *of_group(4)))]
     return [{"name": row.name, "formula": row.formula, "meaning": row.meaning} for row in rows]
 
 
@@ -129,6 +144,7 @@ def _fields() -> list[Entry]:
 
 LISTED: dict[str, Callable[[], list[Entry]]] = {
     "estimators": _estimators,
+    "policies": _policies,
     "gradients": _gradients,
     "environments": _environments,
     "fields": _fields,

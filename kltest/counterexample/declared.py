@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from kltest.truth import MixtureName, mixture_named, support_named, together
+from kltest.truth.atlas import group_of, towards_sampler
 
 WHOLE = {
     "reverse_kl": "(p * u.sum(-1)).sum()",
@@ -55,6 +56,14 @@ def as_torch(combination: Mapping[str, float], *, masked: bool) -> str:
     sums["live"] = " * mask" if masked else ""
     terms = ((coefficient, _term(name).format(**sums)) for name, coefficient in combination.items())
     return " + ".join(term if coefficient == 1 else f"{coefficient!r} * {term}" for coefficient, term in terms)
+
+
+def written(name: str) -> bool:
+    """Return True for a gradient that these programs have an expression for; those of policy parts alone have none."""
+    base = name.partition("@")[0]
+    if base == "expected_reward" or towards_sampler(base):
+        return name in WHOLE or base in WEIGHTS
+    return group_of(base) is None
 
 
 def summed(of: str, mask: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kltest.counterexample.declared import as_torch, summed
+from kltest.counterexample.declared import as_torch, summed, written
 from kltest.counterexample.environment import SmallEnvironment
 from kltest.counterexample.expectation import ROWS, Expectation
 from kltest.counterexample.sources import FROM_FILE, FUTURE, Definition, NoSourceError, source_of
@@ -44,6 +44,8 @@ def with_program(
     try:
         if isinstance(loss.function, JaxLoss):
             raise NoSourceError("the loss is written for JAX, and these programs are for torch")
+        if unwritten := [name for name in declared if not written(name)]:
+            raise NoSourceError(f"{unwritten[0]} is not written out there")
         source = source_of(loss.function, loss.name, NAMES)
         form = (example.batch, example.returned, example.summed)
         writer = Program(loss, declared, environment, source, *form)

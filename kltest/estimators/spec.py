@@ -22,8 +22,10 @@ Placement = Literal["loss", "reward", "shaped-reward", "both"]
 """A shaped reward is what is left of a reward after a penalty, higher being better: the negative of a cost."""
 Credit = Literal["return", "to-go", "immediate"]
 Combination = Mapping[str, float]
+Row = Mapping[str, Combination | None]
 ENVIRONMENTS = ("bandit", "sequence", "ragged", "mdp")
-SAMPLERS = ("current", "stale")
+SAMPLERS = ("current", "stale", "engine")
+Part = Literal["kl", "policy"]
 
 
 def everywhere(combination: Combination | None) -> Mapping[str, Combination | None]:
@@ -50,6 +52,8 @@ class Spec:
     `per_token` means that its term for a token depends on that token's fields alone, so that dynamic programming gives
     its expectation. `off_policy_only` means that it differs from others only if the sampler is not the policy.
     `couples` means that it is one number for a batch that is not a mean over its rows.
+    `part` is "kl" for a KL term, to be minimised; "policy" for a policy loss, of which the direction that it ascends is
+    identified.
 
     Raises UsageError if the name, placement, credit, a sampler or an environment is invalid.
     """
@@ -66,6 +70,7 @@ class Spec:
     per_token: bool = False
     off_policy_only: bool = False
     couples: bool = False
+    part: Part = "kl"
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -74,7 +79,7 @@ class Spec:
     def _problems(self) -> Iterator[str]:
         if not self.name or _normal(self.name) != self.name or any(character.isspace() for character in self.name):
             yield "a name is in lower case, with hyphens and without spaces"
-        for what, kinds in (("placement", get_args(Placement)), ("credit", get_args(Credit))):
+        for what, kinds in (("placement", get_args(Placement)), ("credit", get_args(Credit)), ("part", get_args(Part))):
             if (value := getattr(self, what)) not in kinds:
                 yield f"{what} {value!r} is none of {', '.join(kinds)}"
         for sampler, row in sorted(self.identified.items()):
@@ -123,19 +128,30 @@ def register(spec: Spec) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def registry() -> dict[str, Estimator]:
-    """Return all estimators by name, alphabetically: of this package, of entry points, and of imported modules.
+def policy_loss(
+    name: str, current: Row, stale: Row = UNNAMED, engine: Row | None = None, **described: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that registers a policy loss; the rows say what it ascends under each sampler."""
+    rows = {"current": current, "stale": stale, **({"engine": engine} if engine else {})}
+    return register(Spec(name, placement="loss", identified=rows, part="policy", **described))
+
+
+def registry(part: Part | None = "kl") -> dict[str, Estimator]:
+    """Return the estimators by name, alphabetically: of this package, of entry points, and of imported modules.
 
     An entry point that cannot be loaded is left out with a warning.
+
+    Args:
+        part: "kl" for the KL terms, "policy" for the policy losses, None for both.
     """
     _load_package()
     _load_entry_points()
-    return dict(sorted(_REGISTRY.items()))
+    return {name: entry for name, entry in sorted(_REGISTRY.items()) if part in (None, entry.spec.part)}
 
 
 def find(name: str) -> Estimator:
     """Return the estimator with a name or alias. Raises UsageError, with the nearest names, if there is none."""
-    known = registry()
+    known = registry(None)
     if (owner := _owner(name)) is not None:
         return known[owner]
     names = [label for entry in known.values() for label in (entry.spec.name, *entry.spec.aliases)]

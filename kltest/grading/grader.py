@@ -38,7 +38,7 @@ from kltest.loss.results import ACCEPTED
 from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.samplers import TRUNCATED
-from kltest.truth import plain
+from kltest.truth import is_of_groups, plain
 from kltest.version import VERSION
 
 # A call that was cut off hangs if it took more than this share of the time, and this many times the longest other.
@@ -218,8 +218,8 @@ class Grading:
             yield
 
     def _run(self, target: Callable[..., Any] | str) -> Iterator[bool]:
+        self._resolve(target)
         codes = selected_codes(self.options.select, self.options.ignore, self.options.part)
-        self.loss = resolve(target, self.options.call, self.options.name)
         with preserved(self.options.seed):  # a loss that draws random numbers draws the same ones in every grading
             for _ in self._measure():
                 yield False
@@ -235,6 +235,13 @@ class Grading:
                 yield False
             self.smallest = smallest_failure(findings)
             self.example = None if self.smallest else example(findings)
+
+    def _resolve(self, target: Callable[..., Any] | str) -> None:
+        """Find the loss; a registered policy loss is graded as one."""
+        self.loss = resolve(target, self.options.call, self.options.name)
+        if self.loss.spec is not None and self.loss.spec.part == "policy" and self.options.part == "kl":
+            self.options = replace(self.options, part="policy")
+            self.blank = replace(self.blank, expect=plain(self.options.expect))
 
     def _measure(self) -> Iterator[None]:
         """Measure row by row what is graded."""
@@ -253,7 +260,7 @@ class Grading:
 
     def measured(self, target: Callable[..., Any] | str) -> Findings:
         """Return the findings of a loss whose rows are measured, without any check; what it raises is not caught."""
-        self.loss = resolve(target, self.options.call, self.options.name)
+        self._resolve(target)
         with preserved(self.options.seed):
             for _ in self._measure():
                 pass
@@ -330,7 +337,10 @@ def plan(loss: Loss, options: Options) -> Findings:
     if stated and stated[1] == options.group_size:
         notes = [*notes, f"Groups have {stated[1]} rollouts, as {stated[0]} says; --group-size grades others"]
     sizes = Sizes.of(uses, options.group_size, options.batch_size)
-    measure = Measure(loss, declared, uses, seed=options.seed, sizes=sizes, sampling=sampling)
+    policy = options.part != "kl"
+    if is_of_groups(declared) and not (policy and sizes.grouped):
+        raise UsageError(f"{plain(declared)} is of groups: grade a loss that reads rewards, with --part policy or all")
+    measure = Measure(loss, declared, uses, seed=options.seed, sizes=sizes, sampling=sampling, policy=policy)
     findings = Findings(declared, loss.placement, options.environment, samplers, measure)
     findings.notes += notes
     return findings
@@ -374,7 +384,7 @@ def _setting(target: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]
     if ":" not in target:
         names = ", ".join(name for name, _ in settings[:3])
         raise UsageError(f"{target} has {len(settings)} settings, and Python grades one at a time: {names} …")
-    setting = settings[0][1]
+    setting = settings[0][1].for_part(given["part"])
     changed = {name: value for name, value in given.items() if name in RENAMED or value != OPTIONS[name].default}
     return setting.target, {"name": target, **setting.options_with(changed)}
 

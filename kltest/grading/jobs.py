@@ -49,9 +49,10 @@ class Job:
 
         `given` holds checked options. Raises UsageError for a library or a setting that is not there.
         """
+        part = given.get("part", "kl")
         settings = [
             cls(name, setting.target, checked(setting.options_with(given), lambda option: option.name), folder, fix)
-            for name, setting in named(target, to_grade=True)
+            for name, setting in ((name, one.for_part(part)) for name, one in named(target, to_grade=True))
         ]
         return settings or [cls(target, target, given, folder, fix)]
 

@@ -29,8 +29,8 @@ CANCELS = 1e-12
 class Case:
     """An environment under one sampler, drawn from a seed; `group` is the group size of an environment for groups.
 
-    `least` is the least number of tokens to choose from, and `further` are names of next-token distributions, or
-    of the lengths of a batch, which are candidates only for a loss that reads these.
+    `least` is the least number of tokens to choose from, and `further` are names of next-token distributions, of
+    the lengths of a batch, or of a policy part, which are candidates only for a loss that reads, or is, one.
     """
 
     environment: str
@@ -50,6 +50,12 @@ class Case:
         """True if the policy draws the rollouts."""
         return self.sampler == "current"
 
+    @property
+    def _added(self) -> tuple[str, ...]:
+        """The further names, and those that they have on rollouts of the sampler."""
+        others = (on_rollouts_of_the_sampler(name) for name in self.further if not ATLAS[name].stale)
+        return tuple(dict.fromkeys((*self.further, *others)))
+
     @lru_cache(maxsize=128)  # noqa: B019
     def _drawn(self, seed: int) -> tuple[Instance, ...]:
         return drawn_by(self.sampler, instances(self.environment, seed, self.group, self.least))
@@ -63,9 +69,7 @@ class Case:
         KL(π‖μ) is infinite, and has no gradient, where a truncated sampler never draws what the policy would.
         """
         names = [name for name, row in ATLAS.items() if name != "zero" and not (self.on_policy and row.stale)]
-        names += self.further
-        if not self.on_policy:
-            names += [on_rollouts_of_the_sampler(name) for name in self.further]
+        names += [name for name in self._added if not (self.on_policy and ATLAS[name].stale)]
         cut = not all(np.isfinite(instance.behaviour(self.sampler)).all() for instance in self.instances)
         known = {}
         for name in names:
@@ -122,8 +126,7 @@ class Case:
         if network is None:
             return list(gradients)
         drawn = zip(self.instances, self.policy_seeds, gradients, strict=True)
-        named = (*self.further, *map(on_rollouts_of_the_sampler, self.further))
-        maps = partial(parameter_gradient, further=named)
+        maps = partial(parameter_gradient, further=self._added)
         return [maps(instance, network, *seed).pull_back(one) for instance, seed, one in drawn]
 
     @property

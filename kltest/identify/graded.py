@@ -14,6 +14,7 @@ measured. `tests/unit/test_graded.py` has a loss that needs each rule, and its s
 """
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +32,8 @@ from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Outcome
 from kltest.loss.placement import ROW_FIELDS, reduce, with_rewards
-from kltest.loss.results import Result
+from kltest.loss.precision import least_precise
+from kltest.loss.results import Result, check_finite
 from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import SAMPLER_FIELDS, Rollout, elsewhere
@@ -242,9 +244,14 @@ def whole(loss: Loss, beta: float | None = 0.0, sign: int = 1) -> Loss:
     """Return all that a loss returns at a β, times a sign: at 0 all of it but its KL term; None: at its own β."""
 
     def called(rollout: Rollout) -> Outcome:
-        at = loss.beta(rollout) if beta is None else beta
-        objective = sign * reduce(loss.returned(rollout, at).loss.double(), rollout.peek("mask")).mean()
-        return replace(loss(rollout), objective=objective, returned="scalar", rows=None, value=None, metric=None)
+        if loss.record.traced is None:
+            loss(rollout)  # the first call follows rounding
+        found = loss.returned(rollout, loss.beta(rollout) if beta is None else beta).loss
+        objective = sign * reduce(found.double(), rollout.peek("mask")).mean()
+        if not math.isfinite(float(objective.detach())):
+            check_finite(loss.name, found, rollout, loss.fields)
+        dtype = least_precise((*(loss.record.traced or ()), found.dtype))
+        return Outcome(objective, "scalar", dtype=str(dtype).removeprefix("torch."))
 
     return loss.changed(instead=called)
 

@@ -33,7 +33,7 @@ from kltest.moments.tolerances import TOLERANCES
 from kltest.names import SUPPORT_FIELDS, SUPPORT_SIZE
 from kltest.rollout import Rollout
 from kltest.samples.sampled import Sampled
-from kltest.truth import ATLAS, of_mixtures, of_support
+from kltest.truth import ATLAS, OF_POLICY, is_of_groups, of_group, of_mixtures, of_support
 
 STALE_ONLY = "means something only when the sampler is not the policy"
 # Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
@@ -85,8 +85,10 @@ class Measure:
         seed: int = 0,
         sizes: Sizes | None = None,
         sampling: Sampling | None = None,
+        policy: bool = False,
     ) -> None:
         self.loss = loss
+        self.policy = policy
         self.declared = declared
         self.seed = seed
         self.sizes = sizes or Sizes.of(uses)
@@ -107,6 +109,7 @@ class Measure:
         numbers = [one for one in self.loss.arguments.stated.values() if isinstance(one, float)]
         further: tuple[str, ...] = of_mixtures(numbers) if {"logits", "ref_logits"} <= reads else ()
         further += of_support(support.k, support.of) if support else ()
+        further += OF_POLICY if self.policy else ()
         further += tuple(name for name in self.declared if "@" not in name and name not in {*ATLAS, *further})
         if support is None:
             return Case(environment, sampler, self.seed, group, further=further)
@@ -232,6 +235,8 @@ class Measure:
             return [not_judged(case, self.declared, 1, "it does not repeat itself, so that its calls are no samples")]
 
     def _rows_of(self, case: Case) -> list[Row]:
+        if is_of_groups(self.declared):
+            return [self._batched(case)]
         rows = []
         coupling = ""
         try:
@@ -317,6 +322,7 @@ class Measure:
     def _place(self, case: Case, many: int) -> Case:
         """Return the case of batches of this size, with a name of lengths; groups have environments of their own."""
         further = (*case.further, f"inverse_length_of{many}") if many > 1 else case.further
+        further += of_group(many) if self.policy and self.sizes.grouped and many > 1 else ()
         # Pairs of rollouts of two turns are many thousands, so that they are those of groups.
         own = self.sizes.grouped or (many > 1 and case.environment == TURNS)
         return replace(case, group=many if own else None, further=further)

@@ -17,14 +17,14 @@ def ascent(loss: Loss, part: str, seed: int) -> Loss:
     """Return the negative of a loss's policy part (it at β = 0), or of all of it (at β as given, else 1).
 
     Args:
-        loss: A whole loss, not a registered KL estimator.
+        loss: A whole loss, or a registered policy loss; not a registered KL estimator.
         part: "policy" or "all".
         seed: Seed of the rollouts on which it is seen what the loss reads.
 
     Raises:
         UsageError: It is a KL term alone, is placed in the reward, or its KL term has no coefficient to take away.
     """
-    if loss.spec is not None:
+    if loss.spec is not None and loss.spec.part == "kl":
         raise UsageError(f"{loss.name} is a KL term and has no policy part; --part kl grades it")
     if loss.placement != "loss":
         raise UsageError(f"--part {part} grades a loss, and {loss.name} was placed in the {loss.placement}")

@@ -277,16 +277,44 @@ def on_rollouts_of_the_sampler(name: str) -> str:
     return f"{name}@{'rollouts' if is_of_lengths(name) else 'sampler'}"
 
 
-class _Atlas(dict[str, NamedGradient]):
-    """The rows by name. Those of next-token distributions, of a support of any size, and of any number of rollouts are
-    made when they are read.
+_SUCCESS = re.compile(r"success_utility_of([2-9]|[1-9]\d{1,2})")
+_TO_SAMPLER = re.compile(r"(local_)?to_sampler_(kl|squared_log_ratio|total_variation)")
 
-    Only a loss that reads such distributions, or batches of so many rollouts, can follow one: they are fitted for those
-    losses and no others.
+
+def group_of(base: str) -> int | None:
+    """Return the size n of the groups whose normalised advantages follow `success_utility_of<n>`; None for others."""
+    found = _SUCCESS.fullmatch(base)
+    return found and int(found[1])
+
+
+def is_of_groups(combination: Iterable[str]) -> bool:
+    """Return True if a name among these is of the success rates of groups, which single rollouts do not have."""
+    return any(group_of(name.partition("@")[0]) for name in combination)
+
+
+def towards_sampler(base: str) -> str | None:
+    """Return the name that `local_to_sampler_kl` has with the sampler as the reference: `local_reverse_kl`; or None."""
+    found = _TO_SAMPLER.fullmatch(base)
+    return found and f"{found[1] or ''}{found[2].replace('kl', 'reverse_kl')}"
+
+
+def of_group(size: int) -> tuple[str, ...]:
+    """Return the names that only the policy part of a loss may follow in groups of this size: of success rates."""
+    return (f"success_utility_of{size}", f"success_utility_of{size}@rollouts", f"success_utility_of{size}@sampler")
+
+
+class _Atlas(dict[str, NamedGradient]):
+    """The rows by name. Those of next-token distributions, of a support of any size, of any number of rollouts, and of
+    the policy part alone are made when they are read.
+
+    Only a loss that reads such distributions, or batches of so many rollouts, or a policy part can follow one: they are
+    fitted for those and no others.
     """
 
     def __missing__(self, name: str) -> NamedGradient:
         base, _, at = name.partition("@")
+        if at in ("", "rollouts", "sampler") and (row := _of_policy(name, base, at)) is not None:
+            return row
         if (many := together(base)) and at in ("", "rollouts"):
             return _of_lengths(base, many, at)
         stated = support_named(base)
@@ -310,6 +338,31 @@ class _Atlas(dict[str, NamedGradient]):
             words = f"{base} with the prefixes weighted by the sampler"
             return NamedGradient(name, f"E_μ[Σ_t ∇{formula}]", words, field=False, on_policy={base: 1.0})
         return NamedGradient(name, f"E_π[Σ_t ∇{formula}]", meaning, field=False)
+
+
+def _of_policy(name: str, base: str, at: str) -> NamedGradient | None:
+    if base in _OTHERS and towards_sampler(base):
+        return None
+    if (other := towards_sampler(base)) is not None:
+        row = ATLAS[f"{other}@{at}" if at else other]
+        formula = row.formula.replace("ref", "μ").replace("u_", "v_")
+        meaning = f"{row.meaning}; the sampler is the reference, v the log-ratio to it"
+        return NamedGradient(name, formula, meaning, row.field, on_policy={"zero": 1.0})
+    if (size := group_of(base)) is None and not (base == "expected_reward" and at):
+        return None
+    slope = f"U′_{size}·" if size else ""
+    if not at:
+        meaning = (
+            f"a utility of the success rate p of a prompt, U′ = E[√(K({size} − K))]/({size}·p(1 − p)) with K successes "
+            f"among {size} rollouts: rewards of 0 and 1 over the group's standard deviation follow it"
+        )
+        return NamedGradient(name, f"∇E_x[U_{size}(p_x)]", meaning)
+    if at == "sampler":
+        formula, words = f"E_μ[Σ_t ρ_t g_t {slope}R]", "token ratios; the surrogate that PPO ascends, prefixes of μ"
+    else:
+        formula, words = f"E_μ[Σ_t g_t {slope}(R − E_μ[R])]", "no ratio; the reward less the mean of its prompt"
+    words += f"; U′ at the sampler's success rate, in groups of {size}" if size else ""
+    return NamedGradient(name, formula, words, on_policy={base: 1.0})
 
 
 def _of_mixture(base: str, mixture: MixtureName) -> tuple[str, str]:
@@ -343,6 +396,12 @@ FURTHER = (
 )
 """Names of next-token distributions: of mixtures with a weight of 10 %, of supports of two tokens, and of lengths of
 two rollouts; any other number may stand in place of these."""
+OF_POLICY = (
+    *("expected_reward@rollouts", "expected_reward@sampler", "to_sampler_total_variation"),
+    *("local_to_sampler_total_variation@sampler", "to_sampler_squared_log_ratio"),
+    *("local_to_sampler_kl@sampler", "local_to_sampler_kl@rollouts"),
+)
+"""Names that are fitted for the policy part of a loss alone, beside those of `of_group`."""
 _PLACE = {name: place for place, name in enumerate(ATLAS)}
 
 
@@ -351,7 +410,7 @@ def named(name: str) -> NamedGradient:
     try:
         return ATLAS[name]
     except KeyError:
-        known = (*ATLAS, *FURTHER)
+        known = (*ATLAS, *FURTHER, *OF_POLICY, *of_group(4))
         hint = did_you_mean(name, known) or f"the named gradients are {', '.join(known)}"
         raise UsageError(f"there is no named gradient {name!r}; {hint.strip()}") from None
 

@@ -1,6 +1,8 @@
 """Named gradients by a second route: sums over all enumerated rollouts, differentiated by autograd."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from kltest.environments import Instance
 from kltest.names import support_size
-from kltest.truth.atlas import mixture_named, named, support_named, together
+from kltest.truth.atlas import group_of, mixture_named, named, support_named, together, towards_sampler
 
 
 def gradient_again(name: str, instance: Instance) -> np.ndarray:
@@ -20,6 +22,8 @@ def gradient_again(name: str, instance: Instance) -> np.ndarray:
         InvalidEnvironmentError: There are too many rollouts to enumerate.
     """
     base, _, at = named(name).name.partition("@")
+    if base != "to_sampler_kl" and (other := towards_sampler(base)):
+        base, instance = other, replace(instance, reference=instance.sampler)
     logits = torch.from_numpy(instance.policy.copy()).requires_grad_()
     rollouts = Enumerated(instance, logits - torch.logsumexp(logits, dim=1, keepdim=True))
     if not at and base in FUNCTIONS:
@@ -136,6 +140,8 @@ def _of_given_rollouts(rollouts: Enumerated, name: str, at: str) -> Tensor:
         return (chance * rollouts.visited(next_token(name, rollouts.policy, rollouts.reference)).sum(dim=1)).sum()
     if of := _OF_LOG_RATIO.get(name.removeprefix("local_")):
         term = of(rollouts.log_ratio if name.startswith("local_") else rollouts.log_ratio.sum(dim=1))
+    elif name == "expected_reward" or group_of(name):
+        term = rollouts.logp * _of_success(rollouts, group_of(name), rollouts.old if at else rollouts.logp)
     else:
         term = _TERMS[name](rollouts)
     ratio = (rollouts.logp - rollouts.old).detach()
@@ -171,6 +177,17 @@ def next_token(name: str, policy: Tensor, reference: Tensor) -> Tensor:
     if stated.kind == "tail":
         one, other = (torch.cat([each, 1 - each.sum(dim=1, keepdim=True)], dim=1) for each in (one, other))
     return (one * (one / other).log()).sum(dim=1)
+
+
+def _of_success(rollouts: Enumerated, size: int | None, drawn: Tensor) -> Tensor:
+    """Weights (N, 1), held fixed: the reward less its prompt's mean; of groups, times E[√(K(n − K))]/(n·p(1 − p))."""
+    same = (rollouts.prompt[:, None] == rollouts.prompt) * rollouts.probability(drawn)
+    rate = same @ rollouts.reward / same.sum(dim=1)
+    slope = torch.ones_like(rate)
+    if size:
+        terms = (math.comb(size, k) * rate**k * (1 - rate) ** (size - k) * (k * (size - k)) ** 0.5 for k in range(size))
+        slope = sum(terms) / (size * rate * (1 - rate))
+    return (slope * (rollouts.reward - rate))[:, None].detach()
 
 
 def _whole(cost: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ respect to the logits is then π·(S − Σ_v π·S), row by row: all time steps
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -13,9 +14,9 @@ import numpy as np
 from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError
 from kltest.truth import divergences
-from kltest.truth.atlas import MixtureName, canonical, mixture_named, named, together
+from kltest.truth.atlas import MixtureName, canonical, group_of, mixture_named, named, together, towards_sampler
 from kltest.truth.next_tokens import is_of_next_tokens, of_mixture
-from kltest.truth.off_policy import OF_OWN, OFF_POLICY, along, less_the_likeliest, next_token, of_rollouts
+from kltest.truth.off_policy import OF_OWN, OFF_POLICY, along, less_the_likeliest, next_token, of_reward, of_rollouts
 from kltest.truth.recursions import (
     backwards,
     carry,
@@ -50,10 +51,14 @@ def gradient(name: str, instance: Instance) -> np.ndarray:
             `total_variation`, mixtures of whole rollouts, `…@mean_ratio` and some of `…@rollouts` need.
     """
     base, _, at = named(name).name.partition("@")
+    if base != "to_sampler_kl" and (other := towards_sampler(base)):
+        return gradient(f"{other}@{at}" if at else other, replace(instance, reference=instance.sampler))
     with np.errstate(over="ignore", invalid="ignore"):
         if at in ("", "sampler") and (base in OF_OWN or is_of_next_tokens(base)):
             prefixes = instance.sampler if at else instance.policy
             result = total_visits(instance.environment, prefixes)[:, None] * next_token(base, instance)
+        elif group_of(base) or (at and base == "expected_reward"):
+            result = of_reward(instance, base, at)
         elif at:
             result = OFF_POLICY[at](instance, base)
         elif rollouts := together(base):

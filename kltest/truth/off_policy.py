@@ -11,10 +11,12 @@ import numpy as np
 
 from kltest.environments import Instance
 from kltest.environments.policies import softmax_gradient
+from kltest.errors import InvalidEnvironmentError
 from kltest.truth import divergences
-from kltest.truth.atlas import together
+from kltest.truth.atlas import group_of, together
 from kltest.truth.next_tokens import gradient_of_next_token, is_of_next_tokens
 from kltest.truth.recursions import earlier, ends_here, from_signal, future, inverse_total, of_length
+from kltest.truth.utilities import group_weight
 
 
 def less_the_likeliest(values: np.ndarray, instance: Instance, chance: np.ndarray) -> np.ndarray:
@@ -79,6 +81,30 @@ def _mean_ratio(instance: Instance, base: str) -> np.ndarray:
     log_ratio = along(instance, instance.policy - instance.sampler).sum(axis=1) / paths.lengths
     chance = np.exp(paths.log_probability(instance.sampler) + log_ratio)[:, None]
     return of_rollouts(instance, chance * (own - cost + cost.sum(axis=1, keepdims=True)))
+
+
+def of_reward(instance: Instance, base: str, at: str) -> np.ndarray:
+    """Gradient of the reward, or of a utility of the success rate, by the rollouts and ratios that `at` names.
+
+    A rollout weighs its reward less the mean of its prompt, times U′ at the success rate of what draws the rollouts.
+
+    Raises InvalidEnvironmentError if there are no success rates, since rewards are not 0 or 1.
+    """
+    environment, paths = instance.environment, instance.paths
+    drawn = instance.sampler if at else instance.policy
+    chance, reward = np.exp(paths.log_probability(drawn)), environment.returns(paths)
+    weight = _centred(reward, instance, chance)
+    if size := group_of(base):
+        if not np.isin(reward, (0.0, 1.0)).all():
+            raise InvalidEnvironmentError(
+                f"environment {environment.name!r}: {base} is of success rates, and rewards are not 0 or 1 here"
+            )
+        slopes = [group_weight(rate, size, deviation=0) for rate in environment.expected_returns(drawn)]
+        weight = weight * np.array(slopes)[paths.prompt]
+    weights = (chance * weight)[:, None]
+    if at == "sampler":
+        weights = weights * np.exp(along(instance, instance.policy - drawn))
+    return of_rollouts(instance, weights)
 
 
 OFF_POLICY: dict[str, Callable[[Instance, str], np.ndarray]] = {

@@ -28,7 +28,7 @@ from kltest.checks import CHECKS
 from kltest.cli.application import COMMANDS
 from kltest.estimators import registry
 from kltest.grading import jobs
-from kltest.truth import ATLAS, FURTHER
+from kltest.truth import ATLAS, FURTHER, OF_POLICY, of_group
 
 LOSSES = (WRITTEN / "misbehaving.py").read_text(encoding="utf-8")
 BANDIT = ("--environment", "bandit")
@@ -277,7 +277,7 @@ def test_list_shows_everything_there_is():
     assert all(name in text for name in [*registry(), *ATLAS, *CHECKS, "bandit", "sequence", "ragged", "mdp"])
     listed = json.loads(call("list", "--json").stdout)
     assert [entry["name"] for entry in listed["estimators"]] == list(registry())
-    assert [entry["name"] for entry in listed["gradients"]] == [*ATLAS, *FURTHER]
+    assert [entry["name"] for entry in listed["gradients"]] == [*ATLAS, *FURTHER, *OF_POLICY, *of_group(4)]
     assert [entry["code"] for entry in listed["checks"]] == list(CHECKS)
     environments = {entry["name"]: entry for entry in listed["environments"]}
     # V^T sequences; with an end token, Σ_{t<T} 2^(t−1) that end early and 2²·3 that reach the end.

@@ -1,14 +1,12 @@
 """Losses that couple the rollouts of a group: graded exactly over all groups, and what checks say of them and of β."""
 
-import itertools
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from cases.parts import k1, k2, score
-from moments_plain import moments_by_hand
+from moments_plain import every_multiset, moments_by_hand
 from weekly import first, spread
 
 from kltest.environments import Instance, bandit
@@ -26,16 +24,6 @@ from kltest.truth import gradient
 EXACT = 1e-11
 # Losses of the zoo take standard deviations of one number, of which torch remarks that there is none.
 pytestmark = pytest.mark.filterwarnings("ignore:std.*degrees of freedom")
-
-
-def every_multiset(instance, size, sampler="current"):
-    """All groups, their order aside: n!/(n₁!·n₂!·…) tuples each."""
-    paths, weights, prompts = instance.paths, instance.rollout_weights(sampler), instance.environment.prompts
-    for prompt, share in enumerate(prompts):
-        rows = np.flatnonzero(paths.prompt == prompt)
-        for group in itertools.combinations_with_replacement(rows.tolist(), size):
-            orders = math.factorial(size) / math.prod(map(math.factorial, Counter(group).values()))
-            yield list(group), orders * share * math.prod(weights[row] / share for row in group)
 
 
 group_mean, leave_one_out, group_std, tied_groups_masked = (

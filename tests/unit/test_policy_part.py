@@ -12,13 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 import kltest
+from kltest.adapters import find
 from kltest.checks import CHECKS
 from kltest.checks.policy.objectives import asymmetry
 from kltest.cli import app
-from kltest.errors import UsageError
+from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.grading.grader import Grading
 from kltest.grading.options import Options
 from kltest.identify.instances import instances
+from kltest.truth import OF_POLICY, gradient, gradient_again, of_group
 from kltest.truth.utilities import group_weight
 from tests.written.policy import LOSSES, discounted
 
@@ -57,6 +59,40 @@ def test_a_large_group_follows_the_arcsine_of_the_root():
 
 def test_without_a_deviation_a_group_leaves_one_share_out():
     assert group_weight(0.3, 4, deviation=None) == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("name", [*OF_POLICY, *of_group(3), *of_group(4)])
+@pytest.mark.parametrize("environment", ["bandit", "ragged", "mdp"])
+def test_the_names_of_a_policy_part_by_two_routes(name, environment):
+    for instance in instances(environment, 0, 4)[:2]:
+        found = gradient(name, instance)
+        assert found == pytest.approx(gradient_again(name, instance), abs=1e-13)
+        assert np.abs(found).max() > 1e-4
+
+
+def test_success_rates_are_of_rewards_of_zero_and_one():
+    with pytest.raises(InvalidEnvironmentError, match="rewards are not 0 or 1"):
+        gradient("success_utility_of4", instances("bandit", 0)[0])
+    with pytest.raises(UsageError, match="is of groups"):
+        kltest.grade(LOSSES[0][0], expect="success_utility_of4")
+
+
+def test_the_slope_of_a_utility_weighs_each_prompt_by_its_own_success_rate():
+    """By hand: Σ_x P(x)·w(p_x)·∇p_x, with ∇p_x that of the reward where no other prompt is ever drawn."""
+    instance = instances("mdp", 0, 4)[0]
+    environment = instance.environment
+    rates = environment.expected_returns(instance.policy)
+    total = np.zeros(instance.policy.shape)
+    for prompt, share in enumerate(environment.prompts):
+        paths = instance.paths
+        chance = np.exp(paths.log_probability(instance.policy)) * environment.returns(paths) * (paths.prompt == prompt)
+        onto = np.zeros(instance.policy.shape)
+        np.add.at(onto, (paths.contexts, paths.tokens), chance[:, None] * paths.mask)
+        slope = onto - np.exp(instance.policy) * onto.sum(axis=1, keepdims=True)
+        total += group_weight(rates[prompt], 4, deviation=0) * slope
+        assert share > 0
+    assert len(environment.prompts) > 1
+    assert gradient("success_utility_of4", instance) == pytest.approx(total, abs=1e-13)
 
 
 @pytest.mark.parametrize(("loss", "options", "verdict", "codes", "words"), LOSSES)
@@ -152,3 +188,30 @@ def test_the_command_line_grades_a_part(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["expect"] == "expected_reward"
     assert run(["grade", "k3-loss", "--part", "policy"]).exit_code == 2
     assert run(["grade", "k3-loss", "--part", "reward"]).exit_code == 2
+
+
+def test_a_setting_that_is_given_its_advantages_has_no_policy_part_and_says_why(tmp_path):
+    (tmp_path / "adapter.py").write_text(
+        "from kltest.adapters import Adapter, Setting\n"
+        "given = Setting.of('tests.written.policy:with_a_given_advantage', name='own/loss')\n"
+        "ADAPTER = Adapter(name='own', distribution='torch', version='1', installs=(), module='torch', homepage='',\n"
+        "    settings=(given, given.variant(name='scored', policy=('tests.written.policy:centred', {}))))\n"
+    )
+    place = f"{tmp_path}/adapter.py"
+    refused = run(["grade", f"{place}:own/loss", "--part", "policy"])
+    assert refused.exit_code == 2
+    assert "what the library makes of rewards" in " ".join(refused.output.split())
+    scored = run(["grade", f"{place}:own/loss/scored", "--part", "policy", "--environment", "bandit"])
+    assert scored.exit_code == 1, scored.output
+    assert "0.75·∇E_π[R]" in scored.output
+
+
+def test_trl_scores_whole_groups_for_its_policy_part():
+    settings = find("trl").known
+    for name in ("grpo/defaults", "grpo/loss_type=dr_grpo", "rloo/defaults"):
+        whole = settings[name].for_part("policy")
+        assert whole.target.endswith(":grouped")
+        assert whole.arguments["trainer"] == name[:4].upper()
+        assert settings[name].for_part("kl") is settings[name]
+    with pytest.raises(UsageError, match="--part kl grades its KL term"):
+        settings["gkd/defaults"].for_part("all")

@@ -37,7 +37,15 @@ EVALUATED = "Evaluation mode, of which only the logged value matters."
 SCORED = f"{BETA} Rewards and advantages are the trainer's own, in groups that tie and in groups that do not."
 
 # The loss of GRPOTrainer on given rollouts.
-GRPO = Setting.of(f"{CALLS}:grpo", options=OPTIONS, depth="trainer", source=DOCS, note=BETA, brought=SINCE)
+GRPO = Setting.of(
+    f"{CALLS}:grpo",
+    options=OPTIONS,
+    depth="trainer",
+    source=DOCS,
+    note=BETA,
+    brought=SINCE,
+    policy=(f"{CALLS}:grouped", {"trainer": "GRPO"}),
+)
 # The same from log-probs in float64, which give coefficients to ten digits.
 LOGPROBS = Setting.of(
     f"{CALLS}:grpo_from_logprobs",
@@ -63,6 +71,7 @@ RLOO = Setting.of(
     depth="trainer",
     source=DOCS_OF_RLOO,
     since=SINCE["RLOO"],
+    policy=(f"{CALLS}:grouped", {"trainer": "RLOO"}),
 )
 
 

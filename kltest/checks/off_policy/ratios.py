@@ -118,7 +118,7 @@ def unbounded(findings: Findings, environment: str) -> Unbounded:
         return Unbounded(True, measure.name_of(lifted, case, drawn))
     named = None
     if findings.observed.dtype == "float64":
-        named = measure.name_of(findings.loss, case, [_nearer(one, NEAR_FOR_NAMES) for one in drawn], LEFT)
+        named = measure.name_of(findings.loss, case, [nearer(one, NEAR_FOR_NAMES) for one in drawn], LEFT)
     return Unbounded(named is not None, named)
 
 
@@ -158,10 +158,10 @@ def penalty_is_stale(findings: Findings, environment: str) -> bool:
 def right_when_nearer(findings: Findings, environment: str) -> bool:
     """Return True if the gradient is the declared one where the sampler is nearly the policy, so that no clip acts."""
     instance = instances(environment, findings.seed)[0]
-    return findings.measure.meets(findings.loss, _nearer(instance, NEAR))
+    return findings.measure.meets(findings.loss, nearer(instance, NEAR))
 
 
-def _nearer(instance: Instance, share: float) -> Instance:
+def nearer(instance: Instance, share: float) -> Instance:
     """Return an instance whose sampler is this share of the way from its policy to its sampler."""
     return replace(instance, sampler=table(instance.policy + share * (instance.sampler - instance.policy)))
 
