@@ -22,9 +22,9 @@ from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Setting, Settings
 from kltest.sweeps.store import digest
 from kltest.training import Problem, Run, train
-from kltest.truth import optimum, value
+from kltest.truth import optimum, token_level_fixed_point, value
 
-from ..fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
+from ..fixed_points import sequence_k3_fixed_point, token_k3_fixed_point
 
 # Names of settings in each part, and their names here.
 _OF_SAMPLING = ("batch_size", "runs", "steps", "learning_rate")
@@ -207,7 +207,7 @@ def predicted(label: str, estimator: str, beta: float, seed: int) -> np.ndarray 
     if estimator == "length-normalised":
         return best(label, beta / steps, seed)
     if estimator in LOCAL:
-        policy = token_k2_fixed_point(*asked)
+        policy = token_level_fixed_point(*asked)
     elif estimator == "k3-loss":
         policy = token_k3_fixed_point(*asked)
     elif estimator == "k3-loss-sequence" and which.environment.tree:
