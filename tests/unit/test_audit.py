@@ -229,7 +229,7 @@ def test_the_share_that_a_token_level_term_misses_holds_the_exact_one(sampler):
     instance = Instance.draw(sequence(2, 3), 3)
     found, exact_share = audit_of_pairs(instance, 400, sampler), share_missed(instance)
     assert found.missed.low <= exact_share <= found.missed.high
-    assert 0 < found.missed.low
+    assert found.missed.low > 0
     assert found.missed.high < 1
     kept, whole = (np.linalg.norm(gradient(name, instance)) for name in ("local_reverse_kl", "reverse_kl"))
     assert not found.missed.low <= kept / whole <= found.missed.high
