@@ -26,7 +26,7 @@ from kltest.moments.reduction import probe
 from kltest.report import Verdict
 from kltest.rollout import Rollout
 from kltest.samples.blocks import HEAVY, Blocks, Sample, angle, coefficient, misfit, norm
-from kltest.samples.fits import distance, nearest
+from kltest.samples.fits import distance, nearest, share
 from kltest.samples.sketch import SIZE, Sketch
 from kltest.truth import counts_alone, of_support, plain
 from kltest.truth.next_tokens import is_of_next_tokens
@@ -160,8 +160,8 @@ class Auditing:
         away = distance(sample, own - declared, unit, np.stack([*usable.values(), unit]), self.controls, rate)
         missed = None
         if "reverse_kl" in usable:
-            parts = columns["future_reverse_kl"], columns["reverse_kl"]
-            missed = distance(sample, *parts, np.stack([*usable.values()]), self.controls, each)
+            later = columns["future_reverse_kl"], columns["reverse_kl"]
+            missed = share(sample, *later, np.stack([*usable.values()]), self.controls, each)
         row = self._row(sample, own, plain(options.expect), unit, each)
         verdict: Verdict = "refuted" if away.low > options.margin else "inconclusive"
         if away.high <= options.margin:
@@ -174,8 +174,8 @@ class Auditing:
             verdict = "inconclusive"
             notes.append(f"Nothing can be said of the distance from {unknown[0]}: {hopeless[unknown[0]]}")
         if verdict == "refuted" and not self.loss.takes_beta and row.coefficient and row.coefficient.low > 0:
-            share = sample.interval(misfit(own, unit[None]), rate)
-            if share.high <= options.margin**2:
+            left = sample.interval(misfit(own, unit[None]), rate)
+            if left.high <= options.margin**2:
                 verdict = "inconclusive"
                 notes.append(
                     f"It takes no coefficient and agrees up to a factor of {row.coefficient.value:.3g}; `kltest grade` "

@@ -285,7 +285,7 @@ def kl_to_go(logs: Logs, units: Units, ref: str, own: str) -> Answer:
         numbers = {"variance": found, "from_optimum": one, "lacking": lacking}
         text += (
             f"a rollout's log-ratio less reward/{logs.beta:g}: {one}. To second order the policy lacks {lacking} of "
-            "reward − β·KL; at the fixed point of a token-level term that variance is the one that bounds what it lacks. "
+            "reward − β·KL; at the fixed point of a token-level term that variance is the one of the bound. "
             "Neither is a share of ∇KL: that needs gradients (kltest audit)"
         )
     else:
