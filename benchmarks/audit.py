@@ -29,7 +29,7 @@ from kltest.estimators.spec import registry
 from kltest.identify.instances import instances, network, seeds
 from kltest.loss.resolve import resolve
 from kltest.samples.blocks import HEAVY, Sample, angle, coefficient, cosine, norm
-from kltest.samples.fits import distance, share
+from kltest.samples.fits import distance
 from kltest.samples.sketch import Sketch
 from tests.audited import Signs, every_pair, models, rollouts
 
@@ -117,7 +117,7 @@ class Population:
         for _ in range(repetitions):
             rows = generator.choice(len(self.pairs), size=units, p=self.chances)
             sample = Sample(self.vectors[rows].reshape(-1, max(1, units // BLOCKS), *self.vectors.shape[1:]).mean(1))
-            found.append(share(sample, *parts, np.stack([*self.named.values()]), self.controls, RATE))
+            found.append(distance(sample, *parts, np.stack([*self.named.values()]), self.controls, RATE))
         below = np.mean([one.high < truth - ROUNDING for one in found])
         above = np.mean([one.low > truth + ROUNDING for one in found])
         width = np.median([one.width for one in found])

@@ -26,7 +26,7 @@ from kltest.moments.reduction import probe
 from kltest.report import Verdict
 from kltest.rollout import Rollout
 from kltest.samples.blocks import HEAVY, Blocks, Sample, angle, coefficient, misfit, norm
-from kltest.samples.fits import distance, nearest, share
+from kltest.samples.fits import distance, nearest
 from kltest.samples.sketch import SIZE, Sketch
 from kltest.truth import counts_alone, of_support, plain
 from kltest.truth.next_tokens import is_of_next_tokens
@@ -161,7 +161,7 @@ class Auditing:
         missed = None
         if "reverse_kl" in usable:
             later = columns["future_reverse_kl"], columns["reverse_kl"]
-            missed = share(sample, *later, np.stack([*usable.values()]), self.controls, each)
+            missed = distance(sample, *later, np.stack([*usable.values()]), self.controls, each)
         row = self._row(sample, own, plain(options.expect), unit, each)
         verdict: Verdict = "refuted" if away.low > options.margin else "inconclusive"
         if away.high <= options.margin:

@@ -60,30 +60,6 @@ def distance(
     )
 
 
-def share(
-    sample: Sample, d: np.ndarray, whole: np.ndarray, named: np.ndarray, controls: Sequence[int], rate: float
-) -> Interval:
-    """Bound ‖E d‖/‖E whole‖ for a part d of a gradient, whose noise the whole shares.
-
-    The ends are those of Fieller's set: the x for which ‖E d‖² − x·‖E whole‖² may be zero, by Student's interval with
-    the jackknife's error and that of the parts that are quadratic in noise. Where ‖E d‖ may be zero these are no
-    normal variables, and a set without an end is possible: `distance` at half of the rate then bounds the same ratio.
-    The lower end is above zero only if that one's is.
-    """
-    bounded = distance(sample, d, whole, named, controls, rate / 2)
-    q, values, each = reach(rate / 2, len(sample)), [], []
-    for one in (d, whole):
-        values.append(float(norm(one)(sample.products)))
-        each.append(norm(one)(sample.without))
-    errors = (len(sample) - 1) * np.cov(each, bias=True) + np.diag([sample.pairs(d) ** 2, sample.pairs(whole) ** 2])
-    (c, b), (_, a) = np.outer(values, values) - q**2 * errors
-    if a <= 0 or b * b < a * c:
-        return bounded
-    root = math.sqrt(b * b - a * c)
-    low, high = (math.sqrt(max((b + sign * root) / a, 0.0)) for sign in (-1, 1))
-    return Interval(bounded.value, low if bounded.low > 0 else 0.0, min(high, bounded.high))
-
-
 def _directions(learn: Sample, d: np.ndarray, named: np.ndarray) -> list[np.ndarray]:
     found = [d @ learn.mean]
     scale = np.sqrt(np.maximum(np.einsum("kq,qp,kp->k", named, learn.products, named), 0.0))
