@@ -2,6 +2,7 @@
 
     python -m benchmarks.audit [--repetitions 200] [--units 128]    # writes audit.csv
     python -m benchmarks.audit --power                              # writes audit_power.csv
+    python -m benchmarks.audit --missed                             # writes audit_missed.csv
 
 All pairs of rollouts are measured once, as an audit measures them; repetitions then draw units from that list. A
 gradient at the logits stands for the one at all weights: it is multiplied by a square root of JJᵀ, with J the
@@ -23,7 +24,7 @@ from benchmarks.measure import record
 from kltest.auditing.named import columns_of
 from kltest.auditing.passes import measure
 from kltest.auditing.units import narrowed
-from kltest.environments import Instance, ragged
+from kltest.environments import Instance, ragged, sequence
 from kltest.estimators.spec import registry
 from kltest.identify.instances import instances, network, seeds
 from kltest.loss.resolve import resolve
@@ -104,6 +105,24 @@ class Population:
             shares["cosine"] = np.nan
         return truth["distance"], shares
 
+    def missed(self, units, repetitions, generator):
+        """Return the share of ∇KL(π‖ref) that a token-level term misses, and how often an interval at 99 % holds it.
+
+        And how often it lies below that, and above, and the median of the width.
+        """
+        parts = [self.named[name] for name in ("future_reverse_kl", "reverse_kl")]
+        exact = np.tensordot(self.chances, self.vectors, 1)
+        truth = float(np.sqrt(norm(parts[0])(exact @ exact.T) / norm(parts[1])(exact @ exact.T)))
+        found = []
+        for _ in range(repetitions):
+            rows = generator.choice(len(self.pairs), size=units, p=self.chances)
+            sample = Sample(self.vectors[rows].reshape(-1, max(1, units // BLOCKS), *self.vectors.shape[1:]).mean(1))
+            found.append(distance(sample, *parts, np.stack([*self.named.values()]), self.controls, RATE))
+        below = np.mean([one.high < truth - ROUNDING for one in found])
+        above = np.mean([one.low > truth + ROUNDING for one in found])
+        width = np.median([one.width for one in found])
+        return {"share": truth, "held": 1 - below - above, "below": below, "above": above, "median_width": width}
+
 
 def transformer(sampler="current"):
     """Rollouts of the transformer in which `kltest grade` names gradients."""
@@ -119,6 +138,29 @@ def padded():
     """Rollouts of one to three tokens from a table, whose weights are its logits."""
     instance = Instance.draw(ragged(3, 3), SEED)
     return Population(instance, np.eye(instance.policy.size), "current")
+
+
+def context_free():
+    """Rollouts of a table that gives every context the same distribution, policy and reference: nothing is missed."""
+    environment = sequence(2, 3)
+    generator = np.random.default_rng(SEED)
+    tables = (np.broadcast_to(generator.standard_normal(2), (environment.n_contexts, 2)) for _ in range(2))
+    return Population(Instance.of(environment, *tables), np.eye(2 * environment.n_contexts), "current")
+
+
+def shares(repetitions):
+    """Yield what audits say of the share of ∇KL(π‖ref) that a token-level term misses; no loss has a part in it."""
+    populations = {
+        "transformer": transformer,
+        "transformer, another sampler": partial(transformer, "stale"),
+        "table, one to three tokens": padded,
+        "context-free table": context_free,
+    }
+    for where, made in track(populations.items(), "shares"):
+        population = made()
+        for units in (32, 128, 512):
+            row = population.missed(units, repetitions, np.random.default_rng([SEED, units]))
+            yield {"rollouts_of": where, "units": units, **{name: round(float(one), 4) for name, one in row.items()}}
 
 
 def coverage(repetitions, units):
@@ -159,10 +201,11 @@ def detection(repetitions):
             yield row
 
 
-def main(repetitions: int = 200, units: int = 128, *, power: bool = False) -> None:
+def main(repetitions: int = 200, units: int = 128, *, power: bool = False, missed: bool = False) -> None:
     """Write the table."""
-    rows = pandas.DataFrame(detection(repetitions) if power else coverage(repetitions, units))
-    record(Path(__file__).with_name("audit_power.csv" if power else "audit.csv"), rows)
+    name = "audit_power" if power else "audit_missed" if missed else "audit"
+    found = detection(repetitions) if power else shares(repetitions) if missed else coverage(repetitions, units)
+    record(Path(__file__).with_name(f"{name}.csv"), pandas.DataFrame(found))
 
 
 if __name__ == "__main__":

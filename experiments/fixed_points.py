@@ -4,63 +4,28 @@ A fixed point is a policy at which the expected gradient of E[R] − β·(a KL e
 one that the estimator follows.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from kltest.environments import Environment
 from kltest.environments.policies import table
 from kltest.errors import InvalidEnvironmentError
-from kltest.truth.regularised import checked, solve_backwards
-
-
-def token_k2_fixed_point(environment: Environment, reference: np.ndarray, beta: float) -> np.ndarray:
-    """Return π ∝ ref·exp(Q_R/β), with Q_R the action values of π for the reward alone, solved backwards.
-
-    It is the fixed point of token-level k2 or the exact next-token KL as a loss: ∇E[R] = β·`local_reverse_kl`.
-
-    Args:
-        environment: Environment with C contexts, V tokens and horizon T.
-        reference: Logits (C, V) of the reference.
-        beta: Coefficient β of the KL term.
-
-    Returns:
-        Log-probs (C, V) in a tree, else (T, C, V).
-
-    Raises:
-        UsageError: β is not positive and finite.
-        InvalidEnvironmentError: The reference has another shape or is not finite.
-    """
-    return _token_fixed_point(environment, reference, beta, lambda reference, scores: table(reference + scores))
+from kltest.truth.regularised import checked, reward_only
 
 
 def token_k3_fixed_point(environment: Environment, reference: np.ndarray, beta: float) -> np.ndarray:
     """Return π = β·ref/(β + V_R − Q_R), with V_R and Q_R the values of π for the reward alone, solved backwards.
 
     It is the fixed point of token-level k3 as a loss: ∇E[R] = β·`local_forward_kl`. Exactly one such policy is positive
-    everywhere. Arguments, result and errors are those of `token_k2_fixed_point`.
+    everywhere. Arguments, result and errors are those of `kltest.truth.token_level_fixed_point`.
     """
-    return _token_fixed_point(environment, reference, beta, _hyperbolic)
-
-
-def _token_fixed_point(
-    environment: Environment, reference: np.ndarray, beta: float, follow: Callable[[np.ndarray, np.ndarray], np.ndarray]
-) -> np.ndarray:
-    """The policy follow(ref, Q_R/β), with Q_R the action values of that policy for the reward alone."""
-    reference = checked(environment, reference, beta)
-
-    def solve(action_values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        policy = follow(reference, action_values / beta)
-        return policy, (np.exp(policy) * action_values).sum(axis=1)
-
-    return solve_backwards(environment, reference, solve)[0]
+    return reward_only(environment, reference, beta, _hyperbolic)
 
 
 def sequence_k3_fixed_point(environment: Environment, reference: np.ndarray, beta: float) -> np.ndarray:
     """Return π(y) = ref(y)/(1 − (R(y) − E_π[R])/β) for the rollouts y of each prompt, as log-probs (C, V).
 
     It is the fixed point of sequence-level k3 as a loss: ∇E[R] = β·`forward_kl`. Arguments are those of
-    `token_k2_fixed_point`.
+    `kltest.truth.token_level_fixed_point`.
 
     Raises:
         UsageError: β is not positive and finite.

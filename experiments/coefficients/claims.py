@@ -30,6 +30,8 @@ SETTLED, CERTAIN = 0.01, 3.0
 ON_FRONTIER, SAME = 5e-3, 0.02
 # A penalty that at the largest β of all leaves the policy where the optimum of a β ten times smaller would be.
 LOOSE = 0.1
+# Shares of ∇KL(π‖ref) that are missed, by which losses are listed.
+SHARES = (0.0, 0.1, 0.2, 0.3, 0.5, math.inf)
 NOISY = ("k1-reward", "k1-both", "rao-blackwell")
 # A biased estimator, and an unbiased one that is noisier.
 PAIRS = (("k2-loss", "rao-blackwell"), ("k2-loss", "k1-both"), ("k3-loss", "k1-both"))
@@ -286,6 +288,58 @@ def _law(rows: pd.DataFrame, beta: Bound) -> Measured:
     return {"over_law": found["coefficient_by_kl"] / found["law"]}
 
 
+# What the fixed point of a token-level term lacks.
+def _bounds(rows: pd.DataFrame, **selected: Any) -> pd.DataFrame:
+    """Rows of the part bound, with the share of the reward beyond the reference's that is missing at the same KL."""
+    found = need(rows, "bound", **selected)
+    return found.assign(lost=found["at_same_kl"] / (found["at_same_kl"] + found["earned"]))
+
+
+def _cases(found: pd.DataFrame) -> Row:
+    return {"environments": found["environment"].nunique(), "draws": _draws(found), "cases": len(found)}
+
+
+@claims.measure(
+    OWN,
+    "an order of magnitude: a bound that is farther off says nothing of a gap of some percent",
+    over_the_gap=within(1 - 1e-9, 10),
+)
+def _not_vacuous(rows: pd.DataFrame) -> Measured:
+    """Bennett's bound on what the fixed point of a token-level term lacks, from the variance of K and its least value,
+    is for every β {over_the_gap} times what it lacks"""
+    found = _bounds(rows)
+    times = found["bennett"] / found["objective"]
+    return {"over_the_gap": times, "medians": times.groupby(found["beta"]).median().iloc[:3], **_cases(found)}
+
+
+@claims.measure(
+    OWN, "the third cumulant is of the order of reward/β beside the second", over_half=near(1, 0.1), beta=at_least(3)
+)
+def _half_the_variance(rows: pd.DataFrame, beta: Bound) -> Measured:
+    """for β from {beta} on, where β is large beside the spread of returns, it lacks `β·Var(K)/2` within
+    {over_half:±.0%}"""
+    found = _bounds(rows, beta=beta)
+    return {"over_half": found["objective"] / found["second_order"], **_cases(found)}
+
+
+@claims.measure(OWN, "a quarter of the reward would be called much", lost=below(0.25))
+def _mostly_another_stopping_point(rows: pd.DataFrame) -> Measured:
+    """at the same KL(π‖ref) the fixed point of a token-level term lacks less than {lost:.0%} of the reward beyond the
+    reference's, at every β, also where its objective is below that of the reference itself"""
+    found = _bounds(rows)
+    over = found["objective"] / found["gain"]
+    return {"lost": found["lost"], "below_the_reference": int((over > 1).sum()), **_cases(found)}
+
+
+@claims.measure(OWN, "a twentieth would not be called much", lost=below(0.05), missed=below(0.2))
+def _by_share(rows: pd.DataFrame, missed: Bound) -> Measured:
+    """where a token-level term misses a share of ∇KL(π‖ref) below {missed:.0%} at its fixed point, that lacks less than
+    {lost:.0%} of the reward beyond the reference's that can be had at its KL"""
+    found = _bounds(rows)
+    few = missed(found["missed"])
+    return {"lost": found[few]["lost"], "lost_beyond": found[~few]["lost"].max(), **_cases(found[few])}
+
+
 # Collapse.
 @claims.measure(OWN, "a tenth of what was asked; π* is at 1", coefficient_over_β_or_0_diverged=below(LOOSE))
 def _loose(rows: pd.DataFrame) -> Measured:
@@ -501,6 +555,24 @@ def _of_exact_training(rows: pd.DataFrame) -> Cited:
             if found is not None and found.factor == found.factor:
                 for what in ("low", "high"):
                     yield number(what, getattr(found, what), estimator=name, environment=environment)
+
+
+@numbers.add
+def _of_bounds(rows: pd.DataFrame) -> Cited:
+    found = _bounds(rows)
+    yield number("bound cases", len(found))
+    for beta, mine in found.groupby("beta"):
+        yield from extremes("Bennett over gap", mine["bennett"] / mine["objective"], beta=beta)
+        yield from extremes("gap over half the variance", mine["objective"] / mine["second_order"], beta=beta)
+        yield from extremes("lost at the same KL", mine["lost"], beta=beta)
+    yield from extremes("Bennett over gap", found["bennett"] / found["objective"])
+    for environment, mine in found.groupby("environment", sort=False):
+        yield number("largest loss at the same KL", mine["lost"].max(), environment=environment)
+        yield number("largest gap over gain", (mine["objective"] / mine["gain"]).max(), environment=environment)
+    for low, high in pairwise(SHARES):
+        mine = found[(found["missed"] >= low) & (found["missed"] < high)]
+        yield number("cases by share", len(mine), above=low)
+        yield number("largest loss by share", mine["lost"].max(), above=low)
 
 
 numbers.melt("sampled", {"kl": "sampled KL"}, ["estimator", "environment", "beta"], seed=0)

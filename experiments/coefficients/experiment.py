@@ -1,7 +1,7 @@
 """Trains with every estimator at every coefficient, and says where that ends beside where it should."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from math import log10
 from typing import Any
@@ -11,7 +11,7 @@ from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
 from scipy.special import logsumexp
 
-from kltest.environments import END, Environment, Instance, bandit, sequence, tabular
+from kltest.environments import END, Environment, Instance, bandit, ragged, sequence, tabular
 from kltest.environments.policies import table
 from kltest.loss.calling import bind
 from kltest.loss.placement import place
@@ -22,9 +22,10 @@ from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Setting, Settings
 from kltest.sweeps.store import digest
 from kltest.training import Problem, Run, train
-from kltest.truth import optimum, value
+from kltest.truth import gradient, optimum, token_level_fixed_point, token_level_gap, value
 
-from ..fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
+from ..arrays import norm
+from ..fixed_points import sequence_k3_fixed_point, token_k3_fixed_point
 
 # Names of settings in each part, and their names here.
 _OF_SAMPLING = ("batch_size", "runs", "steps", "learning_rate")
@@ -47,6 +48,8 @@ PARTS = {
     "optimum": {"estimator": "estimator", "seed": "draw"},
     # The coefficient that k3 comes to as β → 0, in closed form.
     "limit": {"environment": "environment", "seed": "seed"},
+    # How far the fixed point of a token-level term lies below the optimum, in closed form, and bounds of it.
+    "bound": {"environment": "bounded", "beta": "beta", "seed": "seed"},
     # The optima of all coefficients, to be drawn.
     "frontier": {"environment": "environment"},
 }
@@ -99,7 +102,7 @@ def applies(configuration: Mapping[str, Any]) -> bool:
     if part == "budget" and configuration["environment"] not in BUDGET_ENVIRONMENTS:
         return False
     within = {"exact": ESTIMATORS, "budget": IN_BUDGET, "fixed-points": IN_FIXED_POINTS, "optimum": IN_OPTIMUM}
-    return part == "frontier" or estimator in within[part]
+    return part in ("frontier", "bound") or estimator in within[part]
 
 
 SETTINGS = Settings(
@@ -109,6 +112,7 @@ SETTINGS = Settings(
     values={
         "part": tuple(PARTS),
         "environment": ("bandit", "sequence", "mdp"),
+        "bounded": ("sequence", "ragged", "late", "sparse", "mdp"),
         "estimator": (*ESTIMATORS, CENTRED),
         "beta": Setting(
             (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0),
@@ -138,8 +142,10 @@ SETTINGS = Settings(
 # --- environments ---
 # Environments: a bandit, token sequences, and an MDP whose states know the time, so that π* is a table over states.
 # Returns have a standard deviation of about 1, so that β = 1 is where reward and penalty weigh the same. The
-# environments of the part fixed-points are milder: ascent converges there only when the rarest context has.
-REWARD = {"short": 0.7, "long": 0.15}
+# environments of the part fixed-points are milder: ascent converges there only when the rarest context has. Of those
+# whose last token alone is paid, "sparse" pays one rollout of 1,024, so that most of the way to it is KL.
+REWARD = {"short": 0.7, "long": 0.15, "late": 1.0}
+LAST = ("late", "sparse")
 REFERENCE = {"short": 0.5, "long": 0.1}
 STATES, ACTIONS, HORIZON = 3, 3, 3
 
@@ -153,6 +159,9 @@ def environment(label: str) -> Environment:
         "mdp": layered,
         "short": lambda: sequence(3, 2),
         "long": lambda: sequence(5, 4),
+        "ragged": lambda: ragged(3, 4),
+        "late": lambda: sequence(3, 3),
+        "sparse": lambda: sequence(4, 5),
     }[label]()
 
 
@@ -184,8 +193,13 @@ def problem(label: str, seed: int) -> Problem:
     generator = np.random.default_rng([seed, base.n_contexts, base.vocabulary])
     shape = (base.n_contexts, base.vocabulary)
     reference = table(REFERENCE.get(label, 0.5) * generator.standard_normal(shape))
-    scale = REWARD.get(label, 1 / np.sqrt(base.horizon))
-    return Problem(replace(base, reward=scale * generator.standard_normal(shape)), reference, reference)
+    reward = REWARD.get(label, 1 / np.sqrt(base.horizon)) * generator.standard_normal(shape)
+    if label in LAST:
+        *_, last = base.reachable()
+        reward[~last] = 0.0
+        if label == "sparse":
+            reward = (reward == reward.max()).astype(float)
+    return Problem(replace(base, reward=reward), reference, reference)
 
 
 # --- ends ---
@@ -207,7 +221,7 @@ def predicted(label: str, estimator: str, beta: float, seed: int) -> np.ndarray 
     if estimator == "length-normalised":
         return best(label, beta / steps, seed)
     if estimator in LOCAL:
-        policy = token_k2_fixed_point(*asked)
+        policy = token_level_fixed_point(*asked)
     elif estimator == "k3-loss":
         policy = token_k3_fixed_point(*asked)
     elif estimator == "k3-loss-sequence" and which.environment.tree:
@@ -301,6 +315,28 @@ def _inverse(values: np.ndarray, wanted: float) -> float | None:
     return float(np.exp(PchipInterpolator(ascending, logs)(wanted)))
 
 
+# --- bounds ---
+def bound(environment: str, beta: float, seed: int) -> Row:
+    """What the fixed point of a token-level term lacks, bounds of it, and the share of ∇KL(π‖ref) missed there.
+
+    `gain` is what the optimum has beyond the reference, J* − J(ref); `earned` the reward beyond the reference's.
+    """
+    which = problem(environment, seed)
+    found = token_level_gap(which.environment, which.reference, beta)
+    policy = by_context(environment, token_level_fixed_point(which.environment, which.reference, beta))
+    instance = Instance.of(which.environment, policy, which.reference)
+    missed, whole = (gradient(name, instance) for name in ("future_reverse_kl", "reverse_kl"))
+    floor = measured(environment, seed, which.reference)[1]
+    row = {name: number for name, number in asdict(found).items() if name not in ("share", "reward", "variance")}
+    return {
+        **row,
+        "gain": optimum(which.environment, which.reference, beta).value - floor,
+        "earned": found.reward - floor,
+        "missed": norm(missed) / norm(whole),
+        "missed_fisher": found.share,
+    }
+
+
 # --- limits ---
 # The effective coefficient of k3 in the loss as β → 0, where single answers compete (arms, or whole rollouts).
 #
@@ -376,6 +412,8 @@ FLOORS = (1.0, 0.3, 0.1)
 def compute_batch(configurations: Sequence[Configuration]) -> list[list[Row]]:
     """Return the rows of each configuration of one part."""
     part = configurations[0]["part"]
+    if part == "bound":
+        return [[{**one, **bound(one["environment"], one["beta"], one["seed"])}] for one in configurations]
     if part in ("frontier", "limit"):
         rows = {"frontier": optima, "limit": limit}[part]
         return [[{**one, **row} for row in rows(one["environment"], one.get("seed", 0))] for one in configurations]

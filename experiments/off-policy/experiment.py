@@ -18,11 +18,11 @@ from kltest.reproduce.frames import Row
 from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
-from kltest.truth import gradient, optimum, recursions, value
+from kltest.truth import gradient, optimum, recursions, token_level_fixed_point, value
 from kltest.truth.off_policy import along
 
 from ..arrays import norm
-from ..fixed_points import token_k2_fixed_point, token_k3_fixed_point
+from ..fixed_points import token_k3_fixed_point
 from ..paths import ascents, problems, seed_of
 from ..rollouts import moments, projected
 
@@ -248,7 +248,7 @@ def rest_of(each: Any, beta: float, name: str | None) -> np.ndarray:
     """(C, V) log-probs of the policy where training rests on-policy."""
     if name == "optimum":
         return optimum(each.environment, each.reference, beta).policy
-    solve = {"token_k2": token_k2_fixed_point, "token_k3": token_k3_fixed_point}[str(name)]
+    solve = {"token_k2": token_level_fixed_point, "token_k3": token_k3_fixed_point}[str(name)]
     return solve(each.environment, each.reference, beta)
 
 

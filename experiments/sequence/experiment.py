@@ -14,11 +14,10 @@ from kltest.moments import dynamic, exact
 from kltest.reproduce.frames import Row
 from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
-from kltest.truth import gradient, value
+from kltest.truth import gradient, token_level_fixed_point, value
 from kltest.truth.gradients import credit_pairs
 
 from ..arrays import cosine, generator, norm
-from ..fixed_points import token_k2_fixed_point
 from ..jacobians import asymmetry, jacobian
 
 # Settings that each part varies; it takes no notice of the others.
@@ -264,7 +263,7 @@ def _ends(seed: int) -> list[Row]:
     starts = [1.5 * drawn.standard_normal(shape) for _ in range(chosen["starts"])]
     runs = [Run(Problem(environment, start, reference), "k2-loss", beta, chosen["learning_rate"]) for start in starts]
     ended = train(runs, steps=chosen["steps"], optima=False).logits
-    rest = token_k2_fixed_point(environment, reference, beta)
+    rest = token_level_fixed_point(environment, reference, beta)
     found, first = (np.stack([np.exp(table(logits)) for logits in some]) for some in (ended, starts))
     instance = Instance.of(environment, rest, reference)
     matrix = jacobian("expected_reward", instance) - beta * jacobian("local_reverse_kl", instance)

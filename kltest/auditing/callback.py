@@ -41,8 +41,9 @@ class KLAuditCallback(TrainerCallback):
 
     Every `every` optimizer steps it collects the rollouts of at least `units` prompts, over several steps if need be,
     and logs `kl_audit/…` with the trainer's metrics: the distance from the declared gradient, how many units there
-    were, by how much bias exceeds the noise of one step, and cosine and coefficient, with the ends of their intervals,
-    for the gradients in `names`. A prompt whose rollouts serve several steps counts in one of them.
+    were, by how much bias exceeds the noise of one step, and with the ends of their intervals the share of ∇KL(π‖ref)
+    that a token-level term misses, and cosine and coefficient for the gradients in `names`. A prompt whose rollouts
+    serve several steps counts in one of them.
 
     Args:
         trainer: The trainer, with a coefficient `beta` other than 0.
@@ -226,6 +227,8 @@ class KLAuditCallback(TrainerCallback):
         found = {"units": float(audit.units), "distance": audit.distance.value}
         if audit.crossing:
             found["bias_over_noise"] = math.sqrt(rows / audit.crossing)
+        if audit.missed is not None:
+            found |= audit.missed.named("missed")
         for row in audit.named:
             for kind in ("cosine", "coefficient") if row.name in self.names else ():
                 if (one := getattr(row, kind)) is not None:

@@ -168,6 +168,7 @@ class Tokens:
         ratio: (B, T) π/μ of the token.
         reference: (B, T) ref/μ of the tokens before each.
         total: (B,) Σu.
+        summed_kl: (B,) K = Σ_t KL(π(·|s_t)‖ref(·|s_t)) along each rollout.
         filled: Log-probs as they came, padded positions included.
     """
 
@@ -190,6 +191,7 @@ class Tokens:
         self.before = (log_ratio.cumsum(1) - log_ratio).exp() * self.live
         self.reference = (log_reference.cumsum(1) - log_reference).exp() * self.live
         self.total = (self.logp - self.ref_logp).sum(1)
+        self.summed_kl = self._expected["u", ""].sum(1) if ("u", "") in self._expected else torch.zeros_like(self.total)
 
     def own(self, part: Part) -> Tensor:
         """(B, T) weight of the closed-form sum over next tokens at each position."""

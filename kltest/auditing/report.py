@@ -39,6 +39,8 @@ class Audit:
         follows: The nearest short combination; None if nothing can be said.
         declared: The same as a row of `named`, of the declared gradient.
         distance: ‖E d‖/‖E t‖ with d the loss's gradient less the declared one, t.
+        missed: ‖future_reverse_kl‖/‖reverse_kl‖, the share of ∇KL(π‖ref) that a token-level term misses at these
+            weights; None if ∇KL(π‖ref) is not distinguishable from zero, or not estimated.
         sketch_error: Bound on the standard error that compression adds, as a share of ‖E d‖.
         signal_to_noise: ‖E g‖²·units/tr Cov of the mean over all units.
         crossing: Number of rollouts at which ‖E d‖² overtakes the noise of their mean; None if E d may be zero.
@@ -62,6 +64,7 @@ class Audit:
     follows: Combination | None
     declared: NamedRow
     distance: Interval
+    missed: Interval | None
     sketch_error: float
     signal_to_noise: float
     crossing: float | None
@@ -88,7 +91,12 @@ class Audit:
     def scalars(self) -> dict[str, float]:
         """Return the numbers for a training log: how the declared gradient is followed, and the noise."""
         found = {"distance": self.distance.value, "signal_to_noise": self.signal_to_noise}
-        for name, one in (("cosine", self.declared.cosine), ("coefficient", self.declared.coefficient)):
+        declared = self.declared
+        for name, one in (
+            ("cosine", declared.cosine),
+            ("coefficient", declared.coefficient),
+            ("missed", self.missed),
+        ):
             if one is not None:
                 found |= one.named(name)
         return found
@@ -125,13 +133,14 @@ class Audit:
         if self.follows and self.follows.rivals:
             others = ", ".join(" and ".join(one) for one in self.follows.rivals[:4])
             yield f"Not distinguishable from that: {others}."
-        value, low, high = (100 * end for end in astuple(self.distance))
-        margin = f"margin {100 * self.margin:g} %"
-        yield f"Distance from the declared gradient: {value:.1f} % [{low:.1f}, {high:.1f}] of its norm; {margin}."
+        distance, margin = _percent(self.distance), f"margin {100 * self.margin:g} %"
+        yield f"Distance from the declared gradient: {distance} of its norm; {margin}."
         if self.needed is not None:
             yield f"About {self.needed:,} units may decide (--units)."
         crossing = "" if self.crossing is None else f"; bias overtakes noise at {max(self.crossing, 1):,.0f} rollouts"
         yield f"Signal to noise of these rollouts: {self.signal_to_noise:.3g}{crossing}."
+        if self.missed is not None:
+            yield f"Share of ∇KL(π‖ref) that a token-level term misses here: {_percent(self.missed)}."
 
 
 def _of_rollouts(facts: dict[str, float | None]) -> Iterator[str]:
@@ -140,6 +149,8 @@ def _of_rollouts(facts: dict[str, float | None]) -> Iterator[str]:
         yield f"Padding is not masked: {100 * share:.2g} % of the gradient at log-probs is at padded positions."
     if share := facts["truncated"]:
         yield f"{100 * share:.0f} % of the rollouts have no end token."
+    if (variance := facts["kl_variance"]) is not None:
+        yield f"Variance of the summed next-token KLs among rollouts of a prompt: {variance:.3g} nats²."
     if facts["mean_gap"] is not None:
         yield (
             f"The sampler's log-probs differ from the model's by {facts['mean_gap']:.2g} on average and "
@@ -153,6 +164,11 @@ def words(follows: Combination | None) -> str:
         return "nothing distinguishable from zero"
     terms = (f"{_shown(one)}·{ATLAS[name].formula} ({name})" for name, one in follows.terms.items())
     return " + ".join(terms)
+
+
+def _percent(one: Interval) -> str:
+    value, low, high = (100 * end for end in astuple(one))
+    return f"{value:.1f} % [{low:.1f}, {high:.1f}]"
 
 
 def _shown(one: Interval | None) -> str:

@@ -64,7 +64,7 @@ class Auditing:
         self.facts: Counter[str] = Counter()
         self.misfits: Counter[float] = Counter()
         self.controls = range(0)
-        self.divisor, self.largest_gap, self.began = 1.0, 0.0, time.monotonic()
+        self.stale, self.divisor, self.largest_gap, self.began = False, 1.0, 0.0, time.monotonic()
 
     def over(self, source: Iterable[Rollouts], progress: Callable[[int], None] = lambda units: None) -> Audit:
         """Add units until the verdict is clear or there are no more, and return the report."""
@@ -90,6 +90,8 @@ class Auditing:
         for kind, logs in zip(("reference", "policy", "square"), ratio, strict=True):
             self.weights[kind].append(logs.sum(1).cpu())
         ended = rollouts.ended(self.models.policy.language.end)
+        if len(rollouts) > 1 and not self.stale:
+            self.facts.update({"kl_variance": float(at.summed_kl.double().var()), "varied": 1.0})
         counts = {"tokens": float(at.live.sum()), "gap": float(gap.sum()), "ended": float(ended.sum())}
         self.facts.update({**counts, **unit.facts})
         self.misfits.update(unit.misfits)
@@ -98,11 +100,11 @@ class Auditing:
 
     def _begin(self, rollouts: Rollouts) -> None:
         """Learn from the first unit which named gradients there are, and if the loss sums over rollouts."""
-        stale = self.models.sampler is not None or rollouts.old_logp is not None
+        self.stale = self.models.sampler is not None or rollouts.old_logp is not None
         full = self.models.sampler is not None
         rewarded = rollouts.reward is not None
         self.names, self.parts, self.controls = columns_of(
-            stale=stale, full=full, rewarded=rewarded, further=self._further(rollouts)
+            stale=self.stale, full=full, rewarded=rewarded, further=self._further(rollouts)
         )
         if self._sums():
             self.divisor = float(len(rollouts))
@@ -148,7 +150,7 @@ class Auditing:
         declared, columns = self.vector(options.expect), {name: self.vector({name: 1.0}) for name in self.names}
         unit = declared if declared.any() else columns["reverse_kl"]
         hopeless = self._hopeless()
-        each = rate / (3 * len(columns) + 4)
+        each = rate / (3 * len(columns) + 5)
         rows = [self._row(sample, own, name, column, each, hopeless.get(name, "")) for name, column in columns.items()]
         usable = {row.name: columns[row.name] for row in rows if row.coefficient is not None}
         follows = None
@@ -156,6 +158,10 @@ class Auditing:
             names = {name: column for name, column in usable.items() if not counts_alone(name)}
             follows = nearest(sample, own, names, each, options.margin, declared=options.expect)
         away = distance(sample, own - declared, unit, np.stack([*usable.values(), unit]), self.controls, rate)
+        missed = None
+        if "reverse_kl" in usable:
+            later = columns["future_reverse_kl"], columns["reverse_kl"]
+            missed = distance(sample, *later, np.stack([*usable.values()]), self.controls, each)
         row = self._row(sample, own, plain(options.expect), unit, each)
         verdict: Verdict = "refuted" if away.low > options.margin else "inconclusive"
         if away.high <= options.margin:
@@ -168,8 +174,8 @@ class Auditing:
             verdict = "inconclusive"
             notes.append(f"Nothing can be said of the distance from {unknown[0]}: {hopeless[unknown[0]]}")
         if verdict == "refuted" and not self.loss.takes_beta and row.coefficient and row.coefficient.low > 0:
-            share = sample.interval(misfit(own, unit[None]), rate)
-            if share.high <= options.margin**2:
+            left = sample.interval(misfit(own, unit[None]), rate)
+            if left.high <= options.margin**2:
                 verdict = "inconclusive"
                 notes.append(
                     f"It takes no coefficient and agrees up to a factor of {row.coefficient.value:.3g}; `kltest grade` "
@@ -194,6 +200,7 @@ class Auditing:
             follows=follows,
             declared=row,
             distance=away,
+            missed=missed,
             sketch_error=self.sketch.error,
             signal_to_noise=signal * self.units / size if size > 0 else math.inf,
             crossing=noise / square * self.rollouts / self.units if away.low > 0 else None,
@@ -250,6 +257,7 @@ class Auditing:
         return {
             "padded_share": math.sqrt(facts["padded"] / facts["all"]) if facts.get("all") else 0.0,
             "truncated": 1 - facts["ended"] / self.rollouts,
+            "kl_variance": facts["kl_variance"] / facts["varied"] if facts["varied"] else None,
             "mean_gap": facts["gap"] / facts["tokens"] if misfits else None,
             "largest_gap": self.largest_gap if misfits else None,
             "temperature": best and best * self.models.temperature,

@@ -30,6 +30,10 @@ def command(
     strict: Annotated[
         bool, typer.Option("--strict", help="A question without its columns makes the verdict inconclusive.")
     ] = False,
+    beta: Annotated[
+        float | None,
+        typer.Option(metavar="β", help="Coefficient of the KL term; with rewards it tells how far the optimum is."),
+    ] = None,
     output: Annotated[list[str] | None, reported_as(FORMATS)] = None,
 ) -> int:
     where = destinations(output or ["text"], FORMATS)
@@ -42,7 +46,7 @@ def command(
     from kltest.diagnosing.diagnose import diagnosed
     from kltest.diagnosing.page import page
 
-    found, logs = diagnosed(file, names, error_rate, strict=strict)
+    found, logs = diagnosed(file, names, error_rate, strict=strict, beta=beta)
     forms = {"json": lambda shown: found.to_json(), "html": lambda shown: page(found, logs), "text": found.to_text}
     deliver(where, lambda to, shown: forms[to.form](shown), verbose=False)
     return found.exit_code

@@ -1,8 +1,10 @@
 """`kltest.diagnose`: what logged log-probs show, without any model."""
 
+import math
 import platform
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,12 @@ __all__ = ["diagnose", "diagnosed", "questions", "rewards"]
 
 
 def diagnose(
-    source: Any, *, names: Mapping[str, str] | None = None, error_rate: float = 0.01, strict: bool = False
+    source: Any,
+    *,
+    names: Mapping[str, str] | None = None,
+    error_rate: float = 0.01,
+    strict: bool = False,
+    beta: float | None = None,
 ) -> Diagnosis:
     """Report what logs of rollouts show of sampler, engine, reference, masks and penalty, without any model.
 
@@ -28,6 +35,7 @@ def diagnose(
         names: Names of columns by field, for those that the usual names do not find; an empty one leaves a field out.
         error_rate: Highest probability that any interval of the report misses.
         strict: Questions that are not looked at make the verdict inconclusive.
+        beta: Coefficient of the KL term that was trained with: with rewards it tells how far the optimum is.
 
     Returns:
         A Diagnosis: `verdict`, `answers`, `to_text()`, `to_json()`.
@@ -36,16 +44,18 @@ def diagnose(
         UsageError: The source cannot be read, or its columns cannot be used.
         NoRolloutsError: It holds no rollout.
     """
-    return diagnosed(source, names, error_rate, strict=strict)[0]
+    return diagnosed(source, names, error_rate, strict=strict, beta=beta)[0]
 
 
 def diagnosed(
-    source: Any, names: Mapping[str, str] | None, error_rate: float, *, strict: bool
+    source: Any, names: Mapping[str, str] | None, error_rate: float, *, strict: bool, beta: float | None = None
 ) -> tuple[Diagnosis, Logs]:
     """Return a diagnosis, and the logs that were read."""
     if not 0 < error_rate < 1:
         raise UsageError(f"the error rate is a number between 0 and 1; it is {error_rate:g}")
-    began, logs = time.monotonic(), read(source, names)
+    if beta is not None and not 0 < beta < math.inf:
+        raise UsageError(f"the coefficient β of the KL term is a positive number; it is {beta:g}")
+    began, logs = time.monotonic(), replace(read(source, names), beta=beta)
     units = Units(logs.group, error_rate / MOST_INTERVALS)
     answers = [asked(logs, units) for asked in QUESTIONS.values()]
     found, unit = {one.status for one in answers}, "prompt" if "group" in logs.columns else "rollout"

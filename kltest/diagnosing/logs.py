@@ -40,6 +40,7 @@ class Logs:
         group: (N,) the unit of each rollout: its prompt, or the rollout alone.
         wrong: Sentences on columns that cannot be what their names say; they are left out.
         notes: Sentences on how the file was read.
+        beta: The coefficient of the KL term that was trained with, if it is known.
     """
 
     columns: dict[str, np.ndarray]
@@ -50,6 +51,7 @@ class Logs:
     group: np.ndarray
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    beta: float | None = None
 
     def __len__(self) -> int:
         return len(self.live)

@@ -262,26 +262,49 @@ def ratio(logs: Logs, units: Units, new: str, old: str) -> Answer:
 
 @question("kl to go", "ref_logp", SAMPLER)
 def kl_to_go(logs: Logs, units: Units, ref: str, own: str) -> Answer:
-    """The variance of the KL to go, which enters the bound on what a token-level term misses.
+    """Variances of log-ratios among rollouts of a prompt: near what bounds how much a token-level term lacks, not it.
 
-    It is that of Σ_(s>t) u_s among rollouts of a prompt that reach position t, averaged over tokens: what prefixes vary
-    of the expected KL to go, and the noise of log-ratios besides.
+    The first is that of Σ_(s>t) u_s among rollouts that reach position t, averaged over tokens; the second that of Σu.
+    The bound has Var(K), K the sum of next-token KLs along a rollout, which log-probs of sampled tokens do not show:
+    Var(Σu) = Var(K) + Σ_t E[Var(u_t|s_t)] + 2·Σ_t E[Cov(u_t, KL to go|s_t)] may be more or less. With rewards and β,
+    Σu − R/β is log π/π* and a constant of the prompt, and β·Var(Σu − R/β)/2 is to second order J* − J(π), whatever π
+    was trained with; at the fixed point of a token-level term it is K and a constant.
     """
     u = logs.gap(own, ref)
     after = np.where(logs.live, u[:, ::-1].cumsum(axis=1)[:, ::-1] - u, 0.0)
     # Rollouts whose prompts are unknown are compared two by two.
     within = units if "group" in logs.columns else Units(np.arange(len(logs)) // 2, units.rate)
-    sums, squares, counts = (np.zeros((len(within), u.shape[1])) for _ in range(3))
-    for into, values in ((sums, after), (squares, after**2), (counts, logs.live)):
-        np.add.at(into, within.group, values)
-    shares = np.where(counts > 1, counts / np.maximum(counts - 1, 1), 0.0)
-    scatter = (shares * (squares - sums**2 / np.maximum(counts, 1))).sum(axis=1)
-    found = within.estimate(lambda one, two: one / two, scatter, np.where(counts > 1, counts, 0.0).sum(axis=1))
+    found, whole = spread(within, after, logs.live), u.sum(axis=1)
     if not np.isfinite(found.value):
         return missing("kl to go", "several rollouts")
-    text = (
-        f"Variance of the log-ratio to go: {found} nats². It enters the bound on what a token-level term misses; it is "
-    )
-    return Answer(
-        "kl to go", REPORTED, f"{text}no share of ∇KL: that needs gradients (kltest audit)", {"variance": found}
-    )
+    text = f"Variance of the log-ratio to go: {found} nats²; of "
+    if logs.beta and {"reward", "group"} <= logs.columns.keys():
+        whole = whole - logs.whole(logs.columns["reward"]) / logs.beta
+        one, half = spread(within, whole[:, None]), logs.beta / 2
+        lacking = Estimate(half * one.value, half * one.low, half * one.high)
+        numbers = {"variance": found, "from_optimum": one, "lacking": lacking}
+        text += (
+            f"a rollout's log-ratio less reward/{logs.beta:g}: {one}. To second order the policy lacks {lacking} of "
+            "reward − β·KL; at the fixed point of a token-level term that variance is the one of the bound. "
+            "Neither is a share of ∇KL: that needs gradients (kltest audit)"
+        )
+    else:
+        numbers = {"variance": found, "rollout_variance": (one := spread(within, whole[:, None]))}
+        text += (
+            f"a rollout's: {one}. Neither is the variance that bounds what a token-level term lacks, nor a share of "
+            "∇KL: kltest audit has both"
+        )
+    return Answer("kl to go", REPORTED, text, numbers)
+
+
+def spread(units: Units, values: np.ndarray, live: np.ndarray | None = None) -> Estimate:
+    """Return the variance within units of numbers (N, T), position by position, averaged over those of live tokens."""
+    live = np.ones(values.shape, dtype=bool) if live is None else live
+    sums, squares, counts = (np.zeros((len(units), values.shape[1])) for _ in range(3))
+    # Less the mean: a large constant would cancel digits.
+    values = np.where(live, values - values[live].mean() if live.any() else values, 0.0)
+    for into, each in ((sums, values), (squares, values**2), (counts, live)):
+        np.add.at(into, units.group, each)
+    shares = np.where(counts > 1, counts / np.maximum(counts - 1, 1), 0.0)
+    scatter = (shares * (squares - sums**2 / np.maximum(counts, 1))).sum(axis=1)
+    return units.estimate(lambda one, two: one / two, scatter, np.where(counts > 1, counts, 0.0).sum(axis=1))

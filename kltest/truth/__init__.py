@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kltest.truth.autograd import gradient_again
     from kltest.truth.gradients import combine, gradient
     from kltest.truth.regularised import Optimum, optimum
+    from kltest.truth.token_level import TokenLevelGap, token_level_fixed_point, token_level_gap
     from kltest.truth.values import VALUES, value
 
 _HOMES = {
@@ -39,6 +40,7 @@ _HOMES = {
     "gradients": ("combine", "gradient"),
     "values": ("VALUES", "value"),
     "regularised": ("Optimum", "optimum"),
+    "token_level": ("TokenLevelGap", "token_level_fixed_point", "token_level_gap"),
 }
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "MixtureName",
     "NamedGradient",
     "Optimum",
+    "TokenLevelGap",
     "combine",
     "counts_alone",
     "gradient",
@@ -67,6 +70,8 @@ __all__ = [
     "resized",
     "support_named",
     "together",
+    "token_level_fixed_point",
+    "token_level_gap",
     "value",
 ]
 

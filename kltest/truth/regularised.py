@@ -57,6 +57,19 @@ def checked(environment: Environment, reference: np.ndarray, beta: float) -> np.
     return table(reference, what="reference")
 
 
+def reward_only(
+    environment: Environment, reference: np.ndarray, beta: float, follow: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Return the policy π = follow(ref, Q_R/β), with Q_R the action values of π for the reward alone."""
+    reference = checked(environment, reference, beta)
+
+    def solve(action_values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        policy = follow(reference, action_values / beta)
+        return policy, (np.exp(policy) * action_values).sum(axis=1)
+
+    return solve_backwards(environment, reference, solve)[0]
+
+
 def solve_backwards(
     environment: Environment,
     reference: np.ndarray,

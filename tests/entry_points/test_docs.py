@@ -26,6 +26,8 @@ import kltest
 from kltest.checks import CHECKS
 from kltest.cli import app
 from kltest.estimators import registry
+from kltest.reproduce.checkout import Checkout
+from kltest.reproduce.experiment import Experiment, Request
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -153,6 +155,15 @@ def test_what_a_page_shows_happens(name, tmp_path, monkeypatch):
                     printed = printed[printed.index(line) :]
                     shown += 1
     assert shown >= 3
+
+
+def test_the_page_on_what_is_missed_computes_what_it_says_and_counts_all_cases():
+    text = (ROOT / "docs" / "concepts" / "missed.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(block, {})
+    cases = re.findall(r"^\| (?:below \d|above \d|\d+ to).*? \| (\d+) \|", text, flags=re.MULTILINE)
+    every = Experiment(Checkout(ROOT), "coefficients").configurations(Request(scale="full", changes=("part=bound",)))
+    assert sum(map(int, cases)) == len(list(every)) == 850
 
 
 def test_the_readmes_python_says_what_happens():

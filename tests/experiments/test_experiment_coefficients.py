@@ -270,3 +270,54 @@ def test_where_a_biased_estimator_stops_being_nearer():
     formula = "where noisy training settles is known"
     assert [agrees for claim, agrees in TRIAL.verdicts(rows).items() if claim.startswith(formula)] == [True]
     assert [agrees for claim, agrees in TRIAL.verdicts(doubled).items() if claim.startswith(formula)] == [False]
+
+
+def bounded(**changed):
+    one = {"part": "bound", "environment": "late", "beta": 1.0, "seed": 0, **changed}
+    ((row,),) = compute_all(CHECKOUT, "coefficients", [one])
+    return row
+
+
+def test_what_the_fixed_point_lacks_by_the_optimum_and_by_the_frontier():
+    row, which = bounded(), MODULE.problem("late", 0)
+    kl, reward = MODULE.measured("late", 0, MODULE.predicted("late", "k2-loss", 1.0, 0))
+    best = MODULE.measured("late", 0, MODULE.best("late", 1.0, 0))
+    assert row["objective"] == pytest.approx(best[1] - best[0] - reward + kl, rel=1e-10)
+    floor = MODULE.measured("late", 0, which.reference)[1]
+    assert row["gain"] == pytest.approx(best[1] - best[0] - floor, rel=1e-11)
+    same = MODULE.measured("late", 0, MODULE.best("late", row["coefficient"], 0))
+    assert same[0] == pytest.approx(kl, rel=1e-6)
+    assert row["at_same_kl"] == pytest.approx(same[1] - reward, abs=1e-6)
+    assert row["earned"] == pytest.approx(reward - floor, rel=1e-11)
+
+
+def test_only_last_tokens_are_paid_and_of_the_sparse_rollouts_one():
+    for label, paid in (("late", 27), ("sparse", 1)):
+        which = MODULE.problem(label, 1)
+        *_, last = which.environment.reachable()
+        assert not which.environment.reward[~last].any()
+        assert (which.environment.reward != 0).sum() == paid
+
+
+REFUTED = {
+    # What is planted, and the words of the claim that it must refute.
+    "times what it lacks": {"bennett": 1e3},
+    "Var(K)/2": {"second_order": 1.2},
+    "at every β": {"at_same_kl": 100.0},
+    "misses a share": {"at_same_kl": 100.0},
+}
+
+
+@pytest.mark.parametrize("words", REFUTED)
+def test_a_planted_gap_refutes_its_claim(words):
+    rows = [bounded(beta=beta) for beta in (0.1, 1.0, 3.0, 10.0)]
+    own = {claim: agrees for claim, agrees in TRIAL.verdicts(rows).items() if agrees is not None}
+    assert len(own) == 4
+    assert all(own.values())
+    planted = [{**row, **{name: row[name] * factor for name, factor in REFUTED[words].items()}} for row in rows]
+    assert [claim for claim, agrees in TRIAL.verdicts(planted).items() if agrees is False and words in claim]
+
+
+def test_a_bound_below_the_gap_is_refuted():
+    rows = [{**row, "bennett": 0.999 * row["objective"]} for row in (bounded(),)]
+    assert [claim for claim, agrees in TRIAL.verdicts(rows).items() if agrees is False and "Bennett" in claim]

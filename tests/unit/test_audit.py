@@ -207,6 +207,61 @@ def test_a_batch_of_a_training_run_gives_json_that_holds_to_the_schema(tiny):
     assert clean.scalars()["signal_to_noise"] == clean.signal_to_noise
 
 
+def audit_of_pairs(instance, count=96, sampler="current", loss="k2-loss"):
+    """An audit of pairs of rollouts that are drawn from an instance's policy, or from its sampler."""
+    generator = np.random.default_rng(0)
+    chances = instance.rollout_weights(sampler)
+    pairs = generator.choice(len(chances), size=(count, 2), p=chances)
+    units = [rollouts(instance, pair, sampler) for pair in pairs]
+    return kltest.audit(
+        loss, *(language(instance.environment, one) for one in (instance.policy, instance.reference)), units
+    )
+
+
+def share_missed(instance):
+    missed, whole = (np.linalg.norm(gradient(f"{part}reverse_kl", instance)) for part in ("future_", ""))
+    return missed / whole
+
+
+@pytest.mark.parametrize("sampler", ["current", "stale"])
+def test_the_share_that_a_token_level_term_misses_holds_the_exact_one(sampler):
+    """Planted: the share of another pair of policies, and that of the kept part, lie outside."""
+    instance = Instance.draw(sequence(2, 3), 3)
+    found, exact_share = audit_of_pairs(instance, 400, sampler), share_missed(instance)
+    assert found.missed.low <= exact_share <= found.missed.high
+    assert found.missed.low > 0
+    assert found.missed.high < 1
+    kept, whole = (np.linalg.norm(gradient(name, instance)) for name in ("local_reverse_kl", "reverse_kl"))
+    assert not found.missed.low <= kept / whole <= found.missed.high
+    assert not found.missed.low <= share_missed(Instance.draw(sequence(2, 3), 0)) <= found.missed.high
+    assert found.scalars()["missed_high"] == found.missed.high
+    assert f"misses here: {100 * found.missed.value:.1f} % [" in found.to_text()
+
+
+def test_the_share_does_not_depend_on_the_loss_and_is_zero_where_nothing_is_missed():
+    instance = Instance.draw(sequence(2, 3), 3)
+    assert audit_of_pairs(instance).missed == audit_of_pairs(instance, loss="k1-reward-to-go").missed
+    free = [np.broadcast_to([one, 0.0], (7, 2)) for one in (1.0, -0.5)]
+    nothing = audit_of_pairs(Instance.of(sequence(2, 3), *free))
+    assert nothing.missed.high < 1e-6
+    assert nothing.facts["kl_variance"] < 1e-12
+    same = Instance.of(sequence(2, 3), free[0], free[0])
+    assert audit_of_pairs(same).missed is None  # ∇KL is zero
+
+
+def test_the_variance_of_the_summed_next_token_kls_is_that_among_rollouts_of_a_prompt():
+    """Pairs that come in the exact shares of their chances: the mean over pairs of (K − K')²/2 is Var K."""
+    instance = Instance.draw(sequence(2, 3), 3)
+    kl = (np.exp(instance.policy) * (instance.policy - instance.reference)).sum(axis=1)
+    summed, chances = kl[instance.paths.contexts].sum(axis=1), instance.rollout_weights("current")
+    variance = chances @ (summed - chances @ summed) ** 2
+    found = audit_of_pairs(instance, 2000).facts["kl_variance"]
+    # Standard error of the mean of (K − K')²/2 over 2000 pairs, five times.
+    fourth = chances @ (summed - chances @ summed) ** 4
+    assert abs(found - variance) < 5 * np.sqrt((fourth + variance**2) / 2 / 2000)
+    assert audit_of_pairs(instance, 64, "stale").facts["kl_variance"] is None
+
+
 def test_intervals_that_hang_on_few_rollouts_say_so():
     """Planted: a rollout that counts twenty times, and a ratio of e⁹; normal noise is that of a third of the blocks."""
     noise = np.random.default_rng(0).standard_normal((300, 2, 40)) + 1

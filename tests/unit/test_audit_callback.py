@@ -120,6 +120,7 @@ def test_it_tells_at_every_step_what_is_followed(kind):
     logged = trainer._metrics["train"]
     for step, found in enumerate(callback.audits.values()):
         assert found.units == logged["kl_audit/units"][step] == 48
+        assert found.missed is None or logged["kl_audit/missed_low"][step] == found.missed.low
         if FOLLOWS[kind] is None:
             assert found.verdict == "refuted"
             assert logged["kl_audit/coefficient_reverse_kl_high"][step] < 1

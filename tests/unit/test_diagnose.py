@@ -12,14 +12,18 @@ import pandas
 import pytest
 import torch
 from doors import call
+from tabular_environments import TREES, reference_of
 from weekly import first, spread
 
 import kltest
 from benchmarks.diagnose import BETA, CASES, GROUP, case_logs, drawn, tables, truth
 from kltest.diagnosing.intervals import MOST_INTERVALS, Units
 from kltest.diagnosing.logs import NoRolloutsError, read
+from kltest.environments import Instance, sequence
+from kltest.environments.policies import table
 from kltest.errors import UsageError
 from kltest.names import LOGGED, logged_field
+from kltest.truth import optimum, token_level_fixed_point, token_level_gap
 
 SCHEMA = json.loads((files("kltest.diagnosing") / "diagnose-1.schema.json").read_text(encoding="utf-8"))
 RIGHT = CASES[0]
@@ -86,6 +90,50 @@ def test_the_recursion_is_the_mean_of_many_draws():
     assert above / below == pytest.approx(found["kl to go.variance"], rel=0.05)
 
 
+def logs_of_policy(environment, policy, reference, groups=800):
+    """Rollouts drawn from a table, four a prompt: log-probs, rewards, and which are of one prompt."""
+    paths = environment.sample(policy, 4 * groups, np.random.default_rng(0))
+    logp, ref_logp = (np.where(paths.mask, one[paths.contexts, paths.tokens], 0.0) for one in (policy, reference))
+    rewards = {"rewards": environment.returns(paths), "group": np.arange(4 * groups) // 4}
+    return {"logp": logp, "ref_logp": ref_logp, "mask": paths.mask.astype(float), **rewards}
+
+
+@pytest.mark.parametrize("label", ["sequence", "ragged"])
+def test_with_rewards_and_a_coefficient_it_tells_what_the_policy_lacks(label):
+    """At the token-level fixed point Σu − R/β varies as K does; at π* it does not vary; planted: another β is off."""
+    environment, beta = TREES[label], 0.5
+    reference = table(reference_of(environment))
+    policy, gap = token_level_fixed_point(environment, reference, beta), token_level_gap(environment, reference, beta)
+    logs = logs_of_policy(environment, policy, reference)
+    found = kltest.diagnose(logs, beta=beta)["kl to go"].numbers
+    plain = kltest.diagnose(logs)["kl to go"].numbers
+    for name, value in (("from_optimum", gap.variance), ("lacking", gap.second_order)):
+        assert found[name].low <= value <= found[name].high
+        assert found[name].low > 0
+    instance = Instance.of(environment, policy, reference)
+    u, chances = instance.paths.along(policy - reference), instance.rollout_weights("current")
+    assert plain["rollout_variance"].low <= chances @ (u - chances @ u) ** 2 <= plain["rollout_variance"].high
+    assert kltest.diagnose(logs, beta=0.6)["kl to go"].numbers["from_optimum"].low > found["from_optimum"].high
+    best = optimum(environment, reference, beta).policy
+    at_optimum = kltest.diagnose(logs_of_policy(environment, best, reference, 20), beta=beta)["kl to go"]
+    assert abs(at_optimum.numbers["from_optimum"].high) < 1e-20
+    assert "reward/0.5" in at_optimum.message
+    assert "from_optimum" not in plain
+    with pytest.raises(UsageError, match="positive"):
+        kltest.diagnose(logs, beta=0.0)
+
+
+def test_the_variance_of_a_rollouts_log_ratio_does_not_bound_that_of_its_next_token_kls():
+    """The published pair: 3.31591 of sampled log-ratios, 5.06974 of summed next-token KLs."""
+    policy = np.log([[0.5, 0.5], [0.5, 0.5], [0.01, 0.99]])
+    reference = np.log([[0.25, 0.75], [0.5, 0.5], [0.99, 0.01]])
+    instance = Instance.of(sequence(2, 2), policy, reference)
+    chances, kl = instance.rollout_weights("current"), (np.exp(policy) * (policy - reference)).sum(axis=1)
+    summed = instance.paths.along(np.broadcast_to(kl[:, None], policy.shape))
+    variances = [chances @ (one - chances @ one) ** 2 for one in (instance.paths.along(policy - reference), summed)]
+    assert variances == pytest.approx([3.31591, 5.06974], abs=1e-5)
+
+
 @pytest.mark.parametrize(("noise", "units"), first(1, [("normal", 16), ("exponential", 48), ("lognormal", 64)]))
 def test_intervals_miss_at_their_rate(noise, units):
     """Of 2,000 intervals at .05 not more than 7 % miss (five standard errors are 2.4 %), with skewed noise as well.
@@ -112,7 +160,7 @@ def test_a_report_has_no_more_intervals_than_share_the_error_rate(monkeypatch):
     monkeypatch.setattr(Units, "estimate", lambda self, *given: asked.append(self.rate) or plain(self, *given))
     logs = logs_of("right, penalty in advantages", 64)
     logs |= {"version": logs["group"] % 7, "prox_logp": logs["old_logp"] - 0.1, "entropy": -logs["logp"]}
-    report = kltest.diagnose(logs, error_rate=0.02)
+    report = kltest.diagnose(logs, error_rate=0.02, beta=0.1)
     assert all(one.status != "not looked at" for one in report.answers if one.question != "sampling")
     assert MOST_INTERVALS - 8 <= len(asked) <= MOST_INTERVALS
     assert set(asked) == {0.02 / MOST_INTERVALS}

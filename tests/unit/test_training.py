@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
+from fixed_points import sequence_k3_fixed_point, token_k3_fixed_point
 from training_problems import problem
 from weekly import first, spread
 
@@ -19,7 +19,7 @@ from kltest.loss.resolve import resolve
 from kltest.moments import exact, exact_batches
 from kltest.training import Problem, Run, train
 from kltest.training.batch import softmax
-from kltest.truth import gradient, optimum, value
+from kltest.truth import gradient, optimum, token_level_fixed_point, value
 
 ENVIRONMENTS = ("bandit", "prompts", "sequence", "ragged", "mdp", "ngram")
 # Gradients are of order 1 and added up in another order.
@@ -148,8 +148,8 @@ ENDS = {
     "k1-reward": lambda *asked: optimum(*asked).policy,
     "k2-loss-sequence": lambda *asked: optimum(*asked).policy,
     "rao-blackwell": lambda *asked: optimum(*asked).policy,
-    "k2-loss": token_k2_fixed_point,
-    "full-loss": token_k2_fixed_point,
+    "k2-loss": token_level_fixed_point,
+    "full-loss": token_level_fixed_point,
     "k3-loss": token_k3_fixed_point,
     "k3-loss-sequence": sequence_k3_fixed_point,
 }

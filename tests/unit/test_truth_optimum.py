@@ -3,62 +3,14 @@
 import numpy as np
 import pytest
 from enumerated import value_again
-from fixed_points import sequence_k3_fixed_point, token_k2_fixed_point, token_k3_fixed_point
+from fixed_points import sequence_k3_fixed_point, token_k3_fixed_point
+from tabular_environments import SHARED, TREES, placed, reference_of
 
-from kltest.environments import END, Environment, Instance, bandit, mdp, ngram, ragged, sequence
+from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError, UsageError
-from kltest.truth import gradient_again, optimum, value
+from kltest.truth import gradient_again, optimum, token_level_fixed_point, value
 
 BETAS = (0.05, 0.5, 10.0)
-
-
-def paid(make, *arguments, **options):
-    shape = make(*arguments, **options).reward.shape
-    return make(*arguments, **options, reward=np.random.default_rng(9).standard_normal(shape))
-
-
-TREES = {
-    "bandit": paid(bandit, 4),
-    "bandits": paid(bandit, 3, prompts=np.array([0.3, 0.7])),
-    "sequence": paid(sequence, 3, 3),
-    "sequences": paid(sequence, 2, 3, prompts=np.array([0.25, 0.75])),
-    "ragged": paid(ragged, 3, 4),
-}
-SHARED = {"mdp": mdp(4, 2, 3, seed=2), "ngram": paid(ngram, 2, 4, 2), "ngram-ragged": paid(ngram, 3, 3, 2, end_token=1)}
-
-
-def unrolled(environment):
-    """The same environment with a context of its own for every time step: context t·C + c."""
-    steps, contexts = environment.horizon, environment.n_contexts
-    successors = [
-        np.where(environment.successors == END, END, environment.successors + (step + 1) * contexts)
-        for step in range(steps)
-    ]
-    successors[-1] = np.full_like(environment.successors, END)
-    surely = np.broadcast_to(np.eye(1, environment.branches), environment.probabilities.shape)
-    probabilities = [environment.probabilities] * (steps - 1) + [surely]
-    return Environment(
-        name="unrolled",
-        horizon=steps,
-        start=environment.start,
-        prompts=environment.prompts,
-        successors=np.concatenate(successors),
-        probabilities=np.concatenate(probabilities),
-        reward=np.tile(environment.reward, (steps, 1)),
-        tree=True,
-    )
-
-
-def reference_of(environment):
-    return np.random.default_rng(4).standard_normal(environment.reward.shape)
-
-
-def placed(environment, policy, reference):
-    """An instance in which a policy that depends on time is a table."""
-    if policy.ndim == 2:
-        return Instance.of(environment, policy, reference)
-    steps = environment.horizon
-    return Instance.of(unrolled(environment), policy.reshape(-1, policy.shape[-1]), np.tile(reference, (steps, 1)))
 
 
 def force(instance, beta, name):
@@ -71,7 +23,7 @@ STILL = 1e-13
 
 FIXED_POINTS = {
     "reverse_kl": lambda environment, reference, beta: optimum(environment, reference, beta).policy,
-    "local_reverse_kl": token_k2_fixed_point,
+    "local_reverse_kl": token_level_fixed_point,
     "local_forward_kl": token_k3_fixed_point,
     "forward_kl": sequence_k3_fixed_point,  # a policy in trees only
 }
