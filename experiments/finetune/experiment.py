@@ -1,5 +1,6 @@
 """One run of the language-model runner, a row an evaluation; or the runs and the audits recorded in this folder."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,10 +61,14 @@ def settings_for(one: Mapping[str, Any]) -> Settings:
 
 
 def committed() -> list[Row]:
-    """The rows of sweep.csv, of the part `committed`; none where there is no such file."""
+    """The rows of sweep.csv, of the part `committed`, of the seeds of which it has all runs; perhaps none."""
+    every = len(SETTINGS.configurations(SETTINGS.grid("full", ["part=run"], seeds=1)))
+    there = lines(COMMITTED)
+    whole = {seed for seed, runs in Counter(line["seed"] for line in there).items() if runs == every}
     # A line a run, with a list for what changes along it.
     return [
         {"part": "committed", **SAME, **line, **dict(zip(("update", *METRICS), each, strict=True))}
-        for line in lines(COMMITTED)
+        for line in there
+        if line["seed"] in whole
         for each in zip(*(line[name] for name in ("update", *METRICS)), strict=True)
     ]

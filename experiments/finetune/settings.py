@@ -7,12 +7,18 @@ from kltest.sweeps.settings import Settings
 
 # Tasks of task.py: of free length, and of a fixed one.
 TASKS = {"free": "Lines", "fixed": "Ends"}
-# KL terms, each on its own: `leave-one-out` is k1 in the reward with a baseline on the penalty as well as on the reward.
-FRESH = ("none", "leave-one-out", "k2-loss", "k3-loss", "k1-loss")
+# KL terms: `leave-one-out` is k1 in the reward, with a baseline on the penalty as well as on the reward.
+UNBIASED, LOCAL = "leave-one-out", ("k2-loss", "k3-loss")
+FRESH = ("none", UNBIASED, *LOCAL, "k1-loss")
 # Four updates for the rollouts of one sampler, in a quarter of the rounds; the reward has the ratio of the sequence in
 # all of them.
 STALE_EPOCHS = 4
-STALE = tuple(f"stale:{kl}" for kl in ("k1-reward-to-go-prefix-ratio", "k1-reward-sequence-ratio", "k2-loss", "k3-ratio"))
+STALE = (
+    "stale:k1-reward-to-go-prefix-ratio",
+    "stale:k1-reward-sequence-ratio",
+    "stale:k2-loss",
+    "stale:k3-ratio",
+)
 BETAS = (0.025, 0.05, 0.1, 0.2, 0.4)
 # The only coefficient with a stale sampler.
 BETA = 0.1
@@ -97,7 +103,7 @@ SETTINGS = Settings(
     title="A language model under KL terms, and a reward that can be over-optimised",
     tags=("sampled", "training", "off-policy", "language model"),
     parts=PARTS,
-    values={"part": tuple(PARTS), "task": tuple(TASKS), "variant": ("leave-one-out", "k2-loss"), "beta": (BETA,), **SAME},
+    values={"part": tuple(PARTS), "task": tuple(TASKS), "variant": (UNBIASED, "k2-loss"), "beta": (BETA,), **SAME},
     full={"variant": (*FRESH, *STALE), "beta": (0.0, *BETAS)},
     seeds={"quick": 1, "full": 1},
     allowed={

@@ -16,7 +16,7 @@ from kltest.finetune.models import load
 from kltest.finetune.tasks import task_named
 
 from .experiment import COMMITTED, compute, settings_for
-from .settings import METRICS, SAME, SEEDS, SETTINGS
+from .settings import METRICS, SEEDS, SETTINGS
 
 KEY = ("seed", "task", "variant", "beta")
 COLUMNS = (*KEY, "seconds", "update", *METRICS)
@@ -30,7 +30,8 @@ def sweep(path: Path, seeds: int, **changes: Any) -> None:
             continue
         one |= changes
         settings = settings_for(one)
-        load(settings, task_named(settings.task), torch.device("cpu"))  # learns the reference, whose time is not the run's
+        # The time in which the reference learns is not the run's.
+        load(settings, task_named(settings.task), torch.device("cpu"))
         began = time.process_time()
         rows = compute(one)
         changing = {name: json.dumps([row[name] for row in rows]) for name in ("update", *METRICS)}
@@ -40,7 +41,7 @@ def sweep(path: Path, seeds: int, **changes: Any) -> None:
 
 
 def whole_lines(path: Path) -> set[tuple[str, ...]]:
-    """Return the keys of a table's lines; a last line without its end is cut off, and a header written if none is there."""
+    """Return the keys of a table's lines; a line without its end is cut off, a missing header written."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     whole = text[: text.rfind("\n") + 1] or ",".join(COLUMNS) + "\n"
     path.write_text(whole, encoding="utf-8")

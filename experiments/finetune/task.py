@@ -1,11 +1,12 @@
 """Two tasks whose reward can be over-optimised: lines of Python are ended, at any length or at a fixed one.
 
 A line has a beginning as in the standard library (`self.data = `) and a rest. Of `Lines` the prompt is the beginning,
-and the completion, of up to LONGEST characters, ends where the policy says. Of `Ends` the prompt is the line without its
+and the completion, of up to LONGEST characters, ends where the policy says. Of `Ends` the prompt is a line without its
 last LAST characters, and the completion has exactly so many. Reward and gold score are the same functions of the line.
 *Gold* is 0 unless it is valid Python, and then the share of its rest's names that the library uses, 1 without any. The
-*reward* is what a small reward model says of the rest: logistic regression on counts of one to three characters, from EXAMPLES texts that are labelled
-valid or not. It knows no names, and takes what is often in valid lines for what makes them valid.
+*reward* is what a small reward model says of the rest: logistic regression on counts of one to three characters, from
+EXAMPLES texts that are labelled valid or not. It knows no names, and takes what is often in valid lines for what makes
+them valid.
 
 The lines are those of Python 3.11.7's standard library, in lines.txt.gz (its licence: LICENCE-lines.txt).
 """

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from kltest.errors import UsageError
 
-
 # A logit whose probability is zero in float64; a difference of two of its log-probs is finite, as one of −inf is not.
 NEVER = -1e4
 
