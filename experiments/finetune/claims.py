@@ -19,7 +19,7 @@ from kltest.reproduce.numbers import Cited, Numbers, number
 from ..spread import LEVEL, Interval, geometric, interval
 from . import audited
 from .matched import at_kl, given
-from .settings import BETA, BETAS, COMMITTED, FRESH, LOCAL, PARTS, STALE, TASKS, UNBIASED
+from .settings import BETA, BETAS, COMMITTED, FEWEST, FRESH, LOCAL, PARTS, STALE, TASKS, UNBIASED
 from .task import EXAMPLES
 
 TANG_MUNOS = "Tang & Munos 2025"
@@ -203,7 +203,8 @@ def claims(rows: Rows) -> list[Claim]:
     """Judge the runs made now, then the findings."""
     sweep = Sweep(rows)
     seeds = sweep.rows["seed"].nunique() if len(sweep.rows) else 0
-    return of_now(rows) + findings(rows, suffix=f" ({seeds} seeds, {COMMITTED['date']})") + audited.claims(rows)
+    judged = rows if seeds >= FEWEST else []
+    return of_now(rows) + findings(judged, suffix=f" ({seeds} seeds, {COMMITTED['date']})") + audited.claims(rows)
 
 
 @of_now.measure(
@@ -219,12 +220,12 @@ def _as_recorded(rows: pd.DataFrame) -> Measured:
     {difference_in_gold}"""
     # By the same settings, which rows carry with them.
     now, before = (Sweep(frame(rows), part).ended for part in ("run", "committed"))
-    both = known(now.merge(before, on=list(PARTS["run"]), suffixes=("", "_before")))
+    both = known(now.merge(before, on=list(PARTS["run"]), suffixes=("", "_recorded")))
     return {
-        "ratio_of_kl": both["kl"] / both["kl_before"],
-        "difference_in_reward": both["reward_held_out"] - both["reward_held_out_before"],
-        "difference_in_gold": both["gold_held_out"] - both["gold_held_out_before"],
-        "to_the_bit": f"{(both['kl'] == both['kl_before']).sum()} of {len(both)}",
+        "ratio_of_kl": both["kl"] / both["kl_recorded"],
+        "difference_in_reward": both["reward_held_out"] - both["reward_held_out_recorded"],
+        "difference_in_gold": both["gold_held_out"] - both["gold_held_out_recorded"],
+        "to_the_bit": f"{(both['kl'] == both['kl_recorded']).sum()} of {len(both)}",
     }
 
 
