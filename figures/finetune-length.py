@@ -8,7 +8,7 @@ from .style import ORDER, Axes, DataFrame, Figure, panels, select, tidy
 READS = ("finetune",)
 # Terms that hold a policy back, which are compared, and the KLs at which they are, in nats.
 COMPARED = ("leave-one-out", "k2-loss", "k3-loss")
-LEVELS = (1.5, 2, 3, 5, 8)
+LEVELS = (2.5, 3, 4, 5)
 
 
 def draw(rows: DataFrame) -> Figure:
@@ -30,16 +30,18 @@ def draw(rows: DataFrame) -> Figure:
 
 
 def _at_equal_kl(axes: Axes, ends: DataFrame) -> None:
-    """For each KL the means over seeds of length and gold score under each term that reaches it, joined by a line."""
+    """For each KL the means of length and gold score under each term, over the seeds in which all terms reach it."""
     for number, level in enumerate(LEVELS):
-        colour, points = ORDER(number / (len(LEVELS) - 1)), []
-        for term in COMPARED:
-            found = [_at(own, np.log(level)) for _, own in select(ends, variant=term).groupby("seed")]
-            if reached := [one for one in found if one]:
-                points.append(np.mean(reached, axis=0))
-                axes.plot(*points[-1], **{**style_of(term), "color": colour, "linestyle": ""})
-        if points:
-            axes.plot(*zip(*points, strict=True), color=colour, linewidth=0.9, label=f"{level:g} nats")
+        colour, found = ORDER(number / (len(LEVELS) - 1)), []
+        for _, own in ends.groupby("seed"):
+            reached = [_at(select(own, variant=term), np.log(level)) for term in COMPARED]
+            if None not in reached:
+                found.append(reached)
+        if found:
+            points = np.mean(found, axis=0)  # terms, (length, gold score)
+            axes.plot(*points.T, color=colour, linewidth=0.9, label=f"{level:g} nats")
+            for term, point in zip(COMPARED, points, strict=True):
+                axes.plot(*point, **{**style_of(term), "color": colour, "linestyle": ""})
     axes.legend(loc="upper right")
 
 

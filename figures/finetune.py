@@ -31,7 +31,8 @@ def draw(rows: DataFrame) -> Figure:
     for axes, letter, (name, task) in zip(places, "abcd", itertools.product(METRICS, TASKS), strict=True):
         tidy(axes, title=f"{letter}  {task.capitalize()} length", x="KL(π‖ref), nats", y=METRICS[name])
         _frontiers(axes, select(ends, task=task), name)
-    places[0].legend(loc="upper left")
+    places[3].sharey(places[2])
+    places[3].legend(*places[0].get_legend_handles_labels(), loc="upper right")
     return figure
 
 
@@ -69,4 +70,6 @@ def style_of(term: str) -> dict[str, Any]:
     """Return the look of a term."""
     if term == "none":
         return look(term).plot(color=INK, linestyle="", marker="*", markersize=6)
+    if term == "k1-loss":  # no frontier: how far it goes is chance
+        return look(term).plot(linestyle="")
     return look("k1-reward" if term == "leave-one-out" else term).plot()
