@@ -1,7 +1,8 @@
 """A language model trained under each KL term: claims, tables and the numbers that the paper cites.
 
-What was predicted stands in PLAN.md. Findings are of the recorded runs, of as many whole seeds as there are; runs made
-now are compared with the recorded ones of the same settings.
+What was predicted stands in PLAN.md. Predictions are judged by the recorded runs, of as many whole seeds as there are:
+those that the runs show are claims; those that they do not show are listed beside them in the table `predictions`. Runs
+made now are compared with the recorded ones of the same settings.
 """
 
 import math
@@ -34,7 +35,8 @@ MEASURED = {"reward": "reward_held_out", "gold": "gold_held_out", "length": "len
 # What may explain a difference in the gold score beside the term.
 CAUSES = {"length": ("length_held_out",), "kl": ("kl",), "length and kl": ("length_held_out", "kl")}
 
-findings, of_now, numbers = Claims("finetune"), Claims("finetune"), Numbers(list(audited.numbers.sources))
+findings, not_shown, of_now = Claims("finetune"), Claims("finetune"), Claims("finetune")
+numbers = Numbers(list(audited.numbers.sources))
 
 
 def tidy(rows: Sequence[Row]) -> pd.DataFrame:
@@ -113,18 +115,18 @@ def _matched(rows: Rows, task: str, name: str) -> dict[str, Interval]:
     return {term: _interval(at_kl(ends, MEASURED[name], term), _of_several(len(LOCAL))) for term in LOCAL}
 
 
-# Findings: each is asked of the recorded runs.
+# Predictions: each is asked of the recorded runs.
 
-for _task in TASKS:
+for _task, _shown in (("free", not_shown), ("fixed", findings)):
 
-    @findings.measure(TANG_MUNOS, TOGETHER, high_end_of_share_of_kl=below(1), task=_task, betas=BETAS)
+    @not_shown.measure(TANG_MUNOS, TOGETHER, high_end_of_share_of_kl=below(1), task=_task, betas=BETAS)
     def _holds(rows: pd.DataFrame, task: str, betas: tuple[float, ...]) -> Measured:
         """{task} length: k1 in the reward holds the policy back, at β = {betas}: KL below that of no term"""
         sweep, level = Sweep(rows, task=task), _of_several(len(betas))
         found = {f"β {beta:g}": sweep.over_none(UNBIASED, beta, level) for beta in betas}
         return {"high_end_of_share_of_kl": [one.high for one in found.values()], "intervals": _each(found)}
 
-    @findings.measure(f"{TANG_MUNOS}; {THEORY}", PLANNED, low_end_of_share_of_kl=above(0.5), task=_task, beta=BETA)
+    @_shown.measure(f"{TANG_MUNOS}; {THEORY}", PLANNED, low_end_of_share_of_kl=above(0.5), task=_task, beta=BETA)
     def _unregularised(rows: pd.DataFrame, task: str, beta: float) -> Measured:
         """{task} length: k1 in the loss does not hold it back, at β = {beta:g}: KL above {low_end_of_share_of_kl} of
         that of no term"""
@@ -132,7 +134,7 @@ for _task in TASKS:
         return {"low_end_of_share_of_kl": found.low, "interval": found.text()}
 
 
-@findings.measure(OWN, OVER_SEEDS, low_end_of_reward_gain=above(0), high_end_of_gold_gain=below(0))
+@not_shown.measure(OWN, OVER_SEEDS, low_end_of_reward_gain=above(0), high_end_of_gold_gain=below(0))
 def _over_optimised(rows: pd.DataFrame) -> Measured:
     """free length: without a KL term the reward is over-optimised: it rises, and the gold score falls below the
     reference's"""
@@ -144,16 +146,16 @@ def _over_optimised(rows: pd.DataFrame) -> Measured:
     }
 
 
-for _name in ("reward", "gold"):
+for _name, _shown in (("reward", not_shown), ("gold", findings)):
 
-    @findings.measure(OWN, PLANNED, ends_of_difference=within(-0.05, 0.05), name=_name)
+    @_shown.measure(OWN, PLANNED, ends_of_difference=within(-0.05, 0.05), name=_name)
     def _one_frontier(rows: pd.DataFrame, name: str) -> Measured:
         """fixed length: at equal KL the {name} under k2 and k3 in the loss is that under k1 in the reward, with
         intervals from {ends_of_difference}"""
         found = _matched(rows, "fixed", name)
         return {"ends_of_difference": _ends_of(found), "intervals": _each(found, 3)}
 
-    @findings.measure(OWN, PLANNED, high_end_of_difference=below(0), name=_name)
+    @_shown.measure(OWN, PLANNED, high_end_of_difference=below(0), name=_name)
     def _gap(rows: pd.DataFrame, name: str) -> Measured:
         """free length: at equal KL the {name} under k2 and k3 in the loss is below that under k1 in the reward"""
         found = _matched(rows, "free", name)
@@ -167,7 +169,7 @@ def _longer(rows: pd.DataFrame) -> Measured:
     return {"low_end_of_difference": [one.low for one in found.values()], "intervals": _each(found)}
 
 
-@findings.measure(OWN, PLANNED, ends_of_difference=within(-0.1, 0.1))
+@not_shown.measure(OWN, PLANNED, ends_of_difference=within(-0.1, 0.1))
 def _same_at_length(rows: pd.DataFrame) -> Measured:
     """free length: given mean length alone, the gold score under k2 and k3 in the loss is that under k1 in the reward,
     with intervals from {ends_of_difference}"""
@@ -200,11 +202,14 @@ def _stale(rows: pd.DataFrame, beta: float) -> Measured:
 
 
 def claims(rows: Rows) -> list[Claim]:
-    """Judge the runs made now, then the findings."""
+    """Judge the runs made now, then the predictions that the recorded runs show, then the audits."""
+    return of_now(rows) + _judged(findings, rows) + audited.claims(rows)
+
+
+def _judged(predictions: Claims, rows: Rows) -> list[Claim]:
     sweep = Sweep(rows)
     seeds = sweep.rows["seed"].nunique() if len(sweep.rows) else 0
-    judged = rows if seeds >= FEWEST else []
-    return of_now(rows) + findings(judged, suffix=f" ({seeds} seeds, {COMMITTED['date']})") + audited.claims(rows)
+    return predictions(rows if seeds >= FEWEST else [], suffix=f" ({seeds} seeds, {COMMITTED['date']})")
 
 
 @of_now.measure(
@@ -230,10 +235,12 @@ def _as_recorded(rows: pd.DataFrame) -> Measured:
 
 
 def tables(rows: Rows) -> dict[str, list[Row]]:
-    """What the recorded runs ended with, by task, variant and β; and the audits."""
-    at_ends = []
+    """What the recorded runs ended with, by task, variant and β; the predictions, shown or not; and the audits."""
+    at_ends, predicted = [], []
     sweep = Sweep(rows)
     if len(sweep.rows):
+        for one in (*_judged(findings, rows), *_judged(not_shown, rows)):
+            predicted.append({"prediction": one.claim, "shown": one.verdict, "found": one.found})
         for (task, variant, beta), own in sweep.ended.groupby(KEY[:3], sort=False):
             line = {"length": task, "KL term": variant, "β": f"{beta:g}" if beta else ""}
             line["KL"] = geometric(list(own["kl"])).text(1)
@@ -242,7 +249,7 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
                     1 if title == "length" else 2
                 )
             at_ends.append(line)
-    found = {"ends": at_ends, "audits": audited.table(rows)}
+    found = {"ends": at_ends, "predictions": predicted, "audits": audited.table(rows)}
     return {name: table for name, table in found.items() if table}
 
 
@@ -261,6 +268,9 @@ def _of_the_sweep(rows: pd.DataFrame) -> Cited:
     yield number("runs", len(ended))
     yield number("seeds", ended["seed"].nunique())
     yield number("labelled completions", EXAMPLES)
+    judged = [*_judged(findings, rows), *_judged(not_shown, rows)]
+    yield number("predictions", len(judged))
+    yield number("predictions shown", sum(one.agrees is True for one in judged))
     for (task, variant, beta), own in ended.groupby(KEY[:3], sort=False):
         where = {"task": task, "variant": variant, "beta": beta}
         yield from _with_bounds("kl", geometric(list(own["kl"])), **where)

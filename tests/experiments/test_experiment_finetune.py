@@ -208,10 +208,14 @@ def test_the_recorded_runs_are_whole():
     assert all(row["kl_low"] <= row["kl"] <= row["kl_high"] and row["seconds"] > 0 for row in found)
 
 
-def test_no_finding_is_refuted_by_the_recorded_runs_and_without_rows_nothing_was_run():
+def test_the_recorded_runs_show_the_predictions_that_are_claims_and_no_others():
+    """One that they come to show, with more seeds, is to be moved to the claims; without rows nothing was run."""
     (rows,) = compute_all(CHECKOUT, "finetune", [{"part": "committed", "_content": ""}])
-    judged = TRIAL.verdicts(ANALYSIS.tidy(rows))
-    assert False not in judged.values()
+    frame = ANALYSIS.tidy(rows)
+    assert {claim.agrees for claim in ANALYSIS.findings(frame)} == {True}
+    assert {claim.agrees for claim in ANALYSIS.not_shown(frame)} == {False}
+    shown = [row["shown"] for row in ANALYSIS.tables(frame)["predictions"]]
+    assert shown == ["yes"] * len(ANALYSIS.findings.questions) + ["NO"] * len(ANALYSIS.not_shown.questions)
     assert set(TRIAL.verdicts([]).values()) == {None}
     assert ANALYSIS.tables([]) == {}
     assert ANALYSIS.numbers([]).empty
@@ -224,8 +228,9 @@ def test_few_seeds_are_not_judged():
 
 
 def test_all_that_was_predicted_holds_where_it_is_true():
-    found = TRIAL.verdicts(synthetic())
-    assert {agrees for claim, agrees in found.items() if "seeds" in claim} == {True}
+    rows = ANALYSIS.tidy(synthetic())
+    assert {claim.agrees for claim in (*ANALYSIS.findings(rows), *ANALYSIS.not_shown(rows))} == {True}
+    assert len({claim.claim for claim in (*ANALYSIS.findings(rows), *ANALYSIS.not_shown(rows))}) == 13
 
 
 def test_without_transformers_only_committed_rows_are_there(monkeypatch):
