@@ -1,7 +1,8 @@
 """A language model trained under each KL term: claims, tables and the numbers that the paper cites.
 
-Findings are asked of the committed sweep, and of a sweep made now where there is a whole one. What each run is judged
-by is what it was asked for, the objective E[reward] − β·KL(π‖ref), beside the gold score that it never saw.
+What was predicted stands in PLAN.md. Predictions are judged by the recorded runs, of as many whole seeds as there are:
+those that the runs show are claims; those that they do not show are listed beside them in the table `predictions`. Runs
+made now are compared with the recorded ones of the same settings.
 """
 
 import math
@@ -10,70 +11,86 @@ from functools import cached_property
 from typing import Any
 
 import pandas as pd
-from scipy.stats import t
 
-from kltest.reproduce.bounds import above, below
+from kltest.reproduce.bounds import above, below, within
 from kltest.reproduce.claims import OWN, Claim, Claims, Measured
-from kltest.reproduce.frames import Row, Rows, frame, known, need, records, require, select
+from kltest.reproduce.frames import Row, Rows, frame, known, need, require, select
 from kltest.reproduce.numbers import Cited, Numbers, number
 
-from ..spread import Interval, geometric, interval
+from ..spread import LEVEL, Interval, geometric, interval
 from . import audited
-from .settings import BETA, BETAS, COMMITTED, METRICS, PARTS, PILOT_DEVIATION, SAME, SEEDS, VARIANTS
+from .matched import at_kl, given
+from .settings import BETA, BETAS, COMMITTED, FEWEST, FRESH, LOCAL, PARTS, STALE, TASKS, UNBIASED
 from .task import EXAMPLES
 
 TANG_MUNOS = "Tang & Munos 2025"
 THEORY = "the atlas, exact"
-UNBIASED = "k1-reward"
-PREFIX, SEQUENCE = "stale:k1-reward-to-go-prefix-ratio", "stale:k1-reward-sequence-ratio"
-# In the loss, and so without the effect of a token on those after it.
-LOCAL = ("k2-loss", "k3-loss")
-KEY = ["variant", "beta", "seed"]
-OVER_SEEDS = f"95 % intervals over {SEEDS} seeds, Student's t"
-PAIRED = f"{OVER_SEEDS}, paired by seed"
+PREFIX = STALE[0]
+KEY = ["task", "variant", "beta", "seed"]
+OVER_SEEDS = "95 % intervals over seeds, Student's t, paired by seed"
+TOGETHER = f"{OVER_SEEDS}, Bonferroni"
+PLANNED = f"{TOGETHER}; margin and statistic were chosen before the runs"
+# What a run is measured by; lengths are equal where they are fixed.
+MEASURED = {"reward": "reward_held_out", "gold": "gold_held_out", "length": "length_held_out"}
+# What may explain a difference in the gold score beside the term.
+CAUSES = {"length": ("length_held_out",), "kl": ("kl",), "length and kl": ("length_held_out", "kl")}
 
-findings, of_now, numbers = Claims("finetune"), Claims("finetune"), Numbers(list(audited.numbers.sources))
+findings, not_shown, of_now = Claims("finetune"), Claims("finetune"), Claims("finetune")
+numbers = Numbers(list(audited.numbers.sources))
 
 
 def tidy(rows: Sequence[Row]) -> pd.DataFrame:
-    """Runs made now, then committed ones, each in the order of the sweep; then audits."""
-    parts, variants = list(PARTS), list(VARIANTS)
-    place = lambda r: (parts.index(r["part"]), variants.index(r["variant"]), r["beta"], r["seed"], r["update"])  # noqa: E731
+    """Runs made now, then recorded ones, each in the order of the sweep; then audits."""
+    parts, tasks, variants = list(PARTS), list(TASKS), [*FRESH, *STALE]
+
+    def place(row: Row) -> tuple[Any, ...]:
+        at = (tasks.index(row["task"]), variants.index(row["variant"]))
+        return (parts.index(row["part"]), *at, row["beta"], row["seed"], row["update"])
+
     runs = sorted((row for row in rows if row["part"] != "audits"), key=place)
     return frame([*runs, *(row for row in rows if row["part"] == "audits")])
 
 
 class Sweep:
-    """The runs of a part; what is asked of runs that are not there raises Missing."""
+    """The runs of a part, of one task or of both; what is asked of runs that are not there raises Missing."""
 
-    def __init__(self, rows: Rows, part: str = "committed") -> None:
-        self.rows = select(rows, part)
+    def __init__(self, rows: Rows, part: str = "committed", **wanted: Any) -> None:
+        self.rows = select(rows, part, **wanted)
 
     @cached_property
     def ended(self) -> pd.DataFrame:
-        """The last row of each run, with its objective, and the gold score of its start."""
+        """The last row of each run, with its objective, and with reward and gold score of its start."""
         by = known(self.rows).groupby(KEY, sort=False)
         first, last = by.head(1).set_index(KEY), by.tail(1).set_index(KEY)
         objective = last["reward_held_out"] - last.index.get_level_values("beta") * last["kl"]
-        return last.assign(objective=objective, gold_before=first["gold_held_out"], before=first["reward_held_out"])
+        before = {f"{name}_before": first[name] for name in ("gold_held_out", "reward_held_out")}
+        return last.assign(objective=objective, **before).reset_index()
+
+    @property
+    def ends(self) -> pd.DataFrame:
+        """The end points of terms with a coefficient and fresh rollouts."""
+        return need(self.ended, variant=FRESH[1:])
 
     def at(self, variant: str, beta: float, name: str) -> pd.Series:
-        """A metric at the end, by seed."""
-        ended = need(self.ended.reset_index(), variant=variant, beta=beta).set_index("seed")
-        return ended[name]
+        """Return a metric at the end, by seed."""
+        return need(self.ended, variant=variant, beta=beta).set_index("seed")[name]
 
-    def difference(self, name: str, one: str, other: str, beta: float, level: float = 0.95) -> Interval:
-        """Of a metric at the end: one variant's less another's, of the same seed and coefficient."""
+    def gain(self, variant: str, beta: float, name: str) -> Interval:
+        """Return by how much a metric of held-out prompts is larger at the end than at the start."""
+        return _interval(self.at(variant, beta, name) - self.at(variant, beta, f"{name}_before"))
+
+    def difference(self, name: str, one: str, other: str, beta: float, level: float = LEVEL) -> Interval:
+        """Return one variant's metric at the end less another's, of the same seed and coefficient."""
         return _interval(self.at(one, beta, name) - self.at(other, beta, name), level)
 
-    def over_none(self, variant: str, beta: float, level: float = 0.95) -> Interval:
-        """KL at the end over that of the run of the same seed without a KL term."""
+    def over_none(self, variant: str, beta: float, level: float = LEVEL) -> Interval:
+        """Return KL at the end over that of the run of the same seed without a KL term."""
         found = (self.at(variant, beta, "kl") / self.at("none", 0.0, "kl")).dropna()
         require(len(found) >= 2)
         return geometric(list(found), level)
 
 
-def _interval(values: pd.Series, level: float = 0.95) -> Interval:
+def _interval(values: pd.Series, level: float = LEVEL) -> Interval:
     found = values.dropna()
     require(len(found) >= 2)
     return interval(list(found), level)
@@ -83,8 +100,8 @@ def _each(found: Mapping[str, Interval], digits: int = 2) -> str:
     return "; ".join(f"{name}: {one.text(digits)}" for name, one in found.items())
 
 
-def _name(variant: str, beta: float) -> str:
-    return f"{variant}, β {beta:g}"
+def _ends_of(found: Mapping[str, Interval]) -> list[float]:
+    return [end for one in found.values() for end in (one.low, one.high)]
 
 
 def _of_several(count: int) -> float:
@@ -92,16 +109,36 @@ def _of_several(count: int) -> float:
     return 1 - 0.05 / count
 
 
-# Findings: each is asked of the rows of one part.
+def _matched(rows: Rows, task: str, name: str) -> dict[str, Interval]:
+    """Difference of k2 and k3 in the loss from k1 in the reward at equal KL."""
+    ends = Sweep(rows, task=task).ends
+    return {term: _interval(at_kl(ends, MEASURED[name], term), _of_several(len(LOCAL))) for term in LOCAL}
 
 
-@findings.measure(OWN, PAIRED, low_end_of_reward_gain=above(0), high_end_of_gold_gain=below(0))
+# Predictions: each is asked of the recorded runs.
+
+for _task, _shown in (("free", not_shown), ("fixed", findings)):
+
+    @not_shown.measure(TANG_MUNOS, TOGETHER, high_end_of_share_of_kl=below(1), task=_task, betas=BETAS)
+    def _holds(rows: pd.DataFrame, task: str, betas: tuple[float, ...]) -> Measured:
+        """{task} length: k1 in the reward holds the policy back, at β = {betas}: KL below that of no term"""
+        sweep, level = Sweep(rows, task=task), _of_several(len(betas))
+        found = {f"β {beta:g}": sweep.over_none(UNBIASED, beta, level) for beta in betas}
+        return {"high_end_of_share_of_kl": [one.high for one in found.values()], "intervals": _each(found)}
+
+    @_shown.measure(f"{TANG_MUNOS}; {THEORY}", PLANNED, low_end_of_share_of_kl=above(0.5), task=_task, beta=BETA)
+    def _unregularised(rows: pd.DataFrame, task: str, beta: float) -> Measured:
+        """{task} length: k1 in the loss does not hold it back, at β = {beta:g}: KL above {low_end_of_share_of_kl} of
+        that of no term"""
+        found = Sweep(rows, task=task).over_none("k1-loss", beta)
+        return {"low_end_of_share_of_kl": found.low, "interval": found.text()}
+
+
+@not_shown.measure(OWN, OVER_SEEDS, low_end_of_reward_gain=above(0), high_end_of_gold_gain=below(0))
 def _over_optimised(rows: pd.DataFrame) -> Measured:
-    """without a KL term the reward is over-optimised: it rises, and the gold score falls below the reference's"""
-    sweep = Sweep(rows)
-    ends = {name: sweep.at("none", 0.0, name) for name in ("reward_held_out", "before", "gold_held_out", "gold_before")}
-    reward = _interval(ends["reward_held_out"] - ends["before"])
-    gold = _interval(ends["gold_held_out"] - ends["gold_before"])
+    """free length: without a KL term the reward is over-optimised: it rises, and the gold score falls below the
+    reference's"""
+    reward, gold = (Sweep(rows, task="free").gain("none", 0.0, MEASURED[name]) for name in ("reward", "gold"))
     return {
         "low_end_of_reward_gain": reward.low,
         "high_end_of_gold_gain": gold.high,
@@ -109,112 +146,110 @@ def _over_optimised(rows: pd.DataFrame) -> Measured:
     }
 
 
-@findings.measure(TANG_MUNOS, f"{PAIRED}, Bonferroni", high_end_of_share_of_kl=below(1), betas=BETAS)
-def _holds(rows: pd.DataFrame, betas: tuple[float, ...]) -> Measured:
-    """k1 in the reward holds the policy back, at β = {betas}: KL below that of no term"""
-    found = {_name(UNBIASED, beta): Sweep(rows).over_none(UNBIASED, beta, _of_several(len(betas))) for beta in betas}
-    return {"high_end_of_share_of_kl": [one.high for one in found.values()], "intervals": _each(found)}
+for _name, _shown in (("reward", not_shown), ("gold", findings)):
+
+    @_shown.measure(OWN, PLANNED, ends_of_difference=within(-0.05, 0.05), name=_name)
+    def _one_frontier(rows: pd.DataFrame, name: str) -> Measured:
+        """fixed length: at equal KL the {name} under k2 and k3 in the loss is that under k1 in the reward, with
+        intervals from {ends_of_difference}"""
+        found = _matched(rows, "fixed", name)
+        return {"ends_of_difference": _ends_of(found), "intervals": _each(found, 3)}
+
+    @_shown.measure(OWN, PLANNED, high_end_of_difference=below(0), name=_name)
+    def _gap(rows: pd.DataFrame, name: str) -> Measured:
+        """free length: at equal KL the {name} under k2 and k3 in the loss is below that under k1 in the reward"""
+        found = _matched(rows, "free", name)
+        return {"high_end_of_difference": [one.high for one in found.values()], "intervals": _each(found, 3)}
 
 
-@findings.measure(
-    f"{TANG_MUNOS}; {THEORY}",
-    f"{PAIRED}, Bonferroni; the margin was chosen before any run of the sweep",
-    low_end_of_share_of_kl=above(0.5),
-    betas=BETAS,
-)
-def _unregularised(rows: pd.DataFrame, betas: tuple[float, ...]) -> Measured:
-    """k1 in the loss does not hold it back, at β = {betas}: KL above {low_end_of_share_of_kl} of that of no term"""
-    found = {_name("k1-loss", beta): Sweep(rows).over_none("k1-loss", beta, _of_several(len(betas))) for beta in betas}
-    return {"low_end_of_share_of_kl": [one.low for one in found.values()], "intervals": _each(found)}
+@findings.measure(OWN, PLANNED, low_end_of_difference=above(0))
+def _longer(rows: pd.DataFrame) -> Measured:
+    """free length: at equal KL lines are longer under k2 and k3 in the loss than under k1 in the reward"""
+    found = _matched(rows, "free", "length")
+    return {"low_end_of_difference": [one.low for one in found.values()], "intervals": _each(found)}
 
 
-for _claim, _name_of, _one, _others in (
-    ("k1 in the reward reaches a better objective than k2 and k3 in the loss", "objective", UNBIASED, LOCAL),
-    ("k1 in the reward keeps a better gold score than k2 and k3 in the loss", "gold_held_out", UNBIASED, LOCAL),
-    ("a baseline on the penalty improves the objective of k1 in the reward", "objective", "leave-one-out", (UNBIASED,)),
-    (
-        "with a stale sampler k1 in the reward, with prefix ratios, reaches a better objective than terms of tokens",
-        "objective",
-        PREFIX,
-        ("stale:k2-loss", "stale:k3-ratio"),
-    ),
-    ("and than k1 in the reward with the ratio of the sequence, which is noisier", "objective", PREFIX, (SEQUENCE,)),
-):
-
-    @findings.measure(
-        OWN,
-        PAIRED + ", Bonferroni" * (len(_others) > 1),
-        claim=f"{_claim}, at β = {{beta:g}}",
-        low_end_of_difference=above(0),
-        name=_name_of,
-        one=_one,
-        others=_others,
-        beta=BETA,
-    )
-    def _better(rows: pd.DataFrame, name: str, one: str, others: Sequence[str], beta: float) -> Measured:
-        level = _of_several(len(others))
-        found = {other: Sweep(rows).difference(name, one, other, beta, level) for other in others}
-        return {"low_end_of_difference": [each.low for each in found.values()], "intervals": _each(found)}
+@not_shown.measure(OWN, PLANNED, ends_of_difference=within(-0.1, 0.1))
+def _same_at_length(rows: pd.DataFrame) -> Measured:
+    """free length: given mean length alone, the gold score under k2 and k3 in the loss is that under k1 in the reward,
+    with intervals from {ends_of_difference}"""
+    left = given(Sweep(rows, task="free").ends, "gold_held_out", CAUSES["length"])
+    found = {term: _interval(left[term], _of_several(len(LOCAL))) for term in LOCAL}
+    return {"ends_of_difference": _ends_of(found), "intervals": _each(found, 3)}
 
 
-def claims(rows: Rows) -> list[Claim]:
-    """Judge the runs made now, then the findings."""
-    date = f", {COMMITTED['date']}" if COMMITTED else ""
-    found = of_now(rows) + findings(rows, suffix=f" (committed results{date})")
-    # True if the sweep was run again as it was committed.
-    if _runs(rows, "committed") <= _runs(rows, "run") != set():
-        again = frame(rows)
-        found += findings(again[again["part"] == "run"].assign(part="committed"), suffix=" (run again)")
-    return found + audited.claims(rows)
-
-
-def _runs(rows: Rows, part: str) -> set[tuple[Any, ...]]:
-    found = select(rows, part)
-    return set(found[KEY].itertuples(index=False, name=None)) if len(found) else set()
-
-
-@of_now.measure(TANG_MUNOS, "95 % intervals over rollouts do not overlap", share_of_the_kl=below(1))
-def _now(rows: pd.DataFrame) -> Measured:
-    """runs made now are held back by k1 in the reward: its KL is below that of no term"""
-    # Of the smallest seed and the largest β that there are.
-    now = Sweep(rows, "run").ended.reset_index()
-    ended = need(now, seed=now["seed"].min()).sort_values("beta").groupby("variant").tail(1).set_index("variant")
-    require({"none", UNBIASED} <= set(ended.index))
+@findings.measure(OWN, PLANNED, low_end_of_remainder=above(0), share=0.5)
+def _explained(rows: pd.DataFrame, share: float) -> Measured:
+    """free length: given mean length and KL, less than {share:g} of the gap in the gold score at equal KL remains"""
+    ends = Sweep(rows, task="free").ends
+    left = given(ends, "gold_held_out", CAUSES["length and kl"])
+    gaps = {term: at_kl(ends, "gold_held_out", term) for term in LOCAL}
+    found = {term: _interval(left[term] - share * gap, _of_several(len(LOCAL))) for term, gap in gaps.items()}
     return {
-        "share_of_the_kl": ended["kl_high"][UNBIASED] / ended["kl_low"]["none"],
-        "kl": [f"{name} {ended['kl'][name]:.2f}" for name in ("none", UNBIASED)],
-        "runs_as_committed": _as_committed(rows, now),
+        "low_end_of_remainder": [one.low for one in found.values()],
+        "remains": _each({term: _interval(left[term]) for term in LOCAL}, 3),
+        "of": _each({term: _interval(gap) for term, gap in gaps.items()}, 3),
     }
 
 
-def _as_committed(rows: pd.DataFrame, now: pd.DataFrame) -> str:
-    """Say how many runs made now end to the bit where the committed ones of their settings did: elsewhere rounding may
-    differ."""
-    if select(rows, "committed").empty:
-        return "none to compare"
+@findings.measure(OWN, PLANNED, low_end_of_difference=above(0), beta=BETA)
+def _stale(rows: pd.DataFrame, beta: float) -> Measured:
+    """free length: with a stale sampler k1 in the reward, with prefix ratios, reaches a better objective than with the
+    ratio of the sequence and than terms of tokens, at β = {beta:g}"""
+    sweep, others = Sweep(rows, task="free"), STALE[1:]
+    found = {one: sweep.difference("objective", PREFIX, one, beta, _of_several(len(others))) for one in others}
+    return {"low_end_of_difference": [one.low for one in found.values()], "intervals": _each(found)}
+
+
+def claims(rows: Rows) -> list[Claim]:
+    """Judge the runs made now, then the predictions that the recorded runs show, then the audits."""
+    return of_now(rows) + _judged(findings, rows) + audited.claims(rows)
+
+
+def _judged(predictions: Claims, rows: Rows) -> list[Claim]:
+    sweep = Sweep(rows)
+    seeds = sweep.rows["seed"].nunique() if len(sweep.rows) else 0
+    return predictions(rows if seeds >= FEWEST else [], suffix=f" ({seeds} seeds, {COMMITTED['date']})")
+
+
+@of_now.measure(
+    OWN,
+    "another processor rounds otherwise, and a run amplifies it; then an evaluation is of other rollouts: four of its "
+    "standard errors",
+    ratio_of_kl=within(0.7, 1.43),
+    difference_in_reward=within(-0.15, 0.15),
+    difference_in_gold=within(-0.15, 0.15),
+)
+def _as_recorded(rows: pd.DataFrame) -> Measured:
+    """runs made again end as the recorded ones: KL {ratio_of_kl} times, reward and gold score within
+    {difference_in_gold}"""
     # By the same settings, which rows carry with them.
-    both = now.merge(Sweep(rows).ended.reset_index(), on=list(PARTS["run"]), suffixes=("", "_before"))
-    same = (both["kl"] == both["kl_before"]) & (both["reward_held_out"] == both["reward_held_out_before"])
-    return f"{same.sum()} of {len(both)}"
+    now, before = (Sweep(frame(rows), part).ended for part in ("run", "committed"))
+    both = known(now.merge(before, on=list(PARTS["run"]), suffixes=("", "_recorded")))
+    return {
+        "ratio_of_kl": both["kl"] / both["kl_recorded"],
+        "difference_in_reward": both["reward_held_out"] - both["reward_held_out_recorded"],
+        "difference_in_gold": both["gold_held_out"] - both["gold_held_out_recorded"],
+        "to_the_bit": f"{(both['kl'] == both['kl_recorded']).sum()} of {len(both)}",
+    }
 
 
 def tables(rows: Rows) -> dict[str, list[Row]]:
-    """Runs made now as sweep.csv keeps them, a line a run; what the committed ones ended with, by variant and β."""
-    made, usual = [], {"part": "run", **SAME}
-    now = select(rows, "run")
-    for _, own in now.groupby(KEY, sort=False) if len(now) else ():
-        every = records(own)
-        line = {name: it for name, it in every[0].items() if usual.get(name) != it and name not in METRICS}
-        made.append({**line, **{name: [row[name] for row in every] for name in ("update", *METRICS)}})
-    at_ends = []
-    if len(select(rows, "committed")):
-        sweep = Sweep(rows, "committed")
-        for (variant, beta), own in sweep.ended.reset_index().groupby(["variant", "beta"], sort=False):
-            line = {"KL term": variant, "β": f"{beta:g}" if beta else "", "KL": geometric(list(own["kl"])).text(1)}
-            for title, name in (("reward", "reward_held_out"), ("gold", "gold_held_out"), ("objective", "objective")):
-                line[title] = interval(list(own[name])).text()
+    """What the recorded runs ended with, by task, variant and β; the predictions, shown or not; and the audits."""
+    at_ends, predicted = [], []
+    sweep = Sweep(rows)
+    if len(sweep.rows):
+        for one in (*_judged(findings, rows), *_judged(not_shown, rows)):
+            predicted.append({"prediction": one.claim, "shown": one.verdict, "found": one.found})
+        for (task, variant, beta), own in sweep.ended.groupby(KEY[:3], sort=False):
+            line = {"length": task, "KL term": variant, "β": f"{beta:g}" if beta else ""}
+            line["KL"] = geometric(list(own["kl"])).text(1)
+            for title, name in {**MEASURED, "objective": "objective"}.items():
+                line["tokens" if title == "length" else title] = interval(list(own[name])).text(
+                    1 if title == "length" else 2
+                )
             at_ends.append(line)
-    found = {"sweep": made, "ends": at_ends, "audits": audited.table(rows)}
+    found = {"ends": at_ends, "predictions": predicted, "audits": audited.table(rows)}
     return {name: table for name, table in found.items() if table}
 
 
@@ -227,25 +262,45 @@ def _with_bounds(quantity: str, found: Interval, **where: Any) -> Cited:
 
 @numbers.add
 def _of_the_sweep(rows: pd.DataFrame) -> Cited:
-    sweep = Sweep(rows, "committed")
-    ended = sweep.ended.reset_index()
+    ended = Sweep(rows).ended
     for name in ("date", "torch"):
         yield number(name, COMMITTED[name])
     yield number("runs", len(ended))
-    seeds = ended["seed"].nunique()
-    yield number("seeds", seeds)
+    yield number("seeds", ended["seed"].nunique())
     yield number("labelled completions", EXAMPLES)
-    # Told four times in five by one of two intervals: the quantiles of both, times the standard error of the mean.
-    quantiles = t.ppf([(1 + _of_several(len(LOCAL))) / 2, 0.8], seeds - 1)
-    yield number("difference told", quantiles.sum() * PILOT_DEVIATION / math.sqrt(seeds))
-    for (variant, beta), own in ended.groupby(["variant", "beta"], sort=False):
-        where = {"variant": variant, "beta": beta}
+    judged = [*_judged(findings, rows), *_judged(not_shown, rows)]
+    yield number("predictions", len(judged))
+    yield number("predictions shown", sum(one.agrees is True for one in judged))
+    for (task, variant, beta), own in ended.groupby(KEY[:3], sort=False):
+        where = {"task": task, "variant": variant, "beta": beta}
         yield from _with_bounds("kl", geometric(list(own["kl"])), **where)
-        for quantity, name in (("reward", "reward_held_out"), ("gold", "gold_held_out"), ("length", "length_held_out")):
+        for quantity, name in MEASURED.items():
             yield from _with_bounds(quantity, interval(list(own[name])), **where)
+        sweep = Sweep(rows, task=task)
         if beta:
             yield from _with_bounds("kl over none", sweep.over_none(variant, beta), **where)
-            best = PREFIX if variant.startswith("stale:") else UNBIASED
+            best = PREFIX if variant in STALE else UNBIASED
             if variant != best:
                 yield from _with_bounds("objective lost", sweep.difference("objective", best, variant, beta), **where)
-                yield from _with_bounds("objective gained", sweep.difference("objective", variant, best, beta), **where)
+    for name in ("gold_held_out", "reward_held_out"):
+        quantity = f"{name.partition('_')[0]} before"
+        for task in TASKS:
+            start = need(ended, task=task, variant="none")[f"{name}_before"]
+            yield from _with_bounds(quantity, interval(list(start)), task=task)
+
+
+@numbers.add
+def _of_comparisons(rows: pd.DataFrame) -> Cited:
+    """At equal KL, and given mean length or KL: differences from k1 in the reward."""
+    for task in TASKS:
+        ends = Sweep(rows, task=task).ends
+        for name, column in MEASURED.items():
+            for term in LOCAL:
+                found = _interval(at_kl(ends, column, term))
+                yield from _with_bounds(f"{name} at equal KL", found, task=task, term=term)
+    for cause, columns in CAUSES.items():
+        left = given(Sweep(rows, task="free").ends, "gold_held_out", columns)
+        for term in LOCAL:
+            yield from _with_bounds(f"gold given {cause}", _interval(left[term]), task="free", term=term)
+    ends = need(Sweep(rows, task="free").ends, variant=(UNBIASED, *LOCAL))
+    yield number("correlation of gold and length", ends["gold_held_out"].corr(ends["length_held_out"]), task="free")

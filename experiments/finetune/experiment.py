@@ -1,5 +1,6 @@
-"""One run of the language-model runner, a row an evaluation; or the sweep and the audits kept in this folder."""
+"""One run of the language-model runner, a row an evaluation; or the runs and the audits recorded in this folder."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from kltest.finetune.settings import Settings, settings_of
 from kltest.reproduce.frames import Row
 
 from ..records import content, lines, rounded
-from .settings import EVALUATIONS, METRICS, RUN, SAME, VARIANTS
+from .settings import EVALUATIONS, METRICS, RUN, SAME, STALE_EPOCHS, TASKS
 from .settings import SETTINGS as SETTINGS
 
 # Packages that rows depend on beside those of every experiment.
@@ -50,18 +51,24 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
 
 def settings_for(one: Mapping[str, Any]) -> Settings:
     """The runner's settings of a configuration."""
-    variant = VARIANTS[one["variant"]]
-    steps = one["updates"] // variant.get("inner_epochs", 1)
+    stale, _, kl = one["variant"].rpartition(":")
+    epochs = STALE_EPOCHS if stale else 1
+    steps = one["updates"] // epochs
     given = {name: one[name] for name in ("seed", "beta", *(name for name in SAME if name != "updates"))}
     measured = {"steps": steps, "eval_every": max(1, steps // EVALUATIONS)}
-    return settings_of({**RUN, "task": f"{HERE / 'task.py'}:Lines", **given, **measured, **variant})
+    task = f"{HERE / 'task.py'}:{TASKS[one['task']]}"
+    return settings_of({**RUN, "task": task, "kl": kl, "inner_epochs": epochs, **given, **measured})
 
 
 def committed() -> list[Row]:
-    """The rows of sweep.csv, of the part `committed`; none where there is no such file."""
+    """The rows of sweep.csv, of the part `committed`, of the seeds of which it has all runs; perhaps none."""
+    every = len(SETTINGS.configurations(SETTINGS.grid("full", ["part=run"], seeds=1)))
+    there = lines(COMMITTED)
+    whole = {seed for seed, runs in Counter(line["seed"] for line in there).items() if runs == every}
     # A line a run, with a list for what changes along it.
     return [
         {"part": "committed", **SAME, **line, **dict(zip(("update", *METRICS), each, strict=True))}
-        for line in lines(COMMITTED)
+        for line in there
+        if line["seed"] in whole
         for each in zip(*(line[name] for name in ("update", *METRICS)), strict=True)
     ]

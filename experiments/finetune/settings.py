@@ -5,25 +5,26 @@ from typing import Any
 
 from kltest.sweeps.settings import Settings
 
-# Settings of variants, under the names of `kltest finetune --set`. With four updates for the rollouts of one sampler,
-# a quarter of the rounds gives as many updates.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "none": {"kl": "none"},
-    "k1-reward": {"kl": "k1-reward"},
-    # A baseline on the penalty as well as on the reward.
-    "leave-one-out": {"kl": "leave-one-out"},
-    "k2-loss": {"kl": "k2-loss"},
-    "k3-loss": {"kl": "k3-loss"},
-    "k1-loss": {"kl": "k1-loss"},
-    **{
-        f"stale:{kl}": {"kl": kl, "inner_epochs": 4}
-        for kl in ("k1-reward-to-go-prefix-ratio", "k1-reward-sequence-ratio", "k2-loss", "k3-ratio")
-    },
-}
-BETAS = (0.1, 0.2)
-SEEDS = 16
-# The coefficient of which claims are made, and the only one with a stale sampler.
+# Tasks of task.py: of free length, and of a fixed one.
+TASKS = {"free": "Lines", "fixed": "Ends"}
+# KL terms: `leave-one-out` is k1 in the reward, with a baseline on the penalty as well as on the reward.
+UNBIASED, LOCAL = "leave-one-out", ("k2-loss", "k3-loss")
+FRESH = ("none", UNBIASED, *LOCAL, "k1-loss")
+# Four updates for the rollouts of one sampler, in a quarter of the rounds; the reward has the ratio of the sequence in
+# all of them.
+STALE_EPOCHS = 4
+STALE = (
+    "stale:k1-reward-to-go-prefix-ratio",
+    "stale:k1-reward-sequence-ratio",
+    "stale:k2-loss",
+    "stale:k3-ratio",
+)
+BETAS = (0.025, 0.05, 0.1, 0.2, 0.4)
+# The only coefficient with a stale sampler.
 BETA = 0.1
+SEEDS = 8
+# Nothing is claimed of fewer: their intervals tell nothing.
+FEWEST = 4
 
 # Settings of every run beside those below; all else is the runner's default.
 RUN: Mapping[str, Any] = {
@@ -34,42 +35,49 @@ RUN: Mapping[str, Any] = {
     "threads": 1,
 }
 # Number of measurements of a run, its start not counted, and the columns kept of each.
-EVALUATIONS = 8
+EVALUATIONS = 2
 METRICS = ("reward_held_out", "gold_held_out", "kl", "kl_low", "kl_high", "length_held_out", "entropy")
-# Standard deviation over seeds of a paired difference in the objective, as the pilot with other seeds had it.
-PILOT_DEVIATION = 0.15
 
 # Settings that are the same in all runs of a sweep: those of the committed one, which holds no column of them.
 SAME: Mapping[str, Any] = {
-    "model": "tiny:0.2M",
+    "model": "tiny:50k",
     "reference_steps": 600,
-    "updates": 96,
+    "updates": 32,
     "prompts": 16,
-    "group_size": 4,
-    "learning_rate": 5e-4,
+    "group_size": 8,
+    "learning_rate": 3e-3,
     "eval_prompts": 256,
     "device": "cpu",
     "dtype": "float32",
 }
 PARTS = {
-    # Runs made now: a few at quick scale, all of them at full.
-    "run": ("seed", "variant", "beta", *SAME),
-    # Findings when all of them were made: sweep.csv.
+    # Runs made now: a few at quick scale, a seed of them at full.
+    "run": ("seed", "task", "variant", "beta", *SAME),
+    # Findings of all runs that are recorded: sweep.csv.
     "committed": (),
-    # Findings of audits of one of its policies: audits.csv.
+    # Findings of audits of the policy of a run: audits.csv.
     "audits": (),
 }
-# Of the committed sweep. To renew it: `kltest run finetune --scale full`, then copy results/finetune/sweep.csv here.
+# Of the recorded runs, which `python -m experiments.finetune.sweep` makes.
 COMMITTED: Mapping[str, str] = {
-    "date": "2026-11-23",
-    "revision": "97734d8",
+    "date": "2026-11-28",
     "python": "3.11.7",
     "torch": "2.13.0",
     "transformers": "5.23.0",
 }
 
-# The run of the sweep whose policy is audited, and how: `python -m experiments.finetune.audits` writes audits.csv.
-AUDITED: Mapping[str, Any] = {"variant": "k1-reward", "beta": BETA, "seed": 0}
+# A longer run of a larger model: its policy is audited here, and measured in the experiment variance.
+LARGER: Mapping[str, Any] = {
+    **SAME,
+    "task": "free",
+    "model": "tiny:0.2M",
+    "updates": 96,
+    "group_size": 4,
+    "learning_rate": 5e-4,
+    "variant": "k1-reward",
+    "beta": 0.1,
+}
+# How it is audited: `python -m experiments.finetune.audits` writes audits.csv.
 AUDITS: Mapping[str, Any] = {
     "estimators": (
         *("k1-loss", "k2-loss", "k3-loss", "k1-reward", "k1-reward-to-go", "k1-reward-immediate"),
@@ -97,13 +105,14 @@ SETTINGS = Settings(
     title="A language model under KL terms, and a reward that can be over-optimised",
     tags=("sampled", "training", "off-policy", "language model"),
     parts=PARTS,
-    values={"part": tuple(PARTS), "variant": ("none", "k1-reward", "k2-loss"), "beta": (0.0, 0.1), **SAME},
-    full={"variant": tuple(VARIANTS), "beta": (0.0, *BETAS)},
-    seeds={"quick": 1, "full": SEEDS},
+    values={"part": tuple(PARTS), "task": tuple(TASKS), "variant": (UNBIASED, "k2-loss"), "beta": (BETA,), **SAME},
+    full={"variant": (*FRESH, *STALE), "beta": (0.0, *BETAS)},
+    seeds={"quick": 1, "full": 1},
     allowed={
-        "variant": tuple(VARIANTS),
+        "task": tuple(TASKS),
+        "variant": (*FRESH, *STALE),
         "beta": (0.0, 100.0),
-        "model": ("tiny:0.2M", "tiny:1M", "tiny:5M", "tiny:20M", "tiny:100M"),
+        "model": ("tiny:50k", "tiny:0.2M", "tiny:1M", "tiny:5M", "tiny:20M", "tiny:100M"),
         "reference_steps": (1, 100_000),
         "updates": (16, 1_000_000),
         "prompts": (1, 4096),

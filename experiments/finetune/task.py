@@ -1,14 +1,19 @@
-"""A task whose reward can be over-optimised: lines of Python are ended under a reward model, and under what is meant.
+"""Two tasks whose reward can be over-optimised: lines of Python are ended, at any length or at a fixed one.
 
-A prompt begins a line as the standard library does (`self.data = `), a completion ends it. *Gold* is 1 if the line is
-valid Python all of whose names the library uses, else 0. The *reward* is what a small reward model says: logistic
-regression on counts of one to three characters, from EXAMPLES completions that are labelled valid or not. It knows no
-names, and takes what is often in valid lines for what makes them valid.
+A line has a beginning as in the standard library (`self.data = `) and a rest. Of `Lines` the prompt is the beginning,
+and the completion, of up to LONGEST characters, ends where the policy says. Of `Ends` the prompt is a line without its
+last LAST characters, and the completion has exactly so many. Reward and gold score are the same functions of the line.
+*Gold* is 0 unless it is valid Python, and then the share of its rest's names that the library uses, 1 without any. The
+*reward* is what a small reward model says of the rest: logistic regression on counts of one to three characters, from
+EXAMPLES texts that are labelled valid or not. It knows no names, and takes what is often in valid lines for what makes
+them valid.
+
+The lines are those of Python 3.11.7's standard library, in lines.txt.gz (its licence: LICENCE-lines.txt).
 """
 
 import ast
+import gzip
 import re
-import sysconfig
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from scipy.optimize import minimize
+from scipy.sparse import csr_array
 from scipy.special import expit
 
 from kltest.errors import UsageError
@@ -25,21 +31,24 @@ from kltest.finetune.tasks import Problem, Split, drawn
 
 BEGINNING = re.compile(r"(?:return |(?:self\.)?\w+ = |\w+\.\w+\()")
 NAME = re.compile(r"[A-Za-z_]\w*")
-LONGEST_PROMPT, LONGEST = 16, 23
+# Most characters of a beginning and of a rest, and characters of a completion of fixed length.
+LONGEST_PROMPT, LONGEST, LAST = 16, 23, 8
 # Labelled completions of the reward model, half of them valid; its ridge, and what its logit is divided by.
 EXAMPLES, RIDGE, SCALE = 400, 0.1, 10.0
 
 
 @lru_cache
 def lines() -> list[tuple[str, str]]:
-    """Valid lines of the modules that come with this Python, as (prompt, completion), in order, each once."""
-    found = set()
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        for line in map(str.strip, path.read_text(encoding="utf-8", errors="replace").splitlines()):
-            begun = BEGINNING.match(line)
-            if begun and begun.end() <= LONGEST_PROMPT and 2 <= len(line) - begun.end() <= LONGEST:
-                found.add((begun[0], line[begun.end() :]))
-    return sorted(one for one in found if "".join(one).isascii() and "".join(one).isprintable() and valid(*one))
+    """Return the lines of lines.txt.gz as (beginning, rest), in order."""
+    text = gzip.decompress((Path(__file__).parent / "lines.txt.gz").read_bytes()).decode("ascii")
+    return sorted(halves(line) for line in text.splitlines())
+
+
+def halves(line: str) -> tuple[str, str]:
+    """Return beginning and rest of a line; an empty beginning if it begins in no way of BEGINNING."""
+    begun = BEGINNING.match(line)
+    at = begun.end() if begun else 0
+    return line[:at], line[at:]
 
 
 def valid(prompt: str, completion: str) -> bool:
@@ -54,15 +63,19 @@ def valid(prompt: str, completion: str) -> bool:
 
 
 class Lines:
-    """The task; its name changes with the release of Python, whose lines it has."""
+    """The task of free length; its name changes with the lines."""
 
     characters = "".join(map(chr, range(32, 127)))
     max_tokens = LONGEST + 1
+    fixed_length = False
 
     def __init__(self) -> None:
-        if len(lines()) < 1000:
-            raise UsageError("the source files of Python's standard library are not here: this task is made of them")
-        self.name = f"lines:{sha256(repr(lines()).encode()).hexdigest()[:8]}"
+        self.name = f"{type(self).__name__.lower()}:{sha256(repr(lines()).encode()).hexdigest()[:8]}"
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """Prompts with their completions, one a line."""
+        return [Problem(beginning, rest, "") for beginning, rest in lines()]
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -82,7 +95,7 @@ class Lines:
         labels = np.repeat([1.0, -1.0], EXAMPLES // 2)
         counts = [_grams(one) for one in examples]
         grams = sorted(set().union(*counts))
-        features = np.array([[one[gram] for gram in grams] + [1.0] for one in counts])
+        features = csr_array(np.array([[one[gram] for gram in grams] + [1.0] for one in counts]))
 
         def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:
             margins = labels * (features @ weights)
@@ -97,17 +110,34 @@ class Lines:
         """Draw prompts of a split."""
         if split == "out-of-distribution":
             raise UsageError("this task has no problems out of distribution")
-        return drawn(lambda: Problem(*lines()[generator.integers(len(lines()))], ""), split, count)
+        return drawn(lambda: self.problems[generator.integers(len(self.problems))], split, count)
 
     def reward(self, problem: Problem, completion: str) -> float:
         """Return the reward that is trained."""
         weights, intercept = self.model
-        return (sum(weights.get(one, 0.0) * n for one, n in _grams(completion).items()) + intercept) / SCALE
+        _, rest = halves(problem.prompt + completion)
+        return (sum(weights.get(one, 0.0) * n for one, n in _grams(rest).items()) + intercept) / SCALE
 
     def gold(self, problem: Problem, completion: str) -> float:
         """Return the gold score, which is not trained."""
-        known = set(NAME.findall(completion)) <= self.names
-        return float(len(completion) >= 2 and known and valid(problem.prompt, completion))
+        beginning, rest = halves(problem.prompt + completion)
+        if len(rest) < 2 or not valid(beginning, rest):
+            return 0.0
+        found = NAME.findall(rest)
+        return sum(name in self.names for name in found) / len(found) if found else 1.0
+
+
+class Ends(Lines):
+    """The task of fixed length: the last LAST characters of lines whose rest has at least so many."""
+
+    max_tokens = LAST
+    fixed_length = True
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """Prompts with their completions, one a line."""
+        long = [beginning + rest for beginning, rest in lines() if len(rest) >= LAST]
+        return [Problem(line[:-LAST], line[-LAST:], "") for line in long]
 
 
 def _grams(text: str) -> Counter[str]:

@@ -1,7 +1,7 @@
 """A language model's positions: where exact next-token KLs remove variance; writes the recorded `language.csv`.
 
 `python -m experiments.variance.language 0 1 2` adds rows for these seeds, under two minutes of a core each. The model,
-its task and its training with k1 in the reward are those of the experiment finetune.
+its task of free length and its training with k1 in the reward are those of the audits of the experiment finetune.
 """
 
 import sys
@@ -24,7 +24,7 @@ from kltest.language_models.scoring import score
 from kltest.reproduce.frames import Row
 
 from ..finetune.experiment import settings_for
-from ..finetune.settings import BETA, SAME
+from ..finetune.settings import LARGER
 from ..records import lines, rounded
 from .experiment import LANGUAGE, RECORD, RECORDED_SHARES
 
@@ -34,7 +34,7 @@ FIGURES = 5
 
 def record(seed: int, **changes: Any) -> list[Row]:
     """Rows of one seed: a reference and a policy are trained, and the policy's rollouts measured on the way."""
-    settings = settings_for({**SAME, "seed": seed, "variant": "k1-reward", "beta": BETA, **changes})
+    settings = settings_for({**LARGER, "seed": seed, **changes})
     task = task_named(settings.task, settings.keys)
     torch.set_num_threads(1)
     models = load(settings, task, torch.device("cpu"))

@@ -61,7 +61,7 @@ def load(settings: Settings, task: Task, device: torch.device) -> Models:
     model = (in_double(model) if dtype == "float64" else model.float()).to(device).eval()
     # Weights stay float32: the updates of a fine-tuning are smaller than bfloat16 can add to them.
     compute_dtype = torch.bfloat16 if dtype == "bfloat16" else None
-    policy = LanguageModel.of(model, tokenizer, compute_dtype)
+    policy = _ended(LanguageModel.of(model, tokenizer, compute_dtype), task)
     reference = _with_adapters(policy, settings) if settings.lora else policy.frozen()
     return Models(policy, reference, came)
 
@@ -79,6 +79,10 @@ def _with_adapters(policy: LanguageModel, settings: Settings) -> LanguageModel:
         policy.model.add_adapter(config)  # type: ignore[operator]
     policy.cast(policy.model)
     return replace(policy, bare=True)
+
+
+def _ended(language: LanguageModel, task: Task) -> LanguageModel:
+    return language.of_fixed_length() if getattr(task, "fixed_length", False) else language
 
 
 def device_of(name: str) -> torch.device:
@@ -108,7 +112,7 @@ def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
         model = tiny_model(
             parameters_asked(settings.model), len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id
         )
-    language = LanguageModel.of(model, tokenizer)
+    language = _ended(LanguageModel.of(model, tokenizer), task)
     plain = replace(settings, max_tokens=0, temperature=1.0)
     generator = np.random.default_rng([settings.seed, 0, VERSION])
     optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
@@ -131,9 +135,9 @@ def _learned(settings: Settings, task: Task, tokenizer: Any) -> Any:
 
 
 def _cross_entropy(language: LanguageModel, problems: list[Problem]) -> Tensor:
-    """Mean over the tokens of completions, their end included, given the prompts."""
+    """Mean over the tokens of completions, with the end if there is one, given the prompts."""
     prompts = [language.encode(one.prompt) for one in problems]
-    targets = [[*language.encode(one.completion), language.end[0]] for one in problems]
+    targets = [[*language.encode(one.completion), *language.end[:1]] for one in problems]
     ids, mask = padded([one + two for one, two in zip(prompts, targets, strict=True)], language.pad)
     logits, _ = language.forward(ids[:, :-1], mask[:, :-1], keep=ids.shape[1] - 1)
     position = torch.arange(1, ids.shape[1])

@@ -41,7 +41,8 @@ class Task(Protocol):
     """Problems by split, and their rewards.
 
     A task whose reward is a proxy may also have `gold(problem, completion)`, the score that is really meant: it is
-    measured on held-out problems and never trained on.
+    measured on held-out problems and never trained on. With `fixed_length = True` each completion has exactly
+    `max_tokens` tokens: no token ends it.
 
     Attributes:
         name: Unique among tasks and their options.

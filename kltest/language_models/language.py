@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from kltest.errors import UsageError
 
+# A logit whose probability is zero in float64; a difference of two of its log-probs is finite, as one of −inf is not.
+NEVER = -1e4
+
 
 @dataclass(frozen=True)
 class LanguageModel:
@@ -22,10 +25,11 @@ class LanguageModel:
     Attributes:
         model: Maps ids (B, L) to next-token logits (B, L, V), as Hugging Face's causal models do.
         tokenizer: Encodes prompts and decodes completions.
-        end: Ids that end a rollout.
+        end: Ids that end a rollout; none if all rollouts have as many tokens as were asked for.
         pad: Id at padded positions. It may be any id, an end token's included: masks say where the tokens are.
         compute_dtype: Dtype of forward passes if it is not that of the weights.
         bare: True for a model without its adapters: the reference of a policy that shares its weights.
+        never: Ids of probability zero.
     """
 
     model: nn.Module
@@ -34,6 +38,7 @@ class LanguageModel:
     pad: int
     compute_dtype: torch.dtype | None = None
     bare: bool = False
+    never: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any = None, compute_dtype: torch.dtype | None = None) -> "LanguageModel":
@@ -87,6 +92,11 @@ class LanguageModel:
     def caches(self) -> bool:
         """True if a forward pass can continue from an earlier one."""
         return "past_key_values" in options_of(type(innermost(self.model)).forward)
+
+    def of_fixed_length(self) -> "LanguageModel":
+        """Return the model without end tokens: these, like all special tokens, get probability zero."""
+        special = getattr(self.tokenizer, "all_special_ids", ())
+        return replace(self, end=(), never=tuple(sorted({*self.end, *special})))
 
     def frozen(self) -> "LanguageModel":
         """Return a copy with the present weights, which require no gradient.
@@ -144,7 +154,10 @@ class LanguageModel:
         accepted = options_of(type(innermost(self.model)).forward)
         with without_adapters(self.model) if self.bare else nullcontext(), self.autocast():
             answer = self.model(input_ids=ids, **{name: value for name, value in options.items() if name in accepted})
-        return answer.logits[:, -keep:], getattr(answer, "past_key_values", None)
+        logits = answer.logits[:, -keep:]
+        if self.never:
+            logits = logits.index_fill(-1, torch.tensor(self.never, device=logits.device), NEVER)
+        return logits, getattr(answer, "past_key_values", None)
 
 
 def unwrapped(model: Any) -> Any:

@@ -1,9 +1,13 @@
-"""The finetune experiment: its task and its runs are as they say, its claims can fail, its committed sweep is whole."""
+"""The finetune experiment: its tasks and runs are as they say, its claims can fail, its recorded runs are whole."""
 
 import ast
 import math
+from itertools import groupby, product
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 from trial import CHECKOUT, Trial
@@ -11,17 +15,18 @@ from trial import CHECKOUT, Trial
 from kltest.errors import UsageError
 from kltest.finetune.tasks import Problem, task_named
 from kltest.reproduce.experiment import Experiment, Request, compute_all
+from kltest.reproduce.frames import Missing
 
 pytest.importorskip("transformers")
 
 TRIAL = Trial("finetune")
 ANALYSIS, RUNS, SETTINGS, TASK = TRIAL.modules("claims", "experiment", "settings", "task")
 SPREAD = CHECKOUT.load("experiments", "spread")
-AUDITED, AUDITS = TRIAL.modules("audited", "audits")
+lines = CHECKOUT.load("experiments", "records").lines
+AUDITED, AUDITS, MATCHED, SWEEP = TRIAL.modules("audited", "audits", "matched", "sweep")
 ABOUT_AUDITS = {sentence for sentence, *_ in AUDITED.claims.questions}
 # A reference of one update, and runs of a few: what they find means nothing.
 SMALL = ("updates=16", "prompts=2", "group_size=2", "eval_prompts=8", "reference_steps=1", "part=run")
-AT_END = {"kl": 2.0, "reward_held_out": 0.6, "gold_held_out": 0.5, "length_held_out": 9.0, "entropy": 1.0}
 
 
 pytestmark = pytest.mark.usefixtures("models_folder")
@@ -32,30 +37,39 @@ def task():
     return TASK.Lines()
 
 
-def synthetic(part="committed"):
-    """A sweep in which everything is as claimed, with seeds a little apart."""
-    ends = {
-        "none": {"kl": 30.0, "reward_held_out": 2.0, "gold_held_out": 0.0},
-        "k1-loss": {"kl": 35.0, "reward_held_out": 1.5, "gold_held_out": 0.0},
-        "k2-loss": {"kl": 4.0, "gold_held_out": 0.2},
-        "k3-loss": {"kl": 4.0, "gold_held_out": 0.2},
-        "leave-one-out": {"kl": 1.0},
-        "stale:k1-reward-sequence-ratio": {"kl": 5.0},
-        "stale:k2-loss": {"kl": 4.0},
-        "stale:k3-ratio": {"kl": 4.0},
-    }
+# KL at the end of each term at β = 0.1, and how it falls with β. At free length a term of tokens lets lines grow.
+ENDS = {"leave-one-out": 2.0, "k2-loss": 4.0, "k3-loss": 4.0, "none": 30.0, "k1-loss": 35.0}
+
+
+def end_of(task, variant, beta, seed):
+    """What a run ends with in a world in which everything is as predicted, seeds a little apart."""
+    wobble = 1 + 0.02 * (seed - 1.5) + 0.003 * SETTINGS.STALE.index(variant) if variant in SETTINGS.STALE else 1.0
+    found = {"kl_low": 0.0, "kl_high": 99.0, "entropy": 1.0, "length_held_out": 8.0, "gold_held_out": 0.1}
+    if variant == "none":
+        return found | {"kl": 30.0 * wobble, "reward_held_out": 2.0, "gold_held_out": 0.0 if task == "free" else 0.1}
+    if variant in SETTINGS.STALE:
+        return found | {"kl": 2.0 + 2 * (variant != SETTINGS.STALE[0]), "reward_held_out": 0.5 * wobble}
+    kl = (
+        35.0
+        if variant == "k1-loss"
+        else ENDS[variant] * (0.1 / beta) ** 0.5 * (1 + 0.01 * math.sin(7 * seed + 50 * beta))
+    )
+    reward, gold = 0.3 + 0.1 * math.log(kl) + 0.001 * seed, 0.2 - 0.02 * math.log(kl)
+    if task == "free":
+        local = variant in SETTINGS.LOCAL
+        length = 6 + 2 * local * math.log(kl) + 2 * local + 0.1 * math.sin(11 * seed + 90 * beta)
+        gold = 0.9 - 0.05 * length + 0.001 * math.sin(5 * seed + 70 * beta)
+        found |= {"length_held_out": length}
+        reward -= 0.1 * local
+    return found | {"kl": kl, "reward_held_out": reward, "gold_held_out": gold}
+
+
+def synthetic(part="committed", seeds=4):
     found = []
-    for variant in SETTINGS.VARIANTS:
-        for beta in (0.0, *SETTINGS.BETAS):
-            one = {"part": part, "variant": variant, "beta": beta, **SETTINGS.SAME}
-            if not SETTINGS.applies(one):
-                continue
-            for seed in range(4):
-                wobble = 1 + 0.02 * (seed - 1.5)
-                last = {name: value * wobble for name, value in {**AT_END, **ends.get(variant, {})}.items()}
-                last |= {"kl_low": 0.9 * last["kl"], "kl_high": 1.1 * last["kl"]}
-                first = {name: 0.0 for name in last} | {"gold_held_out": 0.3}
-                found += [{**one, "seed": seed, "update": update, **row} for update, row in ((0, first), (96, last))]
+    for one in SETTINGS.SETTINGS.configurations(SETTINGS.SETTINGS.grid("full", ["part=run"], seeds)):
+        last = end_of(*(one[name] for name in ("task", "variant", "beta", "seed")))
+        first = {**dict.fromkeys(last, 0.0), "gold_held_out": 0.3}
+        found += [{**one, "part": part, "update": update, **row} for update, row in ((0, first), (32, last))]
     return found
 
 
@@ -66,11 +80,39 @@ def test_the_gold_score_is_that_of_the_librarys_lines(task):
         assert task.gold(Problem(prompt, completion, ""), completion) == 1
     for completion in ("None)", "(", "no_such_name_in_it", "x", "'\\"):
         assert task.gold(Problem("self.data = ", "", ""), completion) == 0
+    # Of two names the library uses one.
+    assert task.gold(Problem("self.data = ", "", ""), "no_such_name_in_it(self)") == 0.5
     drawn = [{one.prompt for one in task.draw(split, 200, np.random.default_rng(0))} for split in ("train", "held-out")]
     assert not drawn[0] & drawn[1]
     with pytest.raises(UsageError, match="no problems out of distribution"):
         task.draw("out-of-distribution", 1, np.random.default_rng(0))
     assert task_named(f"{TASK.__file__}:Lines").name == task.name
+
+
+def test_the_lines_are_those_that_are_shipped(task, monkeypatch):
+    """No file of the interpreter is read; their digest, with which references are kept, is that of recorded runs."""
+    monkeypatch.setattr("sysconfig.get_paths", lambda: pytest.fail("the interpreter's library was looked for"))
+    TASK.lines.cache_clear()
+    assert len(TASK.lines()) == 10_591
+    assert task.name == "lines:d5264fb4"
+    for beginning, rest in TASK.lines():
+        assert len(beginning) <= TASK.LONGEST_PROMPT
+        assert 2 <= len(rest) <= TASK.LONGEST
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE" in (Path(TASK.__file__).parent / "LICENCE-lines.txt").read_text()
+
+
+def test_of_fixed_length_the_same_line_has_the_same_scores(task):
+    """Each completion has as many characters; reward and gold score are those of the task of free length."""
+    ends = TASK.Ends()
+    assert ends.fixed_length
+    for problem in ends.problems[::400]:
+        assert len(problem.completion) == ends.max_tokens == 8
+        beginning, rest = TASK.halves(problem.prompt + problem.completion)
+        whole = Problem(beginning, rest, "")
+        assert whole in task.problems
+        assert ends.reward(problem, problem.completion) == task.reward(whole, rest)
+        assert ends.gold(problem, problem.completion) == task.gold(whole, rest) == 1
+        assert ends.gold(problem, "(" * 8) == 0
 
 
 def test_the_reward_model_is_a_fitted_logistic_regression(task):
@@ -86,34 +128,55 @@ def test_the_reward_model_is_a_fitted_logistic_regression(task):
     slope = 0.0
     for label, sign in ((True, 1.0), (False, -1.0)):
         for text in examples[label][:200]:
-            margin = sign * TASK.SCALE * task.reward(Problem("", "", ""), text)
+            margin = sign * TASK.SCALE * task.reward(Problem("return ", "", ""), text)
             slope -= sign * TASK._grams(text)["s"] / (1 + math.exp(margin))
     assert slope + 2 * TASK.RIDGE * weights["s"] == pytest.approx(0, abs=0.05)
     fresh = [TASK._babbled(follows, generator) for _ in range(600)]
-    scores = np.array([task.reward(Problem("", "", ""), text) for text in fresh])
+    scores = np.array([task.reward(Problem("return ", "", ""), text) for text in fresh])
     good = np.array([TASK.valid("x = ", text) for text in fresh])
     assert 0.6 < stats.mannwhitneyu(scores[good], scores[~good]).statistic / (good.sum() * (~good).sum()) < 0.85
-    assert TASK.SCALE * task.reward(Problem("", "", ""), "~") == pytest.approx(
+    assert TASK.SCALE * task.reward(Problem("return ", "", ""), "~") == pytest.approx(
         intercept + sum(weights.get(gram, 0.0) for gram in ("\x02", "~", "\x03", "\x02~", "~\x03", "\x02~\x03"))
     )
 
 
 def test_a_run_is_as_its_settings_say():
-    """At the start the policy is the reference; a row an evaluation, to the last update."""
+    """At the start the policy is the reference; a row an evaluation, to the last update; at fixed length no line is
+    shorter."""
     found = TRIAL.computed(*SMALL, "variant=none,k2-loss", "beta=0,0.1")
-    assert {row["variant"] for row in found} == {"none", "k2-loss"}
-    for variant in ("none", "k2-loss"):
-        own = [row for row in found if row["variant"] == variant]
-        assert [row["update"] for row in own] == list(range(0, 17, 2))
-        assert own[0]["kl"] == pytest.approx(0, abs=1e-6)  # rounding of float32
-        assert own[-1]["kl"] > 0
+    assert {(row["task"], row["variant"]) for row in found} == set(product(("free", "fixed"), ("none", "k2-loss")))
+    for _, own in groupby(found, key=lambda row: (row["task"], row["variant"])):
+        rows = list(own)
+        assert [row["update"] for row in rows] == [0, 8, 16]
+        assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)  # rounding of float32
+        assert rows[-1]["kl"] > 0
+        assert {row["length_held_out"] for row in rows if row["task"] == "fixed"} <= {8.0}
 
 
-def test_as_many_updates_with_a_stale_sampler_are_fewer_rounds():
+def test_as_many_updates_with_a_stale_sampler_are_fewer_rounds_and_the_reward_has_one_ratio():
+    """The reward's part of the gradient is the same whatever the KL term is."""
+    import torch
+
+    from kltest.finetune.objective import Fields, Objective
+
     one = Experiment(CHECKOUT, "finetune").configurations(Request(changes=SMALL))[0]
-    for variant, rounds in (("k3-loss", 16), ("stale:k3-ratio", 4)):
+    logp = torch.log(torch.tensor([[0.5, 0.2], [0.3, 0.4], [0.9, 0.6], [0.1, 0.8]]))
+    fields = Fields(
+        logp,
+        logp - 0.1,
+        logp.flip(0),
+        torch.ones(4, 2).bool(),
+        torch.zeros(4, 2).long(),
+        torch.arange(4.0),
+        torch.zeros(4),
+    )
+    ratio = (logp - logp.flip(0)).sum(1, keepdim=True).exp()
+    others = torch.tensor([[-2.0], [-2 / 3], [2 / 3], [2.0]])  # R less the mean of the three others
+    for variant in ("k3-loss", *SETTINGS.STALE):
         settings = RUNS.settings_for({**one, "variant": variant, "beta": 0.1})
+        rounds = 16 // (SETTINGS.STALE_EPOCHS if variant in SETTINGS.STALE else 1)
         assert (settings.steps, settings.steps * settings.inner_epochs) == (rounds, 16)
+        torch.testing.assert_close(Objective(settings)._ascent(fields), (others * ratio).expand(4, 2))
 
 
 def test_with_a_current_sampler_the_ratio_turns_k3_into_k2():
@@ -131,28 +194,43 @@ def test_with_a_current_sampler_the_ratio_turns_k3_into_k2():
     assert any(abs(k3["gradient_norm"] - k2["gradient_norm"]) > 1e-2 * k2["gradient_norm"] for k2, _, k3 in lines[:-1])
 
 
-def test_the_committed_sweep_is_whole():
-    """All evaluations of every run of the full scale."""
-    full = Experiment(CHECKOUT, "finetune").configurations(Request(scale="full", changes=("part=run",)))
+def test_the_recorded_runs_are_whole():
+    """All evaluations of every run of each seed that counts."""
     found = RUNS.committed()
-    wanted = {(one["variant"], one["beta"], one["seed"]) for one in full}
+    seeds = sorted({row["seed"] for row in found})
+    assert seeds == list(range(len(seeds)))
+    full = SETTINGS.SETTINGS.configurations(SETTINGS.SETTINGS.grid("full", ["part=run"], max(len(seeds), 1)))
+    wanted = {tuple(one[name] for name in ANALYSIS.KEY) for one in full if one["seed"] in seeds}
     updates = range(0, SETTINGS.SAME["updates"] + 1, SETTINGS.SAME["updates"] // SETTINGS.EVALUATIONS)
-    assert sorted((row["variant"], row["beta"], row["seed"], row["update"]) for row in found) == sorted(
+    assert sorted((*(row[name] for name in ANALYSIS.KEY), row["update"]) for row in found) == sorted(
         (*one, update) for one in wanted for update in updates
     )
-    assert all(row["kl_low"] <= row["kl"] <= row["kl_high"] for row in found)
+    assert all(row["kl_low"] <= row["kl"] <= row["kl_high"] and row["seconds"] > 0 for row in found)
 
 
-def test_findings_hold_of_the_committed_sweep_and_without_rows_nothing_was_run():
+def test_the_recorded_runs_show_the_predictions_that_are_claims_and_no_others():
+    """One that they come to show, with more seeds, is to be moved to the claims; without rows nothing was run."""
     (rows,) = compute_all(CHECKOUT, "finetune", [{"part": "committed", "_content": ""}])
-    found = {
-        claim: agrees for claim, agrees in TRIAL.verdicts(ANALYSIS.tidy(rows)).items() if "committed results" in claim
-    }
-    assert len(found) == len(ANALYSIS.findings.questions)
-    assert set(found.values()) == {True}
+    frame = ANALYSIS.tidy(rows)
+    assert {claim.agrees for claim in ANALYSIS.findings(frame)} == {True}
+    assert {claim.agrees for claim in ANALYSIS.not_shown(frame)} == {False}
+    shown = [row["shown"] for row in ANALYSIS.tables(frame)["predictions"]]
+    assert shown == ["yes"] * len(ANALYSIS.findings.questions) + ["NO"] * len(ANALYSIS.not_shown.questions)
     assert set(TRIAL.verdicts([]).values()) == {None}
     assert ANALYSIS.tables([]) == {}
     assert ANALYSIS.numbers([]).empty
+
+
+def test_few_seeds_are_not_judged():
+    """Intervals of so few are no evidence, neither for a claim nor against it."""
+    found = TRIAL.verdicts(synthetic(seeds=SETTINGS.FEWEST - 1))
+    assert set(found.values()) == {None}
+
+
+def test_all_that_was_predicted_holds_where_it_is_true():
+    rows = ANALYSIS.tidy(synthetic())
+    assert {claim.agrees for claim in (*ANALYSIS.findings(rows), *ANALYSIS.not_shown(rows))} == {True}
+    assert len({claim.claim for claim in (*ANALYSIS.findings(rows), *ANALYSIS.not_shown(rows))}) == 13
 
 
 def test_without_transformers_only_committed_rows_are_there(monkeypatch):
@@ -161,18 +239,48 @@ def test_without_transformers_only_committed_rows_are_there(monkeypatch):
     assert [one["part"] for one in found] == ["committed", "audits"]
 
 
-def test_a_sweep_made_again_is_asked_the_same_and_written_as_it_is_read(tmp_path, monkeypatch):
-    from kltest.files import as_csv
+def test_a_sweep_goes_on_from_its_file(tmp_path, monkeypatch):
+    """A torn line is made again; what is there is not; what is written is what was computed."""
+    path, small = tmp_path / "sweep.csv", {"updates": 16, "prompts": 2, "group_size": 2, "eval_prompts": 8}
+    small |= {"reference_steps": 1}
+    all_of = SETTINGS.SETTINGS.configurations(SETTINGS.SETTINGS.grid("full", ["part=run"], 1))
+    few = [one for one in all_of if one["variant"] == "k2-loss" and one["beta"] == 0.1]
+    monkeypatch.setattr(
+        SWEEP, "SETTINGS", SimpleNamespace(grid=lambda *_: None, configurations=lambda _: map(dict, few))
+    )
+    SWEEP.sweep(path, 1, **small)
+    text = path.read_text()
+    header, first, second = text.splitlines(keepends=True)
+    path.write_text(header + first + second[:-9])
+    SWEEP.sweep(path, 1, **small)
+    without_seconds = [{**line, "seconds": 0} for line in lines(path)]
+    path.write_text(text)
+    assert without_seconds == [{**line, "seconds": 0} for line in lines(path)]
+    for line, one in zip(without_seconds, few, strict=True):
+        rows = RUNS.compute({**one, **small})
+        assert line["kl"] == [row["kl"] for row in rows]
+        assert line["task"] == one["task"]
 
-    committed = RUNS.committed()
-    again = [{**row, "part": "run"} for row in committed]
-    found = TRIAL.verdicts(ANALYSIS.tidy([*committed, *again]))
-    assert len(found) == 1 + 2 * len(ANALYSIS.findings.questions) + len(AUDITED.claims.questions)
-    assert [claim for claim, agrees in found.items() if agrees is not (None if claim in ABOUT_AUDITS else True)] == []
-    (tmp_path / "sweep.csv").write_text(as_csv(ANALYSIS.tables(again)["sweep"]), encoding="utf-8")
-    monkeypatch.setattr(RUNS, "COMMITTED", tmp_path / "sweep.csv")
-    key = lambda row: (row["variant"], row["beta"], row["seed"], row["update"])  # noqa: E731
-    assert sorted(RUNS.committed(), key=key) == sorted(committed, key=key)
+
+def test_terms_are_compared_at_equal_kl_and_given_length():
+    """By hand: curves that differ by a constant at equal KL; a gap that is the length's alone."""
+    kl = [1.0, 2.0, 4.0, 8.0]
+    rows = [
+        {"seed": 0, "variant": variant, "kl": scale * one, "gold": math.log(scale * one) + shift, "length": length}
+        for variant, scale, shift in (("leave-one-out", 1.0, 0.0), ("k2-loss", 3.0, 0.25), ("k3-loss", 0.5, -1.0))
+        for one, length in zip(kl, (5.0, 7.0, 12.0, 13.0), strict=True)
+    ]
+    ends = pd.DataFrame(rows)
+    assert MATCHED.at_kl(ends, "gold", "k2-loss")[0] == pytest.approx(0.25)
+    assert MATCHED.at_kl(ends, "gold", "k3-loss")[0] == pytest.approx(-1.0)
+    ends["length"] += ends["variant"].map({"leave-one-out": 0.0, "k2-loss": 3.0, "k3-loss": 1.0})
+    ends["gold"] = 1.0 - 0.1 * ends["length"] + 0.004 * ends["length"] ** 2
+    assert MATCHED.given(ends, "gold", ["kl"]).abs().max(axis=None) > 0.05
+    assert MATCHED.given(ends, "gold", ["length"]).abs().max(axis=None) == pytest.approx(0, abs=1e-12)
+    with pytest.raises(Missing):
+        MATCHED.at_kl(
+            ends.assign(kl=ends["kl"].where(ends["variant"] == "k2-loss", ends["kl"] / 100)), "gold", "k2-loss"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -186,9 +294,6 @@ def test_the_committed_audits_are_whole_and_as_the_atlas_says(audits):
     assert [row["estimator"] for row in audits] == list(SETTINGS.AUDITS["estimators"])
     verdicts = TRIAL.verdicts(audits)
     assert {verdicts[claim] for claim in ABOUT_AUDITS} == {True}
-    # The policy is that of the sweep's run.
-    (run,) = (row for row in RUNS.committed() if row["update"] == 96 and SETTINGS.AUDITED.items() <= row.items())
-    assert {row["kl"] for row in audits} == {run["kl"]}
 
 
 def test_an_audit_is_written_as_it_is_read(tmp_path, monkeypatch):
@@ -196,7 +301,7 @@ def test_an_audit_is_written_as_it_is_read(tmp_path, monkeypatch):
     from kltest.files import as_csv
 
     few = {"updates": 16, "prompts": 2, "group_size": 2, "eval_prompts": 8, "reference_steps": 1}
-    settings = RUNS.settings_for({**SETTINGS.SAME, **SETTINGS.AUDITED, **few})
+    settings = RUNS.settings_for({**SETTINGS.LARGER, "seed": 0, **few})
     (row,) = AUDITS.audits(settings, ("k3-loss",), 8)
     assert row["units"] == 8
     assert row["distance_low"] <= row["distance"]
@@ -216,9 +321,19 @@ def test_intervals_are_scipys():
     assert (found.low, found.high) == pytest.approx((math.exp(logs.low), math.exp(logs.high)), rel=1e-12)
 
 
-@pytest.mark.parametrize("part", ["committed", "run"])
-def test_each_claim_about_runs_can_fail(part):
-    TRIAL.claims_can_fail(synthetic(part))
+def test_each_claim_about_runs_can_fail():
+    TRIAL.claims_can_fail(synthetic())
+
+
+def test_runs_made_again_are_held_to_the_recorded_ones():
+    again = [{**row, "part": "run"} for row in synthetic(seeds=1) if row["variant"] == "k2-loss"]
+    TRIAL.claims_can_fail([*synthetic(), *again])
+    sentence = next(iter(ANALYSIS.of_now.questions))[0]
+    assert TRIAL.verdicts([*synthetic(), *again])[sentence] is True
+    far = [{**row, "kl": 2 * row["kl"]} for row in again]
+    assert TRIAL.verdicts([*synthetic(), *far])[sentence] is False
+    other = [{**row, "updates": 64} for row in far]
+    assert TRIAL.verdicts([*synthetic(), *other])[sentence] is None
 
 
 def test_each_claim_about_audits_can_fail(audits):

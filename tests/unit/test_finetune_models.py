@@ -107,6 +107,25 @@ def test_a_tokenizer_of_characters_gives_texts_back():
     assert tokenizer.decode([*ids, tokenizer.eos_token_id, tokenizer.pad_token_id], skip_special_tokens=True) == text
 
 
+def test_of_fixed_length_no_special_token_is_drawn_and_none_ends_a_rollout():
+    """Other tokens share what the special ones had; scoring says the same as generation."""
+    tokenizer = tiny_tokenizer("abcd")
+    torch.manual_seed(0)
+    usual = LanguageModel.of(tiny_model(20_000, len(tokenizer), 1, 0), tokenizer)
+    fixed, prompts = usual.of_fixed_length(), [usual.encode("ab"), usual.encode("abc")]
+    uniforms = torch.rand(200, 7)
+    assert usual.end == (1,)
+    assert generate(usual, prompts, uniforms).lengths.min() < 7
+    found = generate(fixed, prompts, uniforms)
+    assert found.lengths.tolist() == [7] * 200
+    assert {len(text) for text in fixed.texts(found.tokens, found.mask)} == {7}
+    assert not found.ended(fixed.end).any()
+    ours, theirs = (score(one, found, logits=True).logits.exp() for one in (fixed, usual))
+    assert ours[..., :3].max() == 0
+    torch.testing.assert_close(ours[..., 3:], theirs[..., 3:] / theirs[..., 3:].sum(-1, keepdim=True))
+    torch.testing.assert_close(score(fixed.frozen(), found).logp, found.sampled_logp, atol=1e-5, rtol=1e-5)
+
+
 def test_a_model_that_names_no_end_or_no_padding():
     model = tiny_model(10_000, 12, 1, 0)
     tokenizer = tiny_tokenizer("0123456789")
