@@ -155,8 +155,9 @@ def _followed_and_declared(report: Report) -> dict[str, list[str]]:
 
 
 def _scale(report: Report) -> float | None:
-    """Return the multiple of the declared gradient that a loss follows, if it agrees up to scale."""
-    return next((row.scale for row in report.gradients if row.scale not in (None, 1.0)), None)
+    """Return the multiple of the declared gradient that a loss follows, if each row agrees up to scale."""
+    scales = {row.scale for row in report.gradients}
+    return None if None in scales else next((scale for scale in scales if scale != 1.0), None)
 
 
 def _meant(combination: dict[str, float], remark: str = "") -> str:
