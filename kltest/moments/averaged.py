@@ -73,8 +73,12 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, 
 
 
 def _copies_meet(loss: Loss, batch: Rollout) -> bool:
-    """Return True if the gradient of some copies changes with the log-ratios of the others, at the same draws."""
-    copies, found = side_by_side(batch, FIRST), []
+    """Return True if the gradient of some copies changes with the log-ratios of the others, at the same draws.
+
+    Of several draws: a loss that compares random parts of a batch may choose the same one with others and without.
+    """
+    copies = side_by_side(batch, FIRST)
+    found: list[list[dict[str, Tensor]]] = []
     kept = torch.arange(len(copies)) < len(copies) // 2
     for others in (copies, copies.near_reference()):
         changed = {
@@ -84,13 +88,14 @@ def _copies_meet(loss: Loss, batch: Rollout) -> bool:
             for name in ("ref_logp", "ref_logits", "ref_topk_logp")
             if name in copies
         }
-        both = copies.replace(**changed)
-        with loss.calls.holding(), preserved(0):
-            gradients = _gradients(loss.for_experiments(), both)
-        found.append({name: gradient[kept] for name, gradient in gradients.items()})
-    one, other = found
+        found.append([])
+        for seed in SEEDS:
+            with loss.calls.holding(), preserved(seed):
+                gradients = _gradients(loss.for_experiments(), copies.replace(**changed))
+            found[-1].append({name: gradient[kept] for name, gradient in gradients.items()})
     return any(
         float((gradient - other.get(name, 0.0)).norm()) > MOVED * float(gradient.norm())
+        for one, other in zip(*found, strict=True)
         for name, gradient in one.items()
     )
 
