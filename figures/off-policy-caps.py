@@ -19,12 +19,12 @@ def draw(rows: DataFrame) -> Figure:
     """Draw the figure from the rows of its experiment."""
     figure, (by_drift, by_length) = panels(2, 2.9)
     rows = select(rows, "caps")
-    drifts, lengths = sorted(rows["drift"].unique()), sorted(rows["tokens"].unique())
+    drifts, lengths = sorted(rows["off"].unique()), sorted(rows["tokens"].unique())
     near, long = drifts[len(drifts) // 2 - 1], lengths[-1]
     _lines(
-        by_drift, rows[rows["tokens"] == long], "drift", f"a  Rollouts of {long} tokens", "noise on the engine's logits"
+        by_drift, rows[rows["tokens"] == long], "off", f"a  Rollouts of {long} tokens", "noise on the engine's logits"
     )
-    _lines(by_length, rows[rows["drift"] == near], "tokens", f"b  Logits off by {near:g}", "tokens of a rollout")
+    _lines(by_length, rows[rows["off"] == near], "tokens", f"b  Logits off by {near:g}", "tokens of a rollout")
     by_drift.set(xscale="log")
     by_drift.set_xticks(drifts, [f"{drift:g}" for drift in drifts])
     by_drift.minorticks_off()

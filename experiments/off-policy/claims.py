@@ -314,31 +314,31 @@ def _all_weights(rows: pd.DataFrame) -> Measured:
     return {"bias": _caps(rows, "all")["bias"]}
 
 
-@claims.measure(OWN, "means over environments", times_the_bias=above(1), drift=at_least(0.4))
-def _masks_cost_more(rows: pd.DataFrame, drift: Bound) -> Measured:
-    """where they act (logits off by {drift}), a mask of rollouts leaves more bias than a cap at the same weight, at
+@claims.measure(OWN, "means over environments", times_the_bias=above(1), off=at_least(0.4))
+def _masks_cost_more(rows: pd.DataFrame, off: Bound) -> Measured:
+    """where they act (logits off by {off}), a mask of rollouts leaves more bias than a cap at the same weight, at
     every length"""
-    found = _caps(rows, "tis-sequence", "mis-sequence", drift=drift)
-    bias = found.groupby(["cap", "tokens", "drift"])["bias"].mean()
+    found = _caps(rows, "tis-sequence", "mis-sequence", off=off)
+    bias = found.groupby(["cap", "tokens", "off"])["bias"].mean()
     return {"times_the_bias": bias["mis-sequence"] / bias["tis-sequence"]}
 
 
 @claims.measure(
     "a first-order law: the mean takes back a share 1/L of the log-ratio",
-    "the next order is linear in the drift; the median over environments",
-    off=near(0, 0.15),
-    drift=at_most(0.1),
+    "the next order is linear in the distance; the median over environments",
+    left_off=near(0, 0.15),
+    off=at_most(0.1),
 )
-def _means_keep_the_bias(rows: pd.DataFrame, drift: Bound) -> Measured:
+def _means_keep_the_bias(rows: pd.DataFrame, off: Bound) -> Measured:
     """of the bias that no weight at all has, the geometric mean of a rollout's weights leaves `1 − 1/L`: next to all
-    of it in long rollouts (logits off by {drift})"""
-    where = ["tokens", "drift", "seed"]
+    of it in long rollouts (logits off by {off})"""
+    where = ["tokens", "off", "seed"]
     mean_weight, no_weight = (
-        _caps(rows, name, drift=drift, tokens=lambda x: x > 1).set_index(where)["bias"]
+        _caps(rows, name, off=off, tokens=lambda x: x > 1).set_index(where)["bias"]
         for name in ("tis-geometric", "none")
     )
     left = (mean_weight / no_weight).groupby("tokens").median()
-    return {"off": left - (1 - 1 / left.index.to_numpy())}
+    return {"left_off": left - (1 - 1 / left.index.to_numpy())}
 
 
 @claims.measure(OWN, "means over environments", growth=above(0))
@@ -346,7 +346,7 @@ def _grows_with_the_drift(rows: pd.DataFrame) -> Measured:
     """the bias of every cap and mask grows with the distance of the engine, at every length of two tokens or more"""
     found = need(rows, "caps", tokens=lambda x: x > 1)
     found = found[~found["cap"].isin(["all"])]
-    bias = found.groupby(["cap", "tokens", "drift"])["bias"].mean().unstack("drift")
+    bias = found.groupby(["cap", "tokens", "off"])["bias"].mean().unstack("off")
     require(len(bias.columns) > 1)
     return {"growth": bias[bias.columns.max()] - bias[bias.columns.min()]}
 

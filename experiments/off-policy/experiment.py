@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "stability": ("recipe", "updates", "learning_rate", "seed"),
     "training": ("recipe", "inner_steps", "batch_size", "steps", "learning_rate", "seed"),
     "age": {"start": "start", "tokens": "aged", "made": "made", "age": "age", "seed": "seed"},
-    "caps": {"cap": "cap", "tokens": "capped", "drift": "drift", "seed": "seed"},
+    "caps": {"cap": "cap", "tokens": "capped", "off": "off", "seed": "seed"},
 }
 
 # Caps and masks of the reward's part against an engine that draws; the first two take all of each weight, and none.
@@ -104,7 +104,7 @@ SETTINGS = Settings(
         # Caps and masks: tokens of a rollout, and how far the logits of what draws it are off.
         "cap": CAPS,
         "capped": Setting((1, 2, 4, 6), full=(1, 2, 3, 4, 6, 8, 10), allowed=(1, 12)),
-        "drift": Setting((0.1, 0.2, 0.4, 0.8), full=(0.05, 0.1, 0.2, 0.4, 0.8), allowed=(0.001, 2.0)),
+        "off": Setting((0.1, 0.2, 0.4, 0.8), full=(0.05, 0.1, 0.2, 0.4, 0.8), allowed=(0.001, 2.0)),
     },
     seeds={"quick": 2, "full": 10},
     applies=lambda one: one["part"] != "age" or one["age"] <= one["made"],
@@ -414,7 +414,7 @@ def of_length(tokens: int, compared: str, seed: int) -> list[Row]:
     return [{**_judged(found, own, gradient("reverse_kl", instance)), "price": found.variance / own.variance}]
 
 
-def of_caps(cap: str, tokens: int, drift: float, seed: int) -> list[Row]:
+def of_caps(cap: str, tokens: int, off: float, seed: int) -> list[Row]:
     """Bias and noise of a policy loss on rollouts of an engine whose logits are the policy's with normal noise.
 
     `rollouts` is how many rollouts a mean may have until the bias exceeds its noise, None where there is no bias.
@@ -424,7 +424,7 @@ def of_caps(cap: str, tokens: int, drift: float, seed: int) -> list[Row]:
     rewards, policy, noise = (generator.standard_normal((2**12, environment.vocabulary)) for _ in range(3))
     contexts = environment.n_contexts
     environment = replace(environment, reward=rewards[:contexts] / math.sqrt(tokens))
-    policy, noise = TREE["policy"] * policy[:contexts], drift * noise[:contexts]
+    policy, noise = TREE["policy"] * policy[:contexts], off * noise[:contexts]
     # The trainer has computed `old_logp` by the policy, the engine tells its own.
     instance = replace(Instance.of(environment, policy, policy, policy + noise), trainer=table(policy))
     plain = {"all": partial(find("tis-sequence").function, cap=math.inf), "none": without_weights}

@@ -11,6 +11,7 @@ TRIAL = Trial("off-policy")
 STALENESS = (0, 1, 4, 64)
 COMPARED = ("k1-reward-sequence-ratio", "k1-reward-to-go-prefix-ratio", "k3-ratio")
 NAMES = (*COMPARED, "k2-ratio-detached", "k3-ratio-detached", "k3-broadcast-ratio", "k1-reward", "k1-reward-stale")
+CAPS = ("all", "none", "tis-sequence", "mis-sequence", "tis-geometric")
 UPDATES = {"stale": (1, 6, 9), "none": (1, 16), "none-centred": (1, 16), "sequence": (1, 16), "token": (4,)}
 
 
@@ -27,6 +28,8 @@ def configurations():
         for count in updates:
             for seed in (0, 1):
                 yield {"part": "stability", "recipe": recipe, "updates": count, "learning_rate": 0.7, "seed": seed}
+    for cap, tokens, off, seed in itertools.product(CAPS, (2, 4), (0.1, 0.8), range(4)):
+        yield {"part": "caps", "cap": cap, "tokens": tokens, "off": off, "seed": seed}
     for start, made, age in itertools.product(("reference", "away"), (16, 64), (1, 4, 16)):
         yield {"part": "age", "start": start, "tokens": 3, "made": made, "age": age, "seed": 0}
     for recipe in ("none", "none-centred", "sequence", "stale"):
