@@ -418,14 +418,11 @@ def long_instance(
     if length > LENGTH and width < apart:
         for place in (choices[0], choices[-1]):
             there = np.unique(rollouts.contexts[:, place])
-            reference[there] = base[there] + np.where(np.arange(len(there)) % 2, -apart, apart)[:, None] * (
-                1,
-                -1,
-            )
+            reference[there] = base[there] + np.where(np.arange(len(there)) % 2, -apart, apart)[:, None] * (1, -1)
     if rest:
         reference[~chosen] = np.log([np.exp(-rest), -np.expm1(-rest)])
-        for place in choices[1:-1][:1]:
-            there = np.unique(rollouts.contexts[:, place])
+        if len(choices) > 2:
+            there = np.unique(rollouts.contexts[:, choices[1]])
             reference[there] = base[there] + (rest / 4, -rest / 4)
     return with_ties(OfSome(environment, *map(table, (base, reference, sampler)), some=rollouts), seed)
 

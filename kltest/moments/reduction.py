@@ -1,7 +1,7 @@
 """Reactions of a loss to being called: if it repeats itself, and how it combines the rows of a batch."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from kltest.rollout import Rollout
 SEVERAL, FEW = 8, 2
 # Calls, and most rows of each, of a loss that draws random numbers: a change of one gradient in a hundred shows.
 OFTEN, MANY = 16, 64
+Taken = TypeVar("Taken")
 Cause = Literal["draws", "state", "unknown"]
 CAUSES: dict[Cause, str] = {
     "draws": "it draws random numbers. Without them (dropout off) it is graded exactly",
@@ -68,16 +69,20 @@ def probe(loss: Loss, base: Rollout, generator: np.random.Generator) -> Caller:
     # A loss that goes through its rows in blocks shows it in batches of odd size, or of even size.
     for rows in (*pairs, [order[0], *order[:2]]):
         caller.look(rows)
-    _look_at_many(caller, [order[0], *order])
+
+    def both(rows: list[int]) -> None:
+        for some in (rows[1:], rows):
+            caller.look(some)
+
+    _most_taken([order[0], *order], both)
     return caller
 
 
-def _look_at_many(caller: Caller, rows: list[int]) -> None:
-    """Call the largest batch of the rows that the loss takes, and that of one row less."""
+def _most_taken(rows: list[int], call: Callable[[list[int]], Taken]) -> tuple[list[int], Taken]:
+    """Return the most of the rows that a loss takes, halved where it fails, and what a call with them gives."""
     while True:
         try:
-            caller.look(rows[1:])
-            return caller.look(rows)
+            return rows, call(rows)
         except KltestError:
             if len(rows) <= FEW:
                 raise
@@ -102,15 +107,7 @@ def _check_repeats(caller: Caller, row: int) -> None:
 
 def _several(caller: Caller, row: int) -> tuple[list[int], RowGradients]:
     """Return as many rows as the loss takes, up to SEVERAL, and their gradients."""
-    many = SEVERAL
-    while True:
-        rows = [each % len(caller.base) for each in range(row, row + many)]
-        try:
-            return rows, caller.call(rows)
-        except KltestError:
-            if many <= FEW:
-                raise
-            many //= 2
+    return _most_taken([each % len(caller.base) for each in range(row, row + SEVERAL)], caller.call)
 
 
 def _check_memory(caller: Caller, row: int) -> None:

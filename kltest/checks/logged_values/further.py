@@ -21,7 +21,6 @@ from kltest.report import Level
 from kltest.rollout import Rollout
 
 ROWS = (8, 16, 32)
-VARYING = "ragged"
 
 
 def elsewhere(findings: Findings) -> Found | None:
@@ -73,7 +72,7 @@ def _in_batches(findings: Findings, names: set[str]) -> Iterator[tuple[Level, st
 
     What combines rows in another way is none if it is not over pairs in expectation, or not for copies of one rollout.
     """
-    every = Rollout.of(instances(VARYING, findings.seed)[0], padding=findings.seed)
+    every = Rollout.of(instances("ragged", findings.seed)[0], padding=findings.seed)
     order = np.random.default_rng(findings.seed).permutation(len(every))
     alone = np.array([_of_copies(findings, every, row) for row in range(len(every))])
     lengths = every.peek("mask").sum(dim=1).numpy()
