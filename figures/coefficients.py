@@ -5,32 +5,24 @@ from typing import Any
 import numpy as np
 from matplotlib.lines import Line2D
 
-from .style import FAINT, INK, PAGE_WIDTH, Axes, DataFrame, Figure, label, look, records, select, tidy
+from .style import INK, PAGE_WIDTH, Axes, DataFrame, Figure, look, select, tidy
 
 ENVIRONMENTS = {"bandit": "bandit", "sequence": "sequences of 3 tokens", "mdp": "MDP, 3 steps"}
-# One of each kind, and what is said beside its name; those that follow the same gradient end at the same place.
+# One of each kind, and what is said beside its name; the table of the experiment has all.
 SHOWN = {
     "k1-reward": " (or others along ∇KL)",
     "k2-loss": " (local gradient)",
     "k3-loss": " (GRPO)",
-    "k3-loss-sequence": "",
     "length-normalised": "",
     "last-token": "",
-    "k2-reward": "",
-    "k3-reward": "",
-    "none": ", or k₁ in the loss",
 }
-NOTES = (
-    "Marks: exact training (k₃ in the reward: missing where it diverged); crosses: sampled training, quartiles;",
-    "bands: all environments of a kind. Returns have a standard deviation of about 1.",
-)
 
 
 def draw(rows: DataFrame) -> Figure:
     """Draw the figure from the rows of its experiment."""
-    figure = Figure(figsize=(PAGE_WIDTH, 4.75))
+    figure = Figure(figsize=(PAGE_WIDTH, 3.9))
     axes = figure.subplots(2, 3)
-    figure.subplots_adjust(left=0.092, right=0.985, top=0.95, bottom=0.265, hspace=0.42, wspace=0.22)
+    figure.subplots_adjust(left=0.092, right=0.985, top=0.95, bottom=0.215, hspace=0.42, wspace=0.22)
     for column, (environment, title) in enumerate(ENVIRONMENTS.items()):
         here = select(rows, environment=environment)
         _frontier(axes[0, column], here, title)
@@ -38,8 +30,7 @@ def draw(rows: DataFrame) -> Figure:
         if column:
             for line in axes[:, column]:
                 line.set_ylabel("")
-    key(figure, 0.065)
-    figure.text(0.5, 0.008, "\n".join(NOTES), ha="center")
+    key(figure, 0.0)
     return figure
 
 
@@ -51,18 +42,8 @@ def _frontier(axes: Axes, rows: DataFrame, title: str) -> None:
         mine = first(rows, name)
         mine = mine[mine["diverged"] == 0]
         axes.plot(mine["kl"], mine["gain"], **style_of(name) | {"linestyle": "none", "markersize": 3.6})
-    for name in SHOWN:
-        for row in records(select(rows, "sampled", estimator=name, seed=0)):
-            if row["beta"] <= 10:
-                wide, high = ([[row[x] - row[f"{x}_low"]], [row[f"{x}_high"] - row[x]]] for x in ("kl", "gain"))
-                style = {"color": look(name).colour, "linewidth": 0.7, "alpha": 0.75, "capsize": 1.2}
-                axes.errorbar(row["kl"], row["gain"], high, wide, **style)
     axes.set(xscale="log", xlim=(0.01, 7))
     axes.set_xticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
-    if len(optima) and title == ENVIRONMENTS["bandit"]:
-        at = optima.loc[np.log(optima["kl"] / 0.25).abs().idxmin()]
-        arrow = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.5}
-        label(axes, "all optima\nπ*(β')", (at["kl"], at["gain"]), (-10, 18), ha="right", arrowprops=arrow)
 
 
 def _effective(axes: Axes, rows: DataFrame) -> None:

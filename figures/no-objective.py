@@ -18,9 +18,9 @@ def draw(rows: DataFrame) -> Figure:
 
 def _asymmetry(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="a  No function has this gradient", x="length T (tokens)", y="‖J − Jᵀ‖ / ‖J + Jᵀ‖")
-    ends = bands(axes, rows, "length", "asymmetry")
-    axes.set(xscale="log", ylim=(-0.06, 0.75), xlim=(None, 5 * rows["length"].max()))
-    name_ends(axes, ends)
+    bands(axes, rows, "length", "asymmetry")
+    axes.set(xscale="log", ylim=(-0.06, 0.95))
+    axes.legend(loc="upper left", ncols=2)
     axes.axhline(0, color=look("k1-reward").colour, lw=1.0)
     axes.text(4, 0.02, "∇KL: 0, as of any gradient", color=look("k1-reward").colour)
     note(axes, 0.03, 0.97, "J: derivatives of the\ntoken-level gradient", va="top")

@@ -1,20 +1,22 @@
-"""The part that a token-level loss misses on sequences: by length, steering and discount, and at a blind root."""
+"""The part that a token-level loss misses on sequences, by length and steering; and two stable ends for one coefficient."""
 
 from typing import Any
 
-from .style import INK, ORDER, Axes, DataFrame, Figure, band, label, look, name_ends, note, panels, select, tidy
+from .style import INK, ORDER, PAGE_WIDTH, Axes, DataFrame, Figure, band, look, select, tidy
 
-# Steerings that are drawn of all that were computed.
+READS = ("sequence", "tabular-mdp")
+# Steerings that are drawn of all that were computed, and the reference whose ends are.
 SHOWN = (0.0, 0.5, 0.75, 0.9, 0.99)
+REFERENCE = 0.02
 
 
-def draw(rows: DataFrame) -> Figure:
-    """Draw the figure from the rows of its experiment."""
-    figure, (length, steering, discount, root) = panels(4, 3.6)
+def draw(rows: DataFrame, processes: DataFrame) -> Figure:
+    """Draw the figure from the rows of its experiments."""
+    figure = Figure(figsize=(PAGE_WIDTH, 2.15), layout="constrained")
+    length, steering, ends = figure.subplots(1, 3)
     _length(length, select(rows, "length"))
     _steering(steering, select(rows, "length"))
-    _discount(discount, select(rows, "credit"))
-    _root(root, select(rows, "root"))
+    _ends(ends, select(processes, "length"))
     return figure
 
 
@@ -23,21 +25,18 @@ def _shade(steering: float) -> Any:
     return ORDER(steering**2)
 
 
-def bands(axes: Axes, rows: DataFrame, by: str, quantity: str) -> list[tuple[str, Any, Any]]:
-    """A line for each steering: the mean over draws, and all draws as a band; return how each ends."""
-    ends = []
+def bands(axes: Axes, rows: DataFrame, by: str, quantity: str) -> None:
+    """A line for each steering: the mean over draws, and all draws as a band."""
     for steering, mine in select(rows, steering=SHOWN).groupby("steering"):
-        mean = band(axes, mine, by, quantity, alpha=0.2, color=_shade(steering), lw=1.2, marker="o", ms=2)["mean"]
-        ends.append((f"κ = {steering:g}", (mean.index[-1], mean.iloc[-1]), _shade(steering)))
-    return ends
+        words = f"κ = {steering:g}"
+        band(axes, mine, by, quantity, alpha=0.2, color=_shade(steering), lw=1.2, marker="o", ms=2, label=words)
 
 
 def _length(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="a  What is missed, by length", x="length T (tokens)", y="‖missed part‖ / ‖∇KL‖")
-    ends = bands(axes, rows, "length", "missed")
-    axes.set(xscale="log", ylim=(-0.06, 1.45), xlim=(None, 6 * rows["length"].max()))
-    name_ends(axes, ends)
-    note(axes, 0.03, 0.97, "band: all draws", va="top")
+    tidy(axes, title="a  What is missed", x="length T (tokens)", y="‖missed part‖ / ‖∇KL‖")
+    bands(axes, rows, "length", "missed")
+    axes.set(xscale="log", ylim=(-0.06, 2.1))
+    axes.legend(loc="upper left", ncols=2, handlelength=1.4, columnspacing=1.0, labelspacing=0.25)
 
 
 def _steering(axes: Axes, rows: DataFrame) -> None:
@@ -48,38 +47,19 @@ def _steering(axes: Axes, rows: DataFrame) -> None:
         if len(mine):
             band(axes, mine, "steering", "cosine", alpha=0.15, ls=line, label=f"T = {length:,}", **style)
     axes.axhline(0, color=INK, lw=0.6)
-    axes.axhline(1, color=look("k1-reward").colour, lw=1.0)
-    axes.text(0.0, 1.05, look("k1-reward-to-go").words, color=look("k1-reward").colour)
-    axes.text(0.0, -0.06, "below: against ∇KL", va="top")
-    axes.legend(title="k₂ in the loss", loc=(0.02, 0.31), labelspacing=0.2, handlelength=2.4)
-    axes.set_ylim(-0.5, 1.25)
+    axes.legend(loc="lower left", labelspacing=0.25, handlelength=2.4)
+    axes.set_ylim(-0.6, 1.1)
 
 
-def _discount(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="c  Discounting the KL to come", x="discount γ, or λ of a GAE without critic", y="relative bias")
-    alone = select(rows, steering=SHOWN[1:])
-    bands(axes, alone, "discount", "bias")
-    for steering, mine in alone.groupby("steering"):
-        start = mine.groupby("discount")["bias"].mean()
-        label(axes, f"κ = {steering:g}", (start.index[0], start.iloc[0]), (3, 4), _shade(steering))
-    axes.set(ylim=(-0.04, 1.6))
-    words = "γ = 0: token-level;  γ = 1: ∇KL\na critic that knows a share α\nof it: 1 − α times this"
-    note(axes, 0.98, 0.97, words, ha="right", va="top")
-
-
-def _root(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="d  The blind root", x="chance p of the token before the KL", y="∂/∂logit at the root, in d")
-    chances = [step / 100 for step in range(101)]
-    axes.plot(chances, [p * (1 - p) for p in chances], color=INK, lw=0.9)
-    label(axes, "truth: p(1 − p)·d", (0.5, 0.25), (0, 4), ha="center")
-    names = list(rows["estimator"].unique())
-    for name in names:
-        mine = select(rows, estimator=name, departure=rows["departure"].max())
-        style = look(name).plot(linestyle="", markersize=4, markerfacecolor="none")
-        axes.plot(mine["chance"], mine["found"] / mine["kl"], **style)
-        if name == "k1-reward-to-go":
-            label(axes, look(name).words, (0.5, 0.17), (0, 0), style["color"], ha="center")
-    blind = [name for name in names if name != "k1-reward-to-go"]
-    words = sorted((look(name).words for name in blind), key=len)
-    axes.text(0.5, 0.015, ", ".join(words[:2]) + ",\n" + ",\n".join(words[2:]) + ": 0", ha="center", va="bottom")
-    axes.set_ylim(-0.02, 0.32)
+def _ends(axes: Axes, rows: DataFrame) -> None:
+    tidy(axes, title="c  Fixed points", x="coefficient β", y="chance of going on")
+    shown = select(rows, reference=REFERENCE)
+    for followed, stable, options in (
+        ("local_reverse_kl", True, look("k2-loss").plot(linestyle="", label="token-level: stable")),
+        ("local_reverse_kl", False, look("k2-loss").plot(linestyle="", mfc="white", label="token-level: unstable")),
+        ("reverse_kl", True, {"color": look("k1-reward").colour, "lw": 1.2, "label": "correct gradient"}),
+    ):
+        mine = select(shown, followed=followed, stable=stable).sort_values("beta")
+        axes.plot(mine["beta"], mine["chance"], **options)
+    axes.set_ylim(-0.05, 1.75)
+    axes.legend(loc="upper right", labelspacing=0.25, handlelength=1.6)

@@ -1,10 +1,9 @@
-"""The part that a token-level loss misses in decision processes: cells of a grid, and ends of training."""
+"""The part that a token-level loss misses in decision processes: cells of a grid, and actions that slip."""
 
 from matplotlib.patches import Circle, Rectangle
 
 from .style import (
     BIAS,
-    FAINT,
     HAIRLINE,
     INK,
     PAGE_WIDTH,
@@ -15,17 +14,14 @@ from .style import (
     Row,
     band,
     look,
-    note,
     records,
     select,
     tidy,
 )
 
-SHOWN = 0.02  # references whose ends are drawn
-
 
 def draw(rows: DataFrame) -> Figure:
-    """Above: the grid, then what three gradients do in each cell. Below: slip, ends by β, eigenvalues."""
+    """Above: the grid, then what three gradients do in each cell. Below: slip."""
     figure = Figure(figsize=(PAGE_WIDTH, 6.2))
     cells = records(select(rows, "picture"))
     titles = (
@@ -39,10 +35,7 @@ def draw(rows: DataFrame) -> Figure:
         axes.set_title(title, pad=3)
         _grid(axes, cells, push)
     figure.text(0.012, 0.425, KEY, va="top", linespacing=1.35)
-    panels = [figure.add_axes((left, 0.07, 0.245, 0.23)) for left in (0.07, 0.41, 0.74)]
-    _slip(panels[0], select(rows, "environments"))
-    _ends(panels[1], select(rows, "length"))
-    _eigenvalues(panels[2], select(rows, "rotation"))
+    _slip(figure.add_axes((0.28, 0.07, 0.44, 0.23)), select(rows, "environments"))
     return figure
 
 
@@ -106,35 +99,3 @@ def _slip(axes: Axes, rows: DataFrame) -> None:
         band(axes, mine, "slip", "missed", alpha=0.13, label=environment, **style)
     axes.set_ylim(-0.02, 0.95)
     axes.legend(loc="upper right", title=f"{steps} steps, all draws")
-
-
-def _ends(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="f  Ends of training", x="coefficient β", y="chance of going on")
-    shown = select(rows, reference=SHOWN)
-    for followed, stable, options in (
-        ("local_reverse_kl", True, look("k2-loss").plot(linestyle="", markersize=3.4)),
-        ("local_reverse_kl", False, look("k2-loss").plot(linestyle="", markersize=3.4, markerfacecolor="white")),
-        ("reverse_kl", True, {"color": look("k1-reward").colour, "lw": 1.2}),
-    ):
-        mine = select(shown, followed=followed, stable=stable).sort_values("beta")
-        axes.plot(mine["beta"], mine["chance"], **options)
-    axes.set_ylim(-0.05, 1.22)
-    axes.axhline(SHOWN, color=FAINT, lw=0.7, ls=":")
-    axes.text(2.0, 0.06, "reference", ha="right", color=FAINT)
-    axes.text(0.3, 1.06, "open: tipping points", color=look("k2-loss").colour)
-    axes.text(0.36, 0.33, "∇KL", color=look("k1-reward").colour, ha="left")
-
-
-def _eigenvalues(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="g  Eigenvalues at rest", x="real part", y="imaginary part")
-    looks = {
-        "reverse_kl": look("k1-reward").plot(linestyle="", markersize=2.6),
-        "local_reverse_kl": look("k2-loss").plot(linestyle="", markersize=2.6),
-    }
-    for followed, options in looks.items():
-        mine = select(rows, followed=followed)
-        for sign in (1, -1):
-            axes.plot(mine["real"], sign * mine["imaginary"], **options)
-    axes.set_ylim(bottom=1.4 * axes.get_ylim()[0])
-    note(axes, 0.03, 0.96, "token-level", va="top", color=look("k2-loss").colour)
-    note(axes, 0.03, 0.06, "∇KL: all on the axis", color=look("k1-reward").colour)

@@ -14,7 +14,7 @@ import pandas as pd
 
 from kltest.reproduce.bounds import above, below, within
 from kltest.reproduce.claims import OWN, Claim, Claims, Measured
-from kltest.reproduce.frames import Row, Rows, frame, known, need, require, select
+from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, require, select
 from kltest.reproduce.numbers import Cited, Numbers, number
 
 from ..spread import LEVEL, Interval, geometric, interval
@@ -249,8 +249,27 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
                     1 if title == "length" else 2
                 )
             at_ends.append(line)
-    found = {"ends": at_ends, "predictions": predicted, "audits": audited.table(rows)}
+    found = {"ends": at_ends, "predictions": predicted, "matched": _matched_table(rows), "audits": audited.table(rows)}
     return {name: table for name, table in found.items() if table}
+
+
+def _matched_table(rows: Rows) -> list[Row]:
+    """Differences of k2 and k3 in the loss from k1 in the reward: at equal KL, and of gold given length and KL."""
+    try:
+        ends = {task: Sweep(rows, task=task).ends for task in TASKS}
+        found = {
+            (task, f"{name} at equal KL"): {term: at_kl(ends[task], column, term) for term in LOCAL}
+            for task in TASKS
+            for name, column in MEASURED.items()
+            if (task, name) != ("fixed", "length")
+        }
+        found["free", "gold at equal length and KL"] = given(ends["free"], "gold_held_out", CAUSES["length and kl"])
+    except Missing:
+        return []
+    return [
+        {"length": task, "difference of": words} | {f"{term[:2]} in the loss": _interval(by[term]).text(2) for term in LOCAL}
+        for (task, words), by in found.items()
+    ]
 
 
 def _with_bounds(quantity: str, found: Interval, **where: Any) -> Cited:
