@@ -1,10 +1,12 @@
-"""Tables and whole pages of the site that are made from the code when the site is built.
+"""Tables and whole pages of the site that are made from the code when the site is built, and from results beside it.
 
 `<!-- table: NAME -->` in a page becomes a table, `<!-- file: PATH -->` a file of the checkout, `<!-- doc: MODULE -->` a
 module's docstring. The pages of the checks and of the libraries have no source but the code. `python docs/hooks.py`
 renews the generated parts of README.md.
 """
 
+import csv
+import json
 import re
 import sys
 from collections import Counter
@@ -36,7 +38,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made from the code."""
     from mkdocs.structure.files import File
 
-    for path, content in {**check_pages(), **library_pages()}.items():
+    for path, content in {**check_pages(), **library_pages(), **result_pages()}.items():
         files.append(File.generated(config, path, content=content))
     return files
 
@@ -287,8 +289,6 @@ def distillation_losses() -> list[dict[str, str]]:
 
 
 def _labelled(name: str) -> list[dict[str, str]]:
-    import csv
-
     return [
         {
             "repository": row["repository"],
@@ -311,8 +311,6 @@ def pins_months() -> list[dict[str, str]]:
 
 
 def _pins(page: str) -> list[dict[str, str]]:
-    import csv
-
     labels, answers = (
         csv.DictReader((ROOT / "benchmarks" / f"pins{name}.csv").open(encoding="utf-8")) for name in ("_labels", "")
     )
@@ -449,6 +447,54 @@ def library_pages() -> dict[str, str]:
     made = files(recorded.read()) | timeline.files()
     made["libraries.md"] = f"---\nhide: [toc]\n---\n{made['libraries.md']}"  # its tables take the width
     return {f"libraries/{'index.md' if name == 'libraries.md' else name}": content for name, content in made.items()}
+
+
+def result_pages(results: Path = ROOT / "results") -> dict[str, str | bytes]:
+    """A page an experiment: its README, and of what `kltest reproduce` left the figures, tables, claims and settings."""
+    from kltest.reproduce.checkout import Checkout
+    from kltest.reproduce.typesetting import sources
+
+    checkout = Checkout(ROOT)
+    about = {row["experiment"].strip("`"): row for row in experiments()}
+    lines = [
+        "# Results of every experiment",
+        "What was asked, how, and what came, with all claims, settings and tables that the paper leaves out. "
+        "`kltest reproduce`, run before the site is built, adds its figures and numbers to these pages.",
+        table([{"experiment": f"[{name}]({name}.md)", "about": row["about"]} for name, row in about.items()]),
+    ]
+    pages: dict[str, str | bytes] = {"results/index.md": "\n\n".join(lines)}
+    drawn = {figure: sources(checkout, figure) for figure in checkout.figures()}
+    for name in about:
+        parts = [_linked((ROOT / "experiments" / name / "README.md").read_text(encoding="utf-8"))]
+        for figure in (one for one, read in drawn.items() if name in read):
+            picture = results / "figures" / f"{figure}.png"
+            if picture.is_file():
+                pages[f"results/{figure}.png"] = picture.read_bytes()
+                parts.append(f"![{figure}]({figure}.png)")
+        parts += _made(results / name)
+        pages[f"results/{name}.md"] = "\n\n".join(parts) + "\n"
+    return pages
+
+
+def _made(folder: Path) -> list[str]:
+    """Tables, claims and settings of an experiment that was run; nothing if it was not."""
+    if not (folder / "claims.json").is_file():
+        return []
+    parts = []
+    for path in sorted(folder.glob("*.csv")):
+        if path.stem != folder.name:
+            with path.open(encoding="utf-8", newline="") as file:
+                rows = [{title: escaped(cell) for title, cell in row.items()} for row in csv.DictReader(file)]
+            parts += [f"## Table: {path.stem}", table(rows)]
+    found, settings = (json.loads((folder / f"{name}.json").read_text("utf-8")) for name in ("claims", "settings"))
+    columns = {"claim": "claim", "expected": "what is tested", "found": "found", "tolerance": "reason of the bound"}
+    claims = [{title: escaped(str(one[name])) for name, title in columns.items()} for one in found]
+    return [
+        *parts,
+        *(["## Claims", table(claims)] if claims else []),
+        "## Settings",
+        table([{"setting": f"`{name}`", "value": escaped(str(value))} for name, value in settings.items()]),
+    ]
 
 
 def escaped(text: str) -> str:

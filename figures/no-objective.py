@@ -3,7 +3,7 @@
 import math
 
 from .sequence import bands
-from .style import FAINT, INK, Axes, DataFrame, Figure, look, name_ends, note, panels, select, tidy
+from .style import FAINT, INK, Axes, DataFrame, Figure, look, note, panels, select, tidy
 
 READS = ("sequence",)
 

@@ -1,4 +1,4 @@
-"""The part that a token-level loss misses on sequences, by length and steering; and two stable ends for one coefficient."""
+"""What a token-level loss misses on sequences, by length and steering; and two stable ends for one coefficient."""
 
 from typing import Any
 

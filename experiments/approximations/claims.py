@@ -8,9 +8,9 @@ import pandas as pd
 from kltest.reproduce.bounds import Bound, above, at_least, at_most, below, near, within
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import known, need, ordered, require
-from kltest.reproduce.numbers import Cited, Numbers, extremes, melted
+from kltest.reproduce.numbers import Numbers, extremes
 
-from .experiment import EXACT, LOG_RATIOS, PARTS, TOKENS
+from .experiment import EXACT, PARTS, TOKENS
 
 EMA_PG = "Zhang & Ba 2026 (EMA-PG, arXiv 2602.04417), Top-k KL"
 # The largest relative error of a number that is rounded to eight significant bits.
@@ -169,28 +169,4 @@ def _grows(rows: pd.DataFrame) -> Measured:
     return {f"{kind}_ones": found[f"length_of_{kind}"] / found[f"reference_length_of_{kind}"] - 1 for kind in KINDS}
 
 
-@numbers.add
-def _of_heads(rows: pd.DataFrame) -> Cited:
-    yield from extremes("push at the reference", need(rows, "head", **AT_REFERENCE)["bias"])
-    yield from melted(need(rows, "drift", form="top-k", likely_mass=0.8), ["mass", "mass_after"], ["k"])
-
-
-@numbers.add
-def _of_clamps(rows: pd.DataFrame) -> Cited:
-    edges = {"low": "dead below", "high": "dead above"}
-    yield from melted(need(rows, "clamp", u=LOG_RATIOS[0]), edges, ["bound"])
-    lead = need(rows, "lead")
-    lead = lead.assign(left=lead["pull"] / lead["pull of k3-loss"])
-    yield from melted(lead, {"left": "pull left"}, ["lead", "bound"])
-
-
-numbers.melt("return", {"returned": "updates"}, ["penalty", "start"], step=0)
-
-numbers.melt(
-    "precision", {"relative_error": "error"}, ["estimator", "kind", "rounded", "vocabulary", "log_ratio"], seed=0
-)
-
 numbers.add(lambda rows: extremes("asymmetry", _asymmetries(rows)[1]))
-
-
-numbers.melt("optimum", {name: name for name in ("length_of_right", "reference_length_of_right")}, ["beta"], seed=0)

@@ -10,7 +10,7 @@ from kltest.estimators import registry
 from kltest.reproduce.bounds import EVERY, exactly, within
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, Rows, frame, need, select
-from kltest.reproduce.numbers import Cited, Numbers, extremes, number
+from kltest.reproduce.numbers import Cited, Numbers, number
 from kltest.truth import render
 
 from .experiment import COEFFICIENT_TOLERANCE, ENVIRONMENTS, SAMPLERS, SHARED, UNBIASED, definitions
@@ -91,40 +91,7 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
 @numbers.add
 def _of_cells(rows: pd.DataFrame) -> Cited:
     found = need(rows, environment=ENVIRONMENTS)
-    yield number("estimators", found["estimator"].nunique())
-    yield number("environments", found["environment"].nunique())
     yield number("largest residual of a named cell", found[found["identified"].notna()]["residual"].max())
-    for cell, same_cell in need(rows).groupby(CELL, sort=False):
-        most = same_cell["relative_bias"].astype(float).max()
-        yield number("bias", most, **dict(zip(CELL, cell, strict=True)))
-
-
-@numbers.add
-def _of_unbiased(rows: pd.DataFrame) -> Cited:
-    found = need(rows)
-    right = found["relative_bias"].astype(float) < UNBIASED
-    local = found["identified"].map(lambda one: same(one, {"local_reverse_kl": 1.0}))
-    for sampler in SAMPLERS:
-        sets = {environment: _all(found, right, environment, sampler) for environment in ENVIRONMENTS}
-        for environment, names in sets.items():
-            yield number("unbiased", len(names), environment=environment, sampler=sampler)
-        yield number("local", len(_all(found, local, "sequence", sampler)), environment="sequence", sampler=sampler)
-        yield number("unbiased everywhere", len(set.intersection(*sets.values())), sampler=sampler)
-
-
-@numbers.add
-def _of_shared(rows: pd.DataFrame) -> Cited:
-    found = _whole(need(rows, environment=SHARED))
-    yield number("estimators as stated", found.groupby("estimator")["agrees"].all().sum(), environment=SHARED)
-    named = found[found["identified"].notna()]
-    yield number("largest residual of a named cell", named["residual"].max(), environment=SHARED)
-    yield from extremes("bias over that at the logits", _over_logits(rows)["times"])
-
-
-def _all(rows: pd.DataFrame, holds: pd.Series, environment: str, sampler: str) -> set[str]:
-    """The estimators for which it holds in an environment, under a sampler, for every seed."""
-    here = (rows["environment"] == environment) & (rows["sampler"] == sampler)
-    return set(rows[here]["estimator"]) - set(rows[here & ~holds]["estimator"])
 
 
 def _line(mine: pd.DataFrame) -> Row:

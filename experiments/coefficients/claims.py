@@ -545,11 +545,7 @@ def _cell(found: Held) -> str:
 @numbers.add
 def _of_exact_training(rows: pd.DataFrame) -> Cited:
     runs = need(rows, "exact")
-    yield number("estimators", len(set(runs["estimator"]) - {"none"}))
-    yield number("coefficients", runs["beta"].nunique())
-    for name, mine in runs.groupby("estimator", sort=False):
-        yield number("collapsed", mine["collapsed"].sum(), estimator=name)
-        yield number("runs", len(mine), estimator=name)
+    for name in runs["estimator"].unique():
         for environment in ENVIRONMENTS:
             found = held(rows, environment, name)
             if found is not None and found.factor == found.factor:
@@ -567,17 +563,6 @@ def _of_bounds(rows: pd.DataFrame) -> Cited:
     yield number("largest loss above a half", found[much]["lost"].max())
 
 
-numbers.melt("sampled", {"kl": "sampled KL"}, ["estimator", "environment", "beta"], seed=0)
-
-
 @numbers.add
 def _of_budgets(rows: pd.DataFrame) -> Cited:
-    draws = sorted(need(rows, "budget")["seed"].unique())
-    for biased, unbiased in PAIRS:
-        known_sizes = [sizes for seed in draws if (sizes := crossing(rows, biased, unbiased, seed)) is not None]
-        for what, place in (("crossing", 0), ("foreseen crossing", 1)):
-            yield from extremes(what, [sizes[place] for sizes in known_sizes], biased=biased, unbiased=unbiased)
-    excess = _excess(rows)
-    yield number("largest excess over the noise formula", excess.max())
-    yield from extremes("median excess over the noise formula", _medians(excess))
     yield from extremes("rao-blackwell over k1-reward", _beside(rows, "k1-reward", "rao-blackwell")["kl_to_optimum"])

@@ -9,9 +9,9 @@ import pandas as pd
 from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, exactly, near, within
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Missing, Row, known, need, ordered, require, select
-from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, melted
 
-from .experiment import ANCHOR, ESTIMATORS, EXAMPLES, PARTS, PLACEMENTS, PUBLISHED, gaussian_kl
+from .experiment import ANCHOR, ESTIMATORS, EXAMPLES, PARTS, PLACEMENTS, PUBLISHED
 
 EXACT = 1e-10
 ROUNDED = 1e-6  # rows keep eight figures, of levels that are solved for to as many
@@ -467,42 +467,8 @@ def _zero(bias: float) -> str:
 
 
 numbers.single("distance", {"pairs": ("pairs", "max")})
-numbers.melt("distance", ["relative_error", "size"], ["estimator", "path", "vocabulary", "kl"], seed=0)
 
 
 @numbers.add
 def _of_gaussians(rows: pd.DataFrame) -> Cited:
-    # E[w²] is infinite from a width of √½ on.
-    yield number("KL where k3 becomes infinite", gaussian_kl(0.0, math.sqrt(0.5)))
     yield from melted(_wholes(rows), {"bias": "gradient bias"})
-
-
-@numbers.add
-def _of_orders(rows: pd.DataFrame) -> Cited:
-    orders = need(rows, "orders").assign(direction="shifted", of="error")
-    yield from melted(orders, {"until": "order"}, ["direction", "one", "other", "of"])
-
-
-@numbers.add
-def _of_lengths(rows: pd.DataFrame) -> Cited:
-    found = need(rows, "length", hold="kl")
-    yield number("shortest", found["length"].min())
-    yield number("longest", found["length"].max())
-    yield number("types", found["types"].max())
-    for kl in found["kl"].unique():
-        yield from extremes("gain of k3 in both", _gain(need(found, kl=kl), at_least(0)), kl=kl)
-
-
-@numbers.add
-def _of_equal_noise(rows: pd.DataFrame) -> Cited:
-    yield from extremes("KL of equal noise", need(rows, "equal noise")["equal_at"])
-    for short, _ in _changes(rows)[-1:]:
-        yield number("order changes after", short)
-
-
-@numbers.add
-def _of_random_pairs(rows: pd.DataFrame) -> Cited:
-    found = need(rows, "random")
-    yield number("random pairs", found["pairs"].sum())
-    for name in ("most_biased_is_k3_reward", "k3_both_less_noisy_than_k1_reward"):
-        yield number("share of pairs", found[name].sum() / found["pairs"].sum(), where=name.replace("_", " "))

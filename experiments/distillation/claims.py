@@ -5,10 +5,10 @@ import pandas as pd
 from kltest.reproduce.bounds import EVERY, Bound, above, at_least, below, near
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, Rows, known, need, ordered, select
-from kltest.reproduce.numbers import Numbers, extremes, number
+from kltest.reproduce.numbers import Numbers
 from kltest.truth import ATLAS
 
-from .experiment import FORMS, NOISE_BETA, PARTS, VOCABULARY, K
+from .experiment import FORMS, PARTS, K
 
 VERL = "verl, RFC 7856 and pull requests 5041, 7425, 7806"
 MILES = "Miles, issue 2362"
@@ -185,29 +185,3 @@ def _followed(name: str) -> str:
 
 def _end(name: str) -> str:
     return name if (end := FORMS[name].end) is None else end.__name__
-
-
-@numbers.add
-def _of_ends(rows: pd.DataFrame) -> list[Row]:
-    found = _alone(rows, k=K)
-    means = found.groupby("form")[["outside", "own_outside", "kl"]].mean()
-    cited = [number("vocabulary", VOCABULARY), number("k", K), number("beta", NOISE_BETA)]
-    cited += [number("teacher outside", found["teacher_outside"].mean())]
-    for form, line in means.iterrows():
-        cited += [number(name.replace("_", " "), line[name], form=form) for name in means]
-    return cited
-
-
-@numbers.add
-def _of_gaps(rows: pd.DataFrame) -> list[Row]:
-    return [number("gap", gap, form=form) for form, gap in _gaps(rows).items()]
-
-
-@numbers.add
-def _of_noise(rows: pd.DataFrame) -> list[Row]:
-    alone = known(_noise(rows, rewarded=False, place=below(1)))
-    cited = [*extremes("variance alone", alone)]
-    at = {"rewarded": True, "place": 1.0}
-    cited += extremes("variance at the optimum", known(_noise(rows, environment="sequence", **at)))
-    cited += extremes("variance far from the teacher", known(_noise(rows, rewarded=True, place=0.0, teacher="far")))
-    return cited

@@ -5,7 +5,6 @@ those that the runs show are claims; those that they do not show are listed besi
 made now are compared with the recorded ones of the same settings.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -155,7 +154,7 @@ for _name, _shown in (("reward", not_shown), ("gold", findings)):
         found = _matched(rows, "fixed", name)
         return {"ends_of_difference": _ends_of(found), "intervals": _each(found, 3)}
 
-    @_shown.measure(OWN, PLANNED, high_end_of_difference=below(0), name=_name)
+    @findings.measure(OWN, PLANNED, high_end_of_difference=below(0), name=_name)
     def _gap(rows: pd.DataFrame, name: str) -> Measured:
         """free length: at equal KL the {name} under k2 and k3 in the loss is below that under k1 in the reward"""
         found = _matched(rows, "free", name)
@@ -255,28 +254,23 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
 
 def _matched_table(rows: Rows) -> list[Row]:
     """Differences of k2 and k3 in the loss from k1 in the reward: at equal KL, and of gold given length and KL."""
+    found: dict[tuple[str, str], Any] = {}
     try:
-        ends = {task: Sweep(rows, task=task).ends for task in TASKS}
-        found = {
-            (task, f"{name} at equal KL"): {term: at_kl(ends[task], column, term) for term in LOCAL}
-            for task in TASKS
-            for name, column in MEASURED.items()
-            if (task, name) != ("fixed", "length")
-        }
-        found["free", "gold at equal length and KL"] = given(ends["free"], "gold_held_out", CAUSES["length and kl"])
+        for task in TASKS:
+            ends = Sweep(rows, task=task).ends
+            for name, column in MEASURED.items():
+                # Where lengths are fixed they cannot differ.
+                if (task, name) != ("fixed", "length"):
+                    found[task, f"{name} at equal KL"] = {term: at_kl(ends, column, term) for term in LOCAL}
+            if task == "free":
+                found[task, "gold at equal length and KL"] = given(ends, "gold_held_out", CAUSES["length and kl"])
     except Missing:
         return []
+    shown = {term: f"{term[:2]} in the loss" for term in LOCAL}
     return [
-        {"length": task, "difference of": words} | {f"{term[:2]} in the loss": _interval(by[term]).text(2) for term in LOCAL}
+        {"length": task, "difference in": words} | {shown[term]: _interval(by[term]).text(2) for term in LOCAL}
         for (task, words), by in found.items()
     ]
-
-
-def _with_bounds(quantity: str, found: Interval, **where: Any) -> Cited:
-    """Yield a mean, and the ends of its interval as the same quantity with a bound."""
-    yield number(quantity, found.mean, **where)
-    for bound, value in (("low", found.low), ("high", found.high)):
-        yield number(quantity, value if math.isfinite(value) else None, **where, bound=bound)
 
 
 @numbers.add
@@ -292,34 +286,18 @@ def _of_the_sweep(rows: pd.DataFrame) -> Cited:
     yield number("predictions shown", sum(one.agrees is True for one in judged))
     for (task, variant, beta), own in ended.groupby(KEY[:3], sort=False):
         where = {"task": task, "variant": variant, "beta": beta}
-        yield from _with_bounds("kl", geometric(list(own["kl"])), **where)
-        for quantity, name in MEASURED.items():
-            yield from _with_bounds(quantity, interval(list(own[name])), **where)
-        sweep = Sweep(rows, task=task)
-        if beta:
-            yield from _with_bounds("kl over none", sweep.over_none(variant, beta), **where)
-            best = PREFIX if variant in STALE else UNBIASED
-            if variant != best:
-                yield from _with_bounds("objective lost", sweep.difference("objective", best, variant, beta), **where)
-    for name in ("gold_held_out", "reward_held_out"):
-        quantity = f"{name.partition('_')[0]} before"
-        for task in TASKS:
-            start = need(ended, task=task, variant="none")[f"{name}_before"]
-            yield from _with_bounds(quantity, interval(list(start)), task=task)
+        yield number("length", own["length_held_out"].mean(), **where)
+        best = PREFIX if variant in STALE else UNBIASED
+        if beta and variant != best:
+            lost = Sweep(rows, task=task).difference("objective", best, variant, beta)
+            yield number("objective lost", lost.mean, **where)
 
 
 @numbers.add
 def _of_comparisons(rows: pd.DataFrame) -> Cited:
-    """At equal KL, and given mean length or KL: differences from k1 in the reward."""
-    for task in TASKS:
-        ends = Sweep(rows, task=task).ends
-        for name, column in MEASURED.items():
-            for term in LOCAL:
-                found = _interval(at_kl(ends, column, term))
-                yield from _with_bounds(f"{name} at equal KL", found, task=task, term=term)
-    for cause, columns in CAUSES.items():
-        left = given(Sweep(rows, task="free").ends, "gold_held_out", columns)
-        for term in LOCAL:
-            yield from _with_bounds(f"gold given {cause}", _interval(left[term]), task="free", term=term)
-    ends = need(Sweep(rows, task="free").ends, variant=(UNBIASED, *LOCAL))
-    yield number("correlation of gold and length", ends["gold_held_out"].corr(ends["length_held_out"]), task="free")
+    ends = Sweep(rows, task="free").ends
+    for term in LOCAL:
+        yield number("gold lost at equal KL", -at_kl(ends, "gold_held_out", term).mean(), term=term)
+        yield number("tokens more at equal KL", at_kl(ends, "length_held_out", term).mean(), term=term)
+    ends = need(ends, variant=(UNBIASED, *LOCAL))
+    yield number("correlation of gold and length", ends["gold_held_out"].corr(ends["length_held_out"]))

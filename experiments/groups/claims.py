@@ -110,7 +110,6 @@ def _noise(rows: pd.DataFrame) -> Measured:
     return {"share_of_the_loss": without / noisy, "lost": without, "lost_to_noise": noisy}
 
 
-numbers.melt("masking", {"lost": "lost", "ties": "tied"}, ["group_size", "success"], means=True)
 numbers.add(lambda rows: extremes("KL ratio of masked", _times_the_kl(rows)))
 
 

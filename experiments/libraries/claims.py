@@ -124,8 +124,6 @@ def _share(value: float) -> str:
 @numbers.add
 def _of_defaults(rows: pd.DataFrame) -> Cited:
     found = need(rows, "defaults")
-    yield number("libraries", found["library"].nunique())
-    yield number("defaults", len(found))
     yield number("tokens", instances("sequence", 0)[0].environment.horizon)
     for purpose, own in found.groupby("purpose", sort=False):
         yield number("defaults", len(own), purpose=purpose)
@@ -138,7 +136,6 @@ def _of_defaults(rows: pd.DataFrame) -> Cited:
 def _of_biases(rows: pd.DataFrame) -> Cited:
     found = need(rows, "defaults", purpose=PENALTY)
     for kind, own in found.groupby("kind", sort=False):
-        yield number("largest bias", own["relative_bias"].max(), kind=kind)
         yield number("largest bias at the best coefficient", left(own).max(), kind=kind)
 
 

@@ -85,7 +85,3 @@ def _crossing(rows: pd.DataFrame, near_kl: Bound, far_kl: Bound) -> Measured:
 
 
 numbers.add(lambda rows: [number("target", TARGET)])
-numbers.melt("mutation", ["kl", "read"], ["step", "beta"], seed=0)
-numbers.melt("controller", {"kl": "kl at the end"}, ["read", "offset"], round=CONTROLLER["rounds"], seed=0)
-numbers.melt("logged", ["std", "kl"], ["estimator", "step", "beta"], seed=0)
-numbers.single("logged", {"lowest mean of token means": ("over_own_length", "min")}, estimator="k1-loss")

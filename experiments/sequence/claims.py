@@ -199,10 +199,6 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
 @numbers.add
 def _of_lengths(rows: pd.DataFrame) -> Cited:
     longest = _at_longest(rows)
-    share = longest.assign(relative=longest["missed"] / longest["kept"]).groupby("steering")
-    yield from melted(share[["missed", "relative"]].mean(), {"missed": "missed", "relative": "missed against kept"})
+    yield from melted(longest.groupby("steering")[["missed"]].mean(), {"missed": "missed"})
     short = need(rows, "length", length=2).groupby("steering")[["missed"]].mean()
     yield from melted(short, {"missed": "missed by two tokens"})
-
-
-numbers.melt("conditions", ["missed"], ["condition"], means=True)

@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 
-from kltest.reproduce.bounds import EVERY, Bound, above, at_least, below, exactly, near
+from kltest.reproduce.bounds import EVERY, Bound, above, below, exactly, near
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import need, ordered, require
 from kltest.reproduce.numbers import Cited, Numbers, number
@@ -14,8 +14,6 @@ from .experiment import EXACT, PARTS
 TANG_MUNOS = "Tang & Munos 2025 (arXiv 2506.09477), the partial gradient of a token-level loss"
 LOCAL = ("k2-loss", "full-loss", "k1-reward-immediate")
 RIGHT = ("k1-reward", "k1-reward-to-go")
-# An eigenvalue counts as complex from here on; those of symmetric matrices come out below 1e-7 of their size.
-TURNS = 1e-3
 # Rounding stays below EXACT; a part that is there may be small, but not as small as this.
 VISIBLE = 1e-6
 # The reference and β whose ends the paper states, and what training follows.
@@ -136,32 +134,6 @@ def _bands(rows: pd.DataFrame) -> dict[float, tuple[float, float]]:
     return {reference: tuple(edge) for reference, edge in edges.iterrows()}
 
 
-@claims.measure(
-    OWN,
-    "eigenvalues of symmetric matrices come out below 1e-7 of their size; rest points to rounding",
-    imaginary_over_real=above(TURNS),
-    the_same_of_the_whole=below(1e-7),
-    off_rest=near(0, EXACT),
-    processes=at_least(30),
-)
-def _turns(rows: pd.DataFrame, processes: Bound) -> Measured:
-    """where states recur, the rest point of a token-level loss may have complex eigenvalues: in some random process
-    their imaginary part is above {imaginary_over_real} of the real one; never for ∇KL(π‖ref)"""
-    found = need(rows, "rotation")
-    turn = found.groupby("followed")["turn"]
-    local, whole = (turn.get_group(followed) for followed in ("local_reverse_kl", "reverse_kl"))
-    require(processes(len(local)))
-    return {
-        "imaginary_over_real": local.max(),
-        "the_same_of_the_whole": whole,
-        "off_rest": found["off_rest"],
-        "processes_above": int((local > TURNS).sum()),
-        "of": len(local),
-    }
-
-
-numbers.melt("environments", ["missed"], ["environment", "horizon", "slip"], means=True)
-
 numbers.single("picture", {"cells": ("kl", len), "cells where π = ref": ("kl", lambda kl: (kl < EXACT).sum())})
 
 
@@ -170,21 +142,3 @@ def _of_ends(rows: pd.DataFrame) -> Cited:
     for reference, (low, high) in _bands(rows).items():
         yield number("band from", low, reference=reference)
         yield number("band to", high, reference=reference)
-    for followed, name in FOLLOWED.items():
-        for ends in _ends(rows, followed)[lambda each: each.index == tuple(SHOWN.values())]:
-            if ends:
-                yield number("lower end", ends[0], gradient=name)
-                yield number("upper end", ends[-1], gradient=name)
-    tipping = need(rows, "length", followed="local_reverse_kl", stable=False, **SHOWN)
-    yield number("tipping point", tipping["chance"].iloc[0])
-
-
-numbers.single(
-    "rotation",
-    {
-        "processes": ("turn", len),
-        "largest turn": ("turn", "max"),
-        "processes with complex eigenvalues": ("turn", lambda turn: (turn > TURNS).sum()),
-    },
-    followed="local_reverse_kl",
-)

@@ -10,7 +10,6 @@ from scipy.optimize import brentq
 from scipy.special import expit, logit
 
 from kltest.environments import END, Environment, Instance, mdp, tabular
-from kltest.environments.policies import table
 from kltest.loss.resolve import resolve
 from kltest.moments import dynamic
 from kltest.reproduce.frames import Row
@@ -26,11 +25,7 @@ PARTS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "estimators": {"environment": "environment", "estimator": "estimator", "seed": "draw"},
     "picture": (),
     "length": ("beta", "reference"),
-    "rotation": ("beta", "seed"),
 }
-
-# Of the coefficients, those for which random processes are looked at.
-ROTATION_BETAS = (0.3, 1.0, 2.0)
 
 SETTINGS = Settings(
     title="What a token-level loss misses in decision processes",
@@ -62,7 +57,6 @@ SETTINGS = Settings(
         ),
     },
     seeds={"quick": 3, "full": 20},
-    applies=lambda one: one["part"] != "rotation" or one["beta"] in ROTATION_BETAS,
 )
 
 # The environments. An action that slips is one that was drawn uniformly.
@@ -81,8 +75,6 @@ PICTURE = {"columns": 9, "rows": 5, "horizon": 14, "slip": 0.1, "drift": 1.0, "c
 CONTINUES = 0.9
 STEPS = 350  # 0.9^350 is 1e-16: nothing is left of a rollout by then
 
-# Rotation: random processes of this size, this many for each seed, all of them ended with chance 1 − CONTINUES a step.
-ROTATION = {"states": 3, "actions": 3, "branches": 2, "environments": 12}
 
 # Relative differences below this are rounding.
 EXACT = 1e-10
@@ -177,41 +169,6 @@ def going_on(reference: float, logit: float) -> Instance:
     process = from_dense("length", dense, STEPS, np.ones(1))
     process = replace(process, reward=np.array([[0.0, 1.0]]))
     return Instance.of(process, np.array([[0.0, logit]]), np.log([[1 - reference, reference]]))
-
-
-def ending(seed: int, number: int) -> tuple[Environment, np.ndarray]:
-    """A random process that ends with chance 1 − CONTINUES a step, and the logits of a reference."""
-    size = {name: ROTATION[name] for name in ("states", "actions", "branches")}
-    drawn = generator("ending", seed, number)
-    start = np.full(size["states"], 1 / size["states"])
-    process = mdp(**size, horizon=STEPS, seed=int(drawn.integers(2**31)), start=start)
-    dense = next_contexts(process)
-    return (
-        from_dense("ending", CONTINUES * dense, STEPS, process),
-        drawn.standard_normal((process.n_contexts, process.vocabulary)),
-    )
-
-
-def rest(process: Environment, reference: np.ndarray, beta: float, soft: bool) -> np.ndarray:
-    """(S, A) log-probs at rest of a process that ends by itself, by iterating π ∝ ref·exp(Q/β) to rounding.
-
-    `soft`: Q counts the KL still to come, as ∇KL(π‖ref) does; else it is of the reward alone, as under a token-level
-    loss. Half of every step is kept, so that it settles.
-    """
-    dense = next_contexts(process)
-    log_reference = table(reference)
-    policy = log_reference
-    for _ in range(2000):
-        chances = np.exp(policy)
-        paid = process.reward - (beta * (policy - log_reference) if soft else 0.0)
-        step = np.einsum("sa,sak->sk", chances, dense)
-        value = np.linalg.solve(np.eye(len(step)) - step, (chances * paid).sum(axis=1))
-        moved = table(0.5 * policy + 0.5 * (log_reference + (process.reward + dense @ value) / beta))
-        settled = np.abs(moved - policy).max() < 1e-14
-        policy = moved
-        if settled:
-            break
-    return policy
 
 
 # --- ends ---
@@ -346,36 +303,9 @@ def push(beta: float, reference: float, logit: float, followed: str) -> float:
     return float((gradient("expected_reward", instance) - beta * gradient(followed, instance))[0, 1])
 
 
-def _rotation(beta: float, seed: int) -> list[Row]:
-    """Eigenvalues of the training field at its fixed point, in random processes: complex ones turn."""
-    rows = []
-    for number in range(ROTATION["environments"]):
-        process, reference = ending(seed, number)
-        for followed, soft in (("local_reverse_kl", False), ("reverse_kl", True)):
-            instance = Instance.of(process, rest(process, reference, beta, soft), reference)
-            reward, penalty = (gradient(name, instance) for name in ("expected_reward", followed))
-            matrix = jacobian("expected_reward", instance) - beta * jacobian(followed, instance)
-            rows.append(
-                {"followed": followed}
-                | {"off_rest": norm(reward - beta * penalty) / norm(reward), **_eigenvalues(matrix, instance)}
-            )
-    return rows
-
-
-def _eigenvalues(matrix: np.ndarray, instance: Instance) -> Row:
-    """Of changes of logits that change a policy: the one with the most imaginary part for its real one, in `turn`."""
-    contexts, actions = instance.policy.shape
-    basis = np.kron(np.eye(contexts), np.linalg.svd(np.ones((1, actions)))[2][1:].T)
-    found = np.linalg.eigvals(basis.T @ matrix @ basis)
-    turn = np.abs(found.imag) / np.abs(found.real)
-    most = found[np.argmax(turn)]
-    return {"turn": float(turn.max()), "real": float(most.real), "imaginary": abs(float(most.imag))}
-
-
 COMPUTE: dict[str, Callable[..., list[Row]]] = {
     "environments": _environments,
     "estimators": _estimators,
     "picture": _picture,
     "length": _length,
-    "rotation": _rotation,
 }

@@ -23,9 +23,9 @@ from kltest.reproduce.frames import frame
 # Metadata that would differ between two drawings, by format; random names are ruled out by the style's hash salt.
 DATES: dict[str, tuple[str, ...]] = {"pdf": ("CreationDate", "ModDate"), "svg": ("Date",), "png": ()}
 # Citation of a number in the text: #n("atlas", "bias", estimator: "k3-loss", digits: 2), the experiment first, then the
-# quantity, then the columns that single it out; what says how to print it is no column. #interval cites its bounds too.
+# quantity, then the columns that single it out; what says how to print it is no column.
 CITATION = re.compile(
-    r'#?\b(n|power|interval)\(\s*"([\w-]+)"\s*,\s*"([^"]+)"((?:\s*,\s*[\w-]+:\s*(?:"[^"]*"|[^\s",()]+))*),?\s*\)'
+    r'#?\b(?:n|power)\(\s*"([\w-]+)"\s*,\s*"([^"]+)"((?:\s*,\s*[\w-]+:\s*(?:"[^"]*"|[^\s",()]+))*),?\s*\)'
 )
 COLUMN = re.compile(r'([\w-]+):\s*("[^"]*"|[^\s",()]+)')
 FORMAT = ("digits", "figures", "percent")
@@ -105,10 +105,9 @@ def written(checkout: Checkout) -> str:
 def cited(text: str) -> set[Cited]:
     """The numbers that the text cites: the experiment, and the columns of its table that single one out."""
     found = set()
-    for function, experiment, quantity, rest in CITATION.findall(text):
-        columns = {"quantity": quantity} | {name: json.loads(value) for name, value in COLUMN.findall(rest)}
-        for bound in ({}, *({"bound": end} for end in ("low", "high") if function == "interval")):
-            found.add((experiment, _key(columns | bound)))
+    for experiment, quantity, rest in CITATION.findall(text):
+        columns = {name: json.loads(value) for name, value in COLUMN.findall(rest)}
+        found.add((experiment, _key({"quantity": quantity} | columns)))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 import os
 import re
 import runpy
@@ -58,6 +59,34 @@ def test_the_readmes_tables_are_those_of_the_code():
 def test_the_readme_is_an_entrance():
     assert len(README.splitlines()) <= 150
     assert re.findall(r"\[[^\]]*\]\((?!https?:)[^)]*\)", README) == [PICTURE.removeprefix("!")]
+
+
+def test_every_experiment_has_a_page_and_what_was_run_has_its_claims_settings_and_pictures(tmp_path):
+    names = {path.parent.name for path in (ROOT / "experiments").glob("*/README.md")}
+    bare = hooks.result_pages(tmp_path)
+    assert bare.keys() == {f"results/{name}.md" for name in (*names, "index")}
+    assert "## Settings" not in bare["results/groups.md"]
+    claim = {"claim": "a_b | c", "expected": "x < 1", "found": "0.5", "tolerance": "rounding"}
+    made = {
+        "groups/claims.json": json.dumps([claim]),
+        "groups/settings.json": json.dumps({"beta": [1.0]}),
+        "groups/table.csv": "title\nseven_7\n",
+        "figures/groups.png": "not a picture",
+    }
+    for path, text in made.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text, encoding="utf-8")
+    pages = hooks.result_pages(tmp_path)
+    page = pages["results/groups.md"]
+    assert page.startswith(bare["results/groups.md"].rstrip())
+    for text in (
+        r"| a\_b \∣ c | x \< 1 | 0.5 | rounding |",
+        r"| `beta` | \[1.0\] |",
+        r"| seven\_7 |",
+        "![groups](groups.png)",
+    ):
+        assert text in page
+    assert pages["results/groups.png"] == b"not a picture"
 
 
 @pytest.fixture(scope="module")
