@@ -450,7 +450,7 @@ def library_pages() -> dict[str, str]:
 
 
 def result_pages(results: Path = ROOT / "results") -> dict[str, str | bytes]:
-    """A page an experiment: its README, and of what `kltest reproduce` left the figures, tables, claims and settings."""
+    """A page an experiment: its README, and the figures, tables, claims and settings that `kltest reproduce` left."""
     from kltest.reproduce.checkout import Checkout
     from kltest.reproduce.typesetting import sources
 

@@ -3,7 +3,7 @@
 import math
 
 from .sequence import bands
-from .style import FAINT, INK, Axes, DataFrame, Figure, look, note, panels, select, tidy
+from .style import FAINT, INK, Axes, DataFrame, Figure, look, panels, select, tidy
 
 READS = ("sequence",)
 
@@ -20,10 +20,8 @@ def _asymmetry(axes: Axes, rows: DataFrame) -> None:
     tidy(axes, title="a  No function has this gradient", x="length T (tokens)", y="‖J − Jᵀ‖ / ‖J + Jᵀ‖")
     bands(axes, rows, "length", "asymmetry")
     axes.set(xscale="log", ylim=(-0.06, 0.95))
-    axes.legend(loc="upper left", ncols=2)
-    axes.axhline(0, color=look("k1-reward").colour, lw=1.0)
-    axes.text(4, 0.02, "∇KL: 0, as of any gradient", color=look("k1-reward").colour)
-    note(axes, 0.03, 0.97, "J: derivatives of the\ntoken-level gradient", va="top")
+    axes.axhline(0, color=look("k1-reward").colour, lw=1.0, label="∇KL: 0")
+    axes.legend(loc="upper left", ncols=3)
 
 
 def _circulation(axes: Axes, rows: DataFrame) -> None:

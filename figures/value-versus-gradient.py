@@ -10,22 +10,9 @@ KL, SIZES = 0.5, (1.0, 1e4)
 VALUES = {"k1-loss": "k₁", "k2-loss": "k₂", "k3-loss": "k₃"}
 GRADIENTS = {
     ("k1-loss", "loss"): look("k1-loss").words,
-    ("k2-loss", "loss"): f"{look('k2-loss').words} =\n{look('k1-reward').words}",
+    ("k2-loss", "loss"): f"{look('k2-loss').words}, or {look('k1-reward').words}",
     ("k3-loss", "loss"): look("k3-loss").words,
     ("k3-loss", "reward"): look("k3-reward").words,
-}
-# Place of a label along its line, as a share of the axis, and its position there: points off, alignment.
-Spot = tuple[float, tuple[float, float], str]
-VALUE_LABELS: dict[str, Spot] = {
-    "k1-loss": (0.8, (5, 3), "left"),
-    "k2-loss": (0.9, (0, 5), "center"),
-    "k3-loss": (0.8, (-5, -9), "right"),
-}
-GRADIENT_LABELS: dict[tuple[str, str], Spot] = {
-    ("k1-loss", "loss"): (0.02, (0, -22), "left"),
-    ("k2-loss", "loss"): (0.62, (-8, -16), "right"),
-    ("k3-loss", "loss"): (0.1, (8, 5), "left"),
-    ("k3-loss", "reward"): (0.72, (0, 6), "center"),
 }
 
 
@@ -44,9 +31,9 @@ def _values(axes: Axes, rows: DataFrame) -> None:
     for name, words in VALUES.items():
         variance, mean = found.loc[name, ["variance", "mean"]]
         line = variance / KL**2 / across + (mean / KL - 1) ** 2
-        axes.plot(across, line, **look(name).plot(markevery=0.3))
-        _label(axes, words, across, line, look(name).colour, VALUE_LABELS[name])
+        axes.plot(across, line, label=words, **look(name).plot(markevery=0.3))
     _crossing(axes, found)
+    axes.legend(loc="lower left")
     axes.set(xscale="log", yscale="log", xlim=SIZES, ymargin=0.12)
     tidy(axes, title=f"a  The value, KL = {KL:g} nats", x="samples n", y="mean squared error / KL²")
 
@@ -62,8 +49,7 @@ def _crossing(axes: Axes, found: DataFrame) -> None:
 
 def _gradients(axes: Axes, rows: DataFrame) -> None:
     across = np.geomspace(*SIZES, 200)
-    axes.axhline(1.0, color=FAINT, lw=0.8, ls=(0, (1, 1.5)))
-    label(axes, "no gradient at all", (SIZES[1], 1.0), (-2, -3), FAINT, ha="right", va="top")
+    axes.axhline(1.0, color=FAINT, lw=0.8, ls=(0, (1, 1.5)), label="no gradient at all")
     for (estimator, placement), words in GRADIENTS.items():
         parts = select(rows, kind="gradient", estimator=estimator, placement=placement)
         size = (parts["truth"] ** 2).sum()
@@ -71,14 +57,9 @@ def _gradients(axes: Axes, rows: DataFrame) -> None:
         # Rounding would draw a floor under an estimator that has none.
         line = variance / across + (bias if bias > 1e-20 else 0.0)
         name = estimator if placement == "loss" else estimator.replace("loss", placement)
-        axes.plot(across, line, **look(name).plot(markevery=0.3, linewidth=1.8 if bias < 1e-20 else 1.1))
-        _label(axes, words, across, line, look(name).colour, GRADIENT_LABELS[estimator, placement])
+        style = look(name).plot(markevery=0.3, linewidth=1.8 if bias < 1e-20 else 1.1)
+        axes.plot(across, line, label=words, **style)
     axes.set(xscale="log", yscale="log", xlim=SIZES)
+    axes.legend(loc="lower left")
     title = f"b  Its gradient, KL = {KL:g} nats"
     tidy(axes, title=title, x="samples n", y="mean squared error / ‖∇KL‖²")
-
-
-def _label(axes: Axes, text: str, x: np.ndarray, y: np.ndarray, colour: str, spot: Spot) -> None:
-    share, off, side = spot
-    at = round(share * (len(x) - 1))
-    label(axes, text, (x[at], y[at]), off, colour, ha=side, weight="bold")

@@ -11,7 +11,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from kltest.reproduce.frames import frame
 
 # Metadata that would differ between two drawings, by format; random names are ruled out by the style's hash salt.
 DATES: dict[str, tuple[str, ...]] = {"pdf": ("CreationDate", "ModDate"), "svg": ("Date",), "png": ()}
+# What the text reads of results.
+RESULTS = ("*/numbers.json", "*/settings.json", "*/*.csv", "figures/*.svg")
 # Citation of a number in the text: #n("atlas", "bias", estimator: "k3-loss", digits: 2), the experiment first, then the
 # quantity, then the columns that single it out; what says how to print it is no column.
 CITATION = re.compile(
@@ -83,18 +86,28 @@ def typeset(checkout: Checkout, output: Path) -> Path:
             f"the paper cites numbers that the results in {output} do not contain: {'; '.join(missing)}. "
             "Run `kltest reproduce --retry-failed`, which tries again what failed before, or correct the text"
         )
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        shutil.copytree(checkout.root / "paper", root, dirs_exist_ok=True)
-        _stage(output, root / "data")
-        _stage(checkout.root, root / "data", "benchmarks/*.csv")
+    with staged(checkout, output) as root:
         try:
             pdf = typst.compile(
-                str(root / "paper.typ"), root=folder, format="pdf", ignore_system_fonts=True, timestamp=TIMESTAMP
+                str(root / "paper.typ"), root=str(root), format="pdf", ignore_system_fonts=True, timestamp=TIMESTAMP
             )
         except typst.TypstError as error:
             raise KltestError(f"Typst cannot build the paper: {error}") from error
     return write(output / "paper" / "paper.pdf", pdf)
+
+
+@contextmanager
+def staged(checkout: Checkout, output: Path) -> Iterator[Path]:
+    """A folder with the text and what it reads, for Typst reads nothing outside its root."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        shutil.copytree(checkout.root / "paper", root, dirs_exist_ok=True)
+        for source, patterns in ((output, RESULTS), (checkout.root, ("benchmarks/*.csv",))):
+            for path in (path for pattern in patterns for path in source.glob(pattern)):
+                target = root / "data" / path.relative_to(source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, target)
+        yield root
 
 
 def written(checkout: Checkout) -> str:
@@ -126,15 +139,3 @@ def uncovered(text: str, output: Path) -> list[str]:
 def _key(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     found = {name: value for name, value in row.items() if name not in (*FORMAT, "value")}
     return (("quantity", found.pop("quantity")), *sorted(found.items()))
-
-
-RESULTS = ("*/numbers.json", "*/settings.json", "*/claims.json", "*/*.csv", "figures/*.svg")
-
-
-def _stage(folder: Path, data: Path, *patterns: str) -> None:
-    """Put what the text reads beside it, since Typst reads nothing outside its root; without patterns, results."""
-    for pattern in patterns or RESULTS:
-        for path in folder.glob(pattern):
-            target = data / path.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)

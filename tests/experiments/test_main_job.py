@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import processes
 import pytest
+import typst
 from legible import faults, text_width
 from PIL import Image
 from trial import irrefutable
@@ -20,7 +21,7 @@ from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.frames import frame
-from kltest.reproduce.typesetting import CITATION, cited, drawn, sources, uncovered, written
+from kltest.reproduce.typesetting import CITATION, cited, drawn, sources, staged, uncovered, written
 from kltest.truth import gradient
 
 ROOT = Path(__file__).parents[2]
@@ -232,6 +233,39 @@ def test_the_papers_numbers_are_all_in_the_results(ran, results):
     assert len(cited(PAPER)) > 10
     missing = uncovered(PAPER, results)
     assert [number for number in missing if number.partition(":")[0] in ran] == []
+
+
+# Sections of the body, by their files; all else is the appendix.
+BODY = ("introduction", "training", "setting", "missed", "language-model", "libraries", "recommendations", "related")
+
+
+def test_the_text_of_the_body_has_few_numbers():
+    """At most 120 that results give, tables aside, and five a paragraph at most."""
+    sections = [(ROOT / "paper" / "sections" / f"{name}.typ").read_text(encoding="utf-8") for name in BODY]
+    assert len(CITATION.findall("".join(sections))) <= 120
+    for paragraph in "\n\n".join(sections).split("\n\n"):
+        assert len(CITATION.findall(paragraph)) <= 5, paragraph[:80]
+
+
+@with_the_atlas
+def test_the_paper_has_ten_pages_and_fourteen_of_appendix(results):
+    with staged(Checkout(ROOT), results) as root:
+        ends = [
+            int(
+                typst.query(
+                    str(root / "paper.typ"),
+                    f"<{end}>",
+                    root=str(root),
+                    field="value",
+                    ignore_system_fonts=True,
+                    one=True,
+                )
+            )
+            for end in ("last-page-of-body", "last-page-of-references", "last-page")
+        ]
+    body, references, last = ends
+    assert body <= 10
+    assert last - references <= 14
 
 
 def test_no_number_of_a_result_is_typed_by_hand():
