@@ -6,10 +6,10 @@ from typing import Any
 
 import pandas as pd
 
-from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, near, within
+from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, exactly, near, within
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, frame, known, mean, need, require
-from kltest.reproduce.numbers import Cited, Numbers, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 
 from .experiment import CLIP, EXACT, PATH, most_updates, multiplier, ratio_free_settles
 from .step import STALE, error
@@ -230,7 +230,7 @@ def _own(rows: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
 
 def _stale(rows: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
     """Samplers of policies, with orders of the ways' errors; noise beyond the range of a float is infinite."""
-    found = need(rows, "step", drift=("age", "engine"), **wanted)
+    found = need(rows, "step", **{"drift": ("age", "engine"), **wanted})
     names = ["even", *(f"{name}_{way}" for name in ("bias", "noise", "pairs") for way in STALE)]
     found = found.assign(**{name: found[name].astype(float).fillna(math.inf) for name in names})
     errors = pd.DataFrame({way: error(found, way, BATCH) for way in STALE})
@@ -274,17 +274,16 @@ def _slope(rows: pd.DataFrame) -> Measured:
 
 
 @claims.measure(
-    OWN, "medians over environments and samplers", trained=above(5), untrained=below(1), made=4, nats=at_most(0.1)
+    OWN, "medians over environments and samplers", trained=above(5), untrained=below(1.5), made=4, nats=at_most(0.1)
 )
 def _prefix(rows: pd.DataFrame, made: int, nats: Bound) -> Measured:
     """after {made} updates, from either start, a penalty with prefix ratios has in the median more than {trained} times
-    the noise of one ratio on the return less its baseline (samplers up to {nats} nats away), and away from the
-    reference less than it before any update: what cancels is the whole return"""
+    the noise of one ratio on the return less its baseline, with samplers up to {nats} nats away; away from the
+    reference and not trained less than {untrained} times"""
     found = _stale(rows, nats=nats, tokens=above(1))
-    untrained = need(found, start="away", made=0).groupby("family")["prefix"].median()
     return {
         "trained": need(found, made=made).groupby(["start", "family"])["prefix"].median(),
-        "untrained": untrained,
+        "untrained": need(found, start="away", made=0).groupby("family")["prefix"].median(),
     }
 
 
@@ -311,18 +310,42 @@ def _token_ratio(rows: pd.DataFrame, nats: Bound, batch: int) -> Measured:
 
 @claims.measure(
     OWN,
-    "medians over environments and samplers",
-    rollouts=above(100),
-    rollouts_far=above(10_000),
+    "medians over environments",
+    rollouts=above(500),
+    rollouts_far=above(100_000),
     tokens=at_least(100),
+    made=UPDATED,
     nats=0.1,
     far=3.0,
 )
-def _boundary(rows: pd.DataFrame, tokens: Bound, nats: float, far: float) -> Measured:
-    """from {tokens} tokens on the whole sequence's ratio has a smaller error than none and the token's only with more
-    than {rollouts} rollouts at {nats} nats, and with more than {rollouts_far} at {far}"""
-    found = {one: _stale(rows, nats=one, tokens=tokens).groupby(["family", "tokens"])["even"] for one in (nats, far)}
-    return {"rollouts": found[nats].median(), "rollouts_far": found[far].median()}
+def _boundary(rows: pd.DataFrame, tokens: Bound, made: Bound, nats: float, far: float) -> Measured:
+    """of a trained policy (from {made} update on) and an engine that is off by normal noise, one ratio on the return of
+    {tokens} tokens or more has a smaller error than none and the token's only with more than {rollouts} rollouts at
+    {nats} nats, and with more than {rollouts_far} at {far}"""
+    found = _stale(rows, drift="engine", tokens=tokens, made=made)
+    of = [need(found, nats=one).groupby(["family", "tokens"])["even"].median() for one in (nats, far)]
+    return {"rollouts": of[0], "rollouts_far": of[1]}
+
+
+@claims.measure(
+    OWN,
+    "medians over environments",
+    rollouts=exactly(2),
+    times_the_noise=below(1),
+    family="mistakes",
+    made=UPDATED,
+    nats=at_most(0.1),
+)
+def _older(rows: pd.DataFrame, family: str, made: Bound, nats: Bound) -> Measured:
+    """with an older policy as the sampler, up to {nats} nats away, and a reward that one mistake takes away, it has the
+    smaller error from {rollouts} rollouts on, as it removes noise as well: in the median it has less than
+    {times_the_noise} times that without a ratio, at every length"""
+    found = _stale(rows, drift="age", family=family, made=made, nats=nats)
+    ratio = found["noise_sequence"] / found["noise_none"]
+    return {
+        "rollouts": found.groupby("tokens")["even"].median(),
+        "times_the_noise": ratio.groupby(found["tokens"]).median(),
+    }
 
 
 @claims.measure(OWN, "medians over environments and samplers", times_the_rollouts=above(10), nats=0.1, far=3.0)
@@ -434,9 +457,15 @@ def _of_the_step(rows: pd.DataFrame) -> Cited:
     stale = _stale(rows, tokens=above(1))
     by = stale.groupby(["start", "made", "nats"])
     yield from melted(by[["prefix"]].median(), {"prefix": "prefix over sequence"})
-    by = stale.groupby(["family", "tokens", "nats"])
+    by = need(stale, made=UPDATED).groupby(["drift", "family", "tokens", "nats"])
     words = {"even": "rollouts from which the sequence's ratio is best", "bias_none": "step bias without ratio"}
     yield from melted(by[list(words)].median().replace(math.inf, math.nan).dropna(), words)
+    whole = need(stale, made=UPDATED)
+    even = whole["even"].groupby([whole["drift"], whole["tokens"], whole["nats"]]).median().to_frame("rollouts needed")
+    yield from melted(even.replace(math.inf, math.nan).dropna(), list(even))
+    close = need(whole, drift="engine", nats=at_most(0.1))
+    each = (close["even"] / close["tokens"]).groupby([close["tokens"], close["nats"]]).median()
+    yield from extremes("rollouts needed a token", each)
     by = stale.groupby(["family", "nats"])
     yield from melted(by[["left", "cost"]].median(), {"left": "bias left by token", "cost": "noise of token"})
     yield from melted(by[["better"]].mean(), {"better": "share better with token"})
