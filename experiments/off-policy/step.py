@@ -204,7 +204,7 @@ def entries(
 def recursed(instances: Sequence[Instance], way: str, beta: float) -> Step:
     """Do the recursion over time, for instances whose environments differ in the reward alone.
 
-    Rollouts start at one context, and a token leads to one context or ends the rollout, at the horizon alone.
+    All rollouts start at one context and end at the horizon; each token leads to one context.
     """
     environment = instances[0].environment
     policy, reference, sampler = (

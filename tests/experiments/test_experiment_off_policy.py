@@ -328,6 +328,20 @@ def test_after_one_small_step_exact_kls_add_twice_the_squared_gradient():
     assert exact - plain == pytest.approx(2 * BETA * rate * (ahead**2).sum(), rel=1e-3)
 
 
+def test_without_a_ratio_the_bias_is_a_third_cumulant_to_first_order():
+    """−δ·E[h·g·(A − J)] for log μ = log π − δ·h, g the rollout's score: a difference of covariances of g and A."""
+    own, size = drawn("bigram", 6, fresh=True), 1e-5
+    change = np.array([[0.3, -0.2], [-0.5, 0.1]])
+    change -= (np.exp(own.policy) * change).sum(axis=1, keepdims=True)
+    instance = replace(own, sampler=table(own.policy - size * change))
+    chances, _, g, returns = (np.array(column) for column in zip(*by_hand(own, "none"), strict=True))
+    h = change[own.paths.contexts, own.paths.tokens].sum(axis=1)
+    law = -size * (chances * h * (returns - chances @ returns)) @ g
+    bias = (STEP.enumerated(instance, "none", BETA).mean - STEP.enumerated(own, "none", BETA).mean)[0]
+    # The next order is linear in δ.
+    assert np.linalg.norm(bias - law) < 1e-4 * np.linalg.norm(law)
+
+
 def test_errors_are_equal_where_they_are_said_to_be():
     rows = [row for row in STEP.of_step("bigram", 10, "away", 0.25, 0) if row["drift"] != "none"]
     assert any(row["even"] > 2 for row in rows)
