@@ -116,7 +116,7 @@ def _price(axes: Axes, rows: DataFrame) -> None:
         middle = noise.groupby(joined["nats"]).median()
         axes.plot(middle.index, middle, label=words, **style.plot())
     axes.axhline(1, color=FAINT, linewidth=0.6, linestyle=":")
-    axes.set(xscale="log", yscale="log", ylim=(0.3, 1e4))
+    axes.set(xscale="log", yscale="log", ylim=(0.3, 1e7))
     axes.legend(loc="upper left")
 
 
