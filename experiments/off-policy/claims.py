@@ -29,6 +29,8 @@ ROUNDING = 1e-14
 BATCH = 512
 # From so many tokens on the effective share is exponential.
 LONG = at_least(10)
+# At the reference exact KLs and sampled log-ratios are the same: what rounding makes of it is no difference.
+ROUNDING_OF_NOISE = 1e-9
 # Policies that have been trained.
 UPDATED = at_least(1)
 # Tokens after which the first ones count for little in a mean over all.
@@ -225,7 +227,7 @@ def _ratio_free(rows: pd.DataFrame, batch_size: Bound, way: Bound) -> Measured:
 def _own(rows: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
     """Policies on their own rollouts, with whether exact KLs make their gradient the noisier one."""
     found = need(rows, "step", drift="none", **wanted)
-    return found.assign(noisier=found["exact"] > 1, slope=found["slope"].astype(float))
+    return found.assign(noisier=found["exact"] > 1 + ROUNDING_OF_NOISE, slope=found["slope"].astype(float))
 
 
 def _stale(rows: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
