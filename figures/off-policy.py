@@ -13,11 +13,10 @@ DRIFT = {
     "k3-ratio": "token's ratio",
 }
 PRICE = {
-    "k1-reward-sequence-ratio": "sequence",
-    "k1-reward-to-go-prefix-ratio": "prefix, to go",
-    "k2-prefix-ratio": "prefix, k₂",
-    "k3-ratio": "token, k₃",
-    "k1-reward": "no ratio",
+    "none": ("no ratio", look("k1-reward")),
+    "token": ("token’s", look("k3-ratio")),
+    "prefix": ("prefix", look("k2-prefix-ratio")),
+    "sequence": ("sequence’s", look("k1-reward-sequence-ratio")),
 }
 CLIPPED = Look("#b8860b", ":", "v")
 # Ways to train, by the look of their KL term; what shares one is told apart by its line.
@@ -39,7 +38,7 @@ def draw(rows: DataFrame) -> Figure:
     figure, (drift, shares, price, cycle, exact, drawn) = panels(6, 5.2)
     _drift(drift, select(rows, "path"))
     _shares(shares, select(rows, "weights"))
-    _price(price, select(rows, "length"))
+    _price(price, select(rows, "step"))
     # The environment whose optimum is farthest from the reference: staleness has most to spoil there.
     stability = select(rows, "stability")
     environment = stability.loc[stability["kl"].idxmax(), "seed"]
@@ -106,19 +105,19 @@ def _shares(axes: Axes, rows: DataFrame) -> None:
 
 
 def _price(axes: Axes, rows: DataFrame) -> None:
-    tidy(axes, title="c  The price in noise", x="tokens of a rollout", y="variance / on-policy")
-    ends = []
-    for name, words in PRICE.items():
-        mine = select(rows, compared=name)
-        x, y = _means(mine.assign(price=np.log(mine["price"].astype(float))), "tokens", "price")
-        y = np.exp(y)
-        axes.plot(x, y, **look(name).plot())
-        ends += [(words, (x[-1], y[-1]), look(name).colour)] if len(x) else []
+    tidy(axes, title="c  The price in noise", x="KL(π‖μ) of a rollout, nats", y="noise / on-policy")
+    # Of trained policies, over that of the same ones on rollouts of their own.
+    where = ["family", "tokens", "start", "beta", "seed", "made"]
+    own = select(rows, drift="none").set_index(where)["noise"].rename("own")
+    trained = select(rows, drift=("age", "engine"), tokens=rows["tokens"].max(), made=lambda one: one > 0)
+    joined = trained.join(own, on=where)
+    for way, (words, style) in PRICE.items():
+        noise = joined[f"noise_{way}"].astype(float).fillna(np.inf) / joined["own"].astype(float)
+        middle = noise.groupby(joined["nats"]).median()
+        axes.plot(middle.index, middle, label=words, **style.plot())
     axes.axhline(1, color=FAINT, linewidth=0.6, linestyle=":")
-    axes.set(xlim=(0.6, rows["tokens"].max() * 1.4), yscale="log")
-    axes.set_ylim(0.4, 3 * axes.get_ylim()[1])
-    axes.set_xticks(sorted(rows["tokens"].unique()))
-    name_ends(axes, ends)
+    axes.set(xscale="log", yscale="log", ylim=(0.3, 1e7))
+    axes.legend(loc="upper left")
 
 
 def _cycle(axes: Axes, rows: DataFrame) -> None:

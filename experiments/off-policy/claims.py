@@ -6,16 +6,17 @@ from typing import Any
 
 import pandas as pd
 
-from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, near, within
+from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, exactly, near, within
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, frame, known, mean, need, require
-from kltest.reproduce.numbers import Cited, Numbers, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 
 from .experiment import CLIP, EXACT, PATH, most_updates, multiplier, ratio_free_settles
+from .step import STALE, error
 
 TRL = "TRL #4637, #6503"
 ORDER = (
-    *("part", "length", "estimator", "staleness", "tokens", "compared", "noise", "at"),
+    *("part", "length", "estimator", "staleness", "tokens", "noise", "at"),
     *("recipe", "updates", "inner_steps", "batch_size", "seed"),
 )
 WHOLE = ("k1-reward-sequence-ratio", "k1-reward-to-go-prefix-ratio")
@@ -24,10 +25,14 @@ UNCORRECTED = ("k1-reward", "k2-loss", "k2-loss-sequence", "k3-loss")
 SEEN = 1e-4
 # Gaps below this are what is left of zero, and may be zero itself.
 ROUNDING = 1e-14
-# Rollouts of a batch for which the errors with and without ratios are compared.
+# Rollouts of a batch for which the errors of the ways are compared.
 BATCH = 512
-# Shorter rollouts are at times the noisier with prefix ratios.
+# From so many tokens on the effective share is exponential.
 LONG = at_least(10)
+# At the reference exact KLs and sampled log-ratios are the same: what rounding makes of it is no difference.
+ROUNDING_OF_NOISE = 1e-9
+# Policies that have been trained.
+UPDATED = at_least(1)
 # Tokens after which the first ones count for little in a mean over all.
 SETTLED = 100
 LIMIT = "float64, sums over all rollouts"
@@ -157,20 +162,6 @@ def _tokens_flat(rows: pd.DataFrame, tokens: int) -> Measured:
 
 
 @claims.measure(
-    "Precup et al. 2000; this work",
-    "an order, in these environments; for short rollouts it can be either",
-    times_the_variance=above(1),
-    tokens=LONG,
-)
-def _prefix_less_noisy(rows: pd.DataFrame, tokens: Bound) -> Measured:
-    """from {tokens} tokens on the full-sequence ratio is noisier than prefix ratios on the cost to go"""
-    whole, prefix = (
-        need(rows, "length", compared=name, tokens=tokens).set_index(["tokens", "seed"])["variance"] for name in WHOLE
-    )
-    return {"times_the_variance": whole / prefix}
-
-
-@claims.measure(
     OWN,
     "central differences; larger factors leave the range where a cycle is linear",
     off=near(0, 1e-6),
@@ -230,75 +221,158 @@ def _ratio_free(rows: pd.DataFrame, batch_size: Bound, way: Bound) -> Measured:
     return {"times_the_gap": times}
 
 
-# ------------------------------------------------------------------------------------------------------ a sampler's age
+# -------------------------------------------------------------------------------------------- the step that is taken
 
 
-def _aged(rows: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-    """Rows of paths, with whether prefix ratios are noisier than none, and the error without over that with them."""
-    found = need(rows, "age", **wanted)
-    error = (found["variance_none"] + BATCH * found["bias_none"] ** 2 / found["noise"]) / found["variance_prefix"]
-    noisier = found["variance_prefix"] > found["variance_none"]
-    return found.assign(noisier=noisier, error=error, left=found["bias_token"] / found["bias_none"])
+def _own(rows: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
+    """Policies on their own rollouts, with whether exact KLs make their gradient the noisier one."""
+    found = need(rows, "step", drift="none", **wanted)
+    return found.assign(noisier=found["exact"] > 1 + ROUNDING_OF_NOISE, slope=found["slope"].astype(float))
+
+
+def _stale(rows: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
+    """Samplers of policies, with orders of the ways' errors; noise beyond the range of a float is infinite."""
+    found = need(rows, "step", **{"drift": ("age", "engine"), **wanted})
+    names = ["even", *(f"{name}_{way}" for name in ("bias", "noise", "pairs") for way in STALE)]
+    found = found.assign(**{name: found[name].astype(float).fillna(math.inf) for name in names})
+    errors = pd.DataFrame({way: error(found, way, BATCH) for way in STALE})
+    return found.assign(
+        **{f"error_{way}": errors[way] for way in STALE},
+        prefix=found["noise_prefix"] / found["noise_sequence"],
+        left=found["bias_token"] / found["bias_none"],
+        cost=found["noise_token"] / found["noise_none"],
+        better=errors["token"] < errors["none"],
+    )
 
 
 @claims.measure(
-    OWN, "a first-order law: signs of differences near zero can differ", share_as_said=above(0.9), age=at_most(4)
+    OWN, "shares of random environments", share_noisier=above(0.75), times_the_noise=above(1.5), made=UPDATED
 )
-def _said(rows: pd.DataFrame, age: Bound) -> Measured:
-    """for samplers up to {age} updates old the sign of `tr Cov(G, X)` says if prefix ratios add noise or remove it, in
-    more than {share_as_said} of the environments"""
-    found = _aged(rows, age=age)
-    right = found["noisier"] == (found["variance_slope_prefix"] > 0)
+def _exact_from_the_reference(rows: pd.DataFrame, made: Bound) -> Measured:
+    """trained from the reference (from {made} update on) exact next-token KLs make the gradient of `E[R] − β·KL`
+    noisier than sampled log-ratios do: in a share of more than {share_noisier} of the policies of every
+    family and length, in the median more than {times_the_noise} times"""
+    found = _own(rows, start="reference", made=made).groupby(["family", "tokens"])
+    return {"share_noisier": found["noisier"].mean(), "times_the_noise": found["exact"].median()}
+
+
+@claims.measure(OWN, "shares of random environments", before=below(0.5), after=above(0.75), made=4)
+def _exact_away(rows: pd.DataFrame, made: int) -> Measured:
+    """away from the reference exact KLs add noise to a share of less than {before} of the policies of a family as long
+    as they are not trained, and to more than {after} of them after {made} updates"""
+    shares = [_own(rows, start="away", made=one).groupby("family")["noisier"].mean() for one in (0, made)]
+    return {"before": shares[0], "after": shares[1]}
+
+
+@claims.measure(
+    f"{OWN}: exact for the scalar", "shares of random environments, of every family and length", right=above(0.8)
+)
+def _slope(rows: pd.DataFrame) -> Measured:
+    """from either start, the slope of the return on the log-ratios says if exact KLs add noise to the gradient: they do
+    where it is above `β/2`, and remove noise elsewhere, in a share of more than {right} of the policies"""
+    found = _own(rows, slope=lambda one: one.notna())
+    right = found["noisier"] == (found["slope"] > 0.5)
+    return {"right": right.groupby([found["family"], found["tokens"]]).mean(), "policies": len(found)}
+
+
+@claims.measure(
+    OWN, "medians over environments and samplers", trained=above(5), untrained=below(1.5), made=4, nats=at_most(0.1)
+)
+def _prefix(rows: pd.DataFrame, made: int, nats: Bound) -> Measured:
+    """after {made} updates, from either start, a penalty with prefix ratios has in the median more than {trained} times
+    the noise of one ratio on the return less its baseline, with samplers up to {nats} nats away; away from the
+    reference and not trained less than {untrained} times"""
+    found = _stale(rows, nats=nats, tokens=above(1))
     return {
-        "share_as_said": right.groupby([found["start"], found["tokens"], found["made"]]).mean(),
-        "paths": len(found),
+        "trained": need(found, made=made).groupby(["start", "family"])["prefix"].median(),
+        "untrained": need(found, start="away", made=0).groupby("family")["prefix"].median(),
     }
 
 
 @claims.measure(
     OWN,
-    "shares of random environments",
-    better_at_every_batch_size=above(0.5),
-    more_than_early=above(0),
-    age=at_most(16),
-    made=64,
+    "the margin of the noise is 10 %; shares and medians over environments and samplers",
+    better=above(0.6),
+    times_the_noise=below(1.1),
+    of_the_bias_left=within(0.1, 0.8),
+    nats=at_most(0.1),
+    batch=BATCH,
 )
-def _at_every_size(rows: pd.DataFrame, age: Bound, made: int) -> Measured:
-    """late on a path, after {made} updates, prefix ratios remove noise as well as bias in most environments: for
-    samplers up to {age} updates old they have the smaller mean squared error at every batch size in a share of more
-    than {better_at_every_batch_size}, a larger one than early on it"""
-    better = 1 - _aged(rows, age=age).groupby(["start", "tokens", "age", "made"])["noisier"].mean().unstack("made")
-    require(made in better and len(better.columns) > 1)
-    early = better[better.columns.min()]
-    return {"better_at_every_batch_size": better[made].dropna(), "more_than_early": (better[made] - early).dropna()}
-
-
-@claims.measure(
-    OWN, "shares and medians over environments", share_better=above(0.9), times_the_error=above(1.1), age=4, batch=BATCH
-)
-def _left_out(rows: pd.DataFrame, age: int, batch: int) -> Measured:
-    """with batches of {batch} rollouts and samplers {age} updates old, prefix ratios have the smaller error in more
-    than {share_better} of the environments; without a ratio it is in the median more than {times_the_error} times as
-    large"""
-    found = _aged(rows, age=age)
-    by = found["error"].groupby([found["start"], found["tokens"], found["made"]])
-    return {"share_better": by.agg(lambda error: (error > 1).mean()), "times_the_error": by.median()}
+def _token_ratio(rows: pd.DataFrame, nats: Bound, batch: int) -> Measured:
+    """up to {nats} nats away a token's ratio costs no noise, in the median less than {times_the_noise} times that
+    without a ratio, leaves {of_the_bias_left} of the bias, and has the smaller error with batches of {batch} in a share
+    of more than {better} of the samplers"""
+    found = _stale(rows, nats=nats, tokens=above(1)).groupby(["family", "nats"])
+    return {
+        "better": found["better"].mean(),
+        "times_the_noise": found["cost"].median(),
+        "of_the_bias_left": found["left"].median(),
+    }
 
 
 @claims.measure(
     OWN,
-    "medians and shares over environments",
-    share_of_the_bias_left=above(0.2),
-    worse_than_none=within(0, 0.5),
-    tokens=at_least(2),
-    age=at_most(4),
+    "medians over environments",
+    rollouts=above(500),
+    rollouts_far=above(100_000),
+    tokens=at_least(100),
+    made=UPDATED,
+    nats=0.1,
+    far=3.0,
 )
-def _token_ratio(rows: pd.DataFrame, tokens: Bound, age: Bound) -> Measured:
-    """a token's ratio leaves a bias of the same order as no ratio does: more than {share_of_the_bias_left} of it in the
-    median with {tokens} tokens or more, and in some environments more than all of it"""
-    found = _aged(rows, tokens=tokens, age=age)
-    left = found["left"].groupby([found["start"], found["tokens"], found["made"]]).median()
-    return {"share_of_the_bias_left": left, "worse_than_none": (found["left"] > 1).mean()}
+def _boundary(rows: pd.DataFrame, tokens: Bound, made: Bound, nats: float, far: float) -> Measured:
+    """of a trained policy (from {made} update on) and an engine that is off by normal noise, one ratio on the return of
+    {tokens} tokens or more has a smaller error than none and the token's only with more than {rollouts} rollouts at
+    {nats} nats, and with more than {rollouts_far} at {far}"""
+    found = _stale(rows, drift="engine", tokens=tokens, made=made)
+    of = [need(found, nats=one).groupby(["family", "tokens"])["even"].median() for one in (nats, far)]
+    return {"rollouts": of[0], "rollouts_far": of[1]}
+
+
+@claims.measure(
+    OWN,
+    "medians over environments",
+    rollouts=exactly(2),
+    times_the_noise=below(1),
+    family="mistakes",
+    made=UPDATED,
+    nats=at_most(0.1),
+)
+def _older(rows: pd.DataFrame, family: str, made: Bound, nats: Bound) -> Measured:
+    """with an older policy as the sampler, up to {nats} nats away, and a reward that one mistake takes away, it has the
+    smaller error from {rollouts} rollouts on, as it removes noise as well: in the median it has less than
+    {times_the_noise} times that without a ratio, at every length"""
+    found = _stale(rows, drift="age", family=family, made=made, nats=nats)
+    ratio = found["noise_sequence"] / found["noise_none"]
+    return {
+        "rollouts": found.groupby("tokens")["even"].median(),
+        "times_the_noise": ratio.groupby(found["tokens"]).median(),
+    }
+
+
+@claims.measure(OWN, "medians over environments and samplers", times_the_rollouts=above(10), nats=0.1, far=3.0)
+def _rises(rows: pd.DataFrame, nats: float, far: float) -> Measured:
+    """that boundary depends on the distance of a whole rollout: at {far} nats it takes more than {times_the_rollouts}
+    times the rollouts that it takes at {nats}, in every family at every length"""
+    near_by, further = (
+        _stale(rows, nats=one, tokens=above(1)).groupby(["family", "tokens"])["even"].median() for one in (nats, far)
+    )
+    return {"times_the_rollouts": further / near_by}
+
+
+@claims.measure(
+    OWN,
+    "medians over environments and samplers",
+    of_many_small_rewards=below(0.15),
+    of_one_mistake=above(0.3),
+    tokens=at_least(100),
+    nats=0.1,
+)
+def _length(rows: pd.DataFrame, tokens: Bound, nats: float) -> Measured:
+    """at {nats} nats and {tokens} tokens or more the bias without a ratio is below {of_many_small_rewards} of the
+    gradient where the reward is a sum of many small ones, above {of_one_mistake} where one mistake fails a rollout"""
+    found = _stale(rows, nats=nats, tokens=tokens).groupby(["family", "tokens"])["bias_none"].median()
+    return {"of_many_small_rewards": found["bigram"], "of_one_mistake": found["mistakes"]}
 
 
 # ------------------------------------------------------------------------------------------------------ caps and masks
@@ -373,13 +447,32 @@ numbers.melt("training", ["gap"], ["recipe", "batch_size", "inner_steps"], means
 
 
 @numbers.add
-def _of_age(rows: pd.DataFrame) -> Cited:
-    found = _aged(rows)
-    found = found.assign(worse=found["left"] > 1, cost=found["variance_prefix"] / found["variance_none"])
-    by = found.groupby(["tokens", "made", "age"])
-    yield from melted(by[["error", "left"]].median(), {"error": "median error", "left": "median left"})
-    yield from melted(by[["noisier", "worse"]].mean(), {"noisier": "share noisier", "worse": "share worse"})
+def _of_the_step(rows: pd.DataFrame) -> Cited:
     yield number("batch compared", BATCH)
-    yield from melted(by[["cost"]].max(), {"cost": "largest cost"})
-    young = found[(found["age"] == 1) & (found["predicted_even"] > 0)]
-    yield from melted(young.groupby(["tokens", "made"])[["predicted_even"]].median(), {"predicted_even": "median even"})
+    own = _own(rows)
+    by = own.groupby(["start", "made"])
+    yield from melted(by[["exact", "to_go"]].median(), {"exact": "exact over sampled", "to_go": "to go over return"})
+    yield from melted(by[["noisier"]].mean(), {"noisier": "share noisier with exact"})
+    slope = own[own["slope"].notna()]
+    yield number("share right by slope", (slope["noisier"] == (slope["slope"] > 0.5)).mean())
+    yield number("policies of steps", len(own))
+    stale = _stale(rows, tokens=above(1))
+    by = stale.groupby(["start", "made", "nats"])
+    yield from melted(by[["prefix"]].median(), {"prefix": "prefix over sequence"})
+    by = need(stale, made=UPDATED).groupby(["drift", "family", "tokens", "nats"])
+    words = {"even": "rollouts from which the sequence's ratio is best", "bias_none": "step bias without ratio"}
+    yield from melted(by[list(words)].median().replace(math.inf, math.nan).dropna(), words)
+    whole = need(stale, made=UPDATED)
+    even = whole["even"].groupby([whole["drift"], whole["tokens"], whole["nats"]]).median().to_frame("rollouts needed")
+    yield from melted(even.replace(math.inf, math.nan).dropna(), list(even))
+    close = need(whole, drift="engine", nats=at_most(0.1))
+    each = (close["even"] / close["tokens"]).groupby([close["tokens"], close["nats"]]).median()
+    yield from extremes("rollouts needed a token", each)
+    by = stale.groupby(["family", "nats"])
+    yield from melted(by[["left", "cost"]].median(), {"left": "bias left by token", "cost": "noise of token"})
+    yield from melted(by[["better"]].mean(), {"better": "share better with token"})
+    best = stale[[f"error_{way}" for way in STALE]].to_numpy().argmin(axis=1)
+    shares = pd.crosstab(stale["nats"], best, normalize="index").reindex(columns=range(len(STALE)), fill_value=0.0)
+    for place, way in enumerate(STALE):
+        for nats, share in shares[place].items():
+            yield number("share best", share, way=way, nats=nats)

@@ -19,21 +19,22 @@ from kltest.sweeps.run import Batching
 from kltest.sweeps.settings import Setting, Settings
 from kltest.training import Problem, Run, train
 from kltest.truth import gradient, optimum, recursions, token_level_fixed_point, value
-from kltest.truth.off_policy import along
 
 from ..arrays import norm
 from ..fixed_points import token_k3_fixed_point
 from ..paths import ascents, problems, seed_of
-from ..rollouts import moments, projected
+from .step import FAMILIES, of_step
+
+# Trees of more tokens are not enumerated; the other families are of longer rollouts.
+MOST_OF_A_TREE = 6
 
 # Settings that each part varies; it takes no notice of the others.
 PARTS: dict[str, tuple[str, ...]] = {
     "path": ("length", "staleness", "estimator", "seed"),
-    "length": ("tokens", "compared", "seed"),
     "weights": ("horizon", "noise", "seed"),
     "stability": ("recipe", "updates", "learning_rate", "seed"),
     "training": ("recipe", "inner_steps", "batch_size", "steps", "learning_rate", "seed"),
-    "age": {"start": "start", "tokens": "aged", "made": "made", "age": "age", "seed": "seed"},
+    "step": {"family": "family", "tokens": "lasting", "start": "start", "beta": "beta", "seed": "seed"},
     "caps": {"cap": "cap", "tokens": "capped", "off": "off", "seed": "seed"},
 }
 
@@ -77,12 +78,6 @@ SETTINGS = Settings(
         "length": Setting((1, 3), full=(1, 2, 3, 4), allowed=(1, 5)),
         "staleness": Setting((0, 1, 4, 8, 16, 32, 64), full=(0, 1, 2, 4, 8, 16, 32, 64), allowed=(0, 64)),
         "estimator": ESTIMATORS,
-        # Bias and variance against length.
-        "tokens": Setting((1, 2, 4, 6, 10), full=(1, 2, 3, 4, 6, 8, 10, 12), allowed=(1, 12)),
-        "compared": (
-            *("k2-loss", "k1-reward", "k3-ratio", "k3-broadcast-ratio", "k2-prefix-ratio"),
-            *("k1-reward-sequence-ratio", "k1-reward-to-go-prefix-ratio"),
-        ),
         # Effective sample sizes: the longest rollout, and how far the sampler's logits are off.
         "horizon": Setting(1000, full=10_000, allowed=(1, 100_000)),
         "noise": Setting((0.05, 0.1, 0.2, 0.4), full=(0.025, 0.05, 0.1, 0.2, 0.4, 0.8), allowed=(0.001, 2.0)),
@@ -95,31 +90,27 @@ SETTINGS = Settings(
         "steps": Setting(384, full=4096, allowed=(64, 1_000_000)),
         # Beyond 2, a single update is too long to settle, stale or not.
         "learning_rate": Setting(0.7, allowed=(0.1, 2.0)),
-        # Paths of several environments: where they start, tokens of a rollout, updates that the policy has made, and
-        # updates that the sampler is behind.
+        # The step that is taken: environments, tokens of a rollout (few in trees), and where training starts.
+        "family": tuple(FAMILIES),
+        "lasting": Setting((1, 4, 10, 100), full=(1, 2, 4, 10, 30, 100, 300, 1000), allowed=(1, 10_000)),
         "start": ("reference", "away"),
-        "aged": Setting((3,), full=(2, 3, 4), allowed=(1, 5)),
-        "made": Setting((16, 64), full=(8, 16, 32, 64), allowed=(1, 64)),
-        "age": Setting((1, 4, 16), full=(1, 4, 16, 64), allowed=(1, 64)),
+        "beta": Setting((0.25, 1.0), full=(0.1, 0.25, 1.0), allowed=(0.01, 100.0)),
         # Caps and masks: tokens of a rollout, and how far the logits of what draws it are off.
         "cap": CAPS,
         "capped": Setting((1, 2, 4, 6), full=(1, 2, 3, 4, 6, 8, 10), allowed=(1, 12)),
         "off": Setting((0.1, 0.2, 0.4, 0.8), full=(0.05, 0.1, 0.2, 0.4, 0.8), allowed=(0.001, 2.0)),
     },
     seeds={"quick": 2, "full": 10},
-    applies=lambda one: one["part"] != "age" or one["age"] <= one["made"],
+    applies=lambda one: one["part"] != "step" or (one["family"] == "tree") == (one["tokens"] <= MOST_OF_A_TREE),
 )
 
 # The path: ascent with exact expectations on E[R] − β·KL, R normal for every prefix and token; whoever is `staleness`
 # updates behind is the sampler of the policy that has made all of them.
 PATH = {"vocabulary": 3, "updates": 64, "beta": 0.2, "learning_rate": 0.1, "distance": 2.0}
-# The same ascent in so many environments at once, from the reference or from as far away.
-STARTS = {"reference": 0.0, "away": PATH["distance"]}
 CLIP = 0.2  # PPO's, where a ratio is clipped
 
-# Against length: tokens that look at the last one alone, so that length is all that changes; reference and sampler have
-# the policy's logits and normal noise of these sizes on them.
-TREE = {"vocabulary": 2, "policy": 0.7, "reference": 0.7, "sampler": 0.7}
+# Caps and masks: binary tokens, and normal logits of this size.
+TREE = {"vocabulary": 2, "policy": 0.7}
 
 # Effective sample sizes: a bigram.
 BIGRAM = {"vocabulary": 4, "policy": 1.0}
@@ -267,84 +258,12 @@ def _kl(each: Any, log_policy: np.ndarray) -> float:
     return value("reverse_kl", Instance.of(each.environment, log_policy, each.reference))
 
 
-# --- age --- What a sampler's age costs and what ratios cost: to first order in the age, and exactly, along training
-# paths.
-#
-# A rollout's gradient is G = Σ_(t ≤ s) r_ts·g_t·u_s. Without a ratio r = 1; with the token's it is ρ_t, with the
-# prefix's ρ_(1:s). Let the sampler be log μ = log π − δ·h, and X the derivative in δ of what a rollout gives, which has
-# Σ of h where the ratio has a product of ρ. With b = E[h·G] on-policy, to first order in δ the bias is δ·‖b − E X‖, and
-# the variance is δ·2 tr Cov(G, X) above that without a ratio.
-AGED = 16
-RATIOS = ("none", "token", "prefix")
-
-
-def of_age(start: str, tokens: int, made: int, age: int, seed: int) -> list[Row]:
-    """A row for each drawn environment: the policy after `made` updates, sampled from `age` updates before."""
-    rows = []
-    names = tuple(("age", start, tokens, seed, draw) for draw in range(AGED))
-    for draw, (logits, reference) in enumerate(_paths(names, tokens, STARTS[start])):
-        path = logits[: made + 1]
-        instance = Instance.of(sequence(int(PATH["vocabulary"]), tokens), path[-1], reference, path[-1 - age])
-        # Effect of the last update on log-probs, to first order: its logits, centred by the policy.
-        step = path[-1] - path[-2]
-        change = step - (np.exp(instance.policy) * step).sum(axis=1, keepdims=True)
-        rows.append({"draw": draw, **_aged(instance, change, age)})
-    return rows
-
-
-def with_ratio(instance: Instance, ratio: str) -> tuple[np.ndarray, float]:
-    """Mean (D,) and variance of a rollout's gradient with this ratio, the sampler's rollouts enumerated."""
-    log_ratio = along(instance, instance.policy - instance.sampler)
-    weights = np.exp(instance.paths.log_probability(instance.sampler))
-    return moments(weights, _gradients(instance, np.exp(_summed(log_ratio, ratio))))
-
-
-def first_order(instance: Instance, change: np.ndarray, ratio: str) -> tuple[np.ndarray, float]:
-    """Derivatives in δ of the mean (D,), and of the variance above that without a ratio, by sums on-policy.
-
-    `change` (C, V) is h token by token, of mean zero in each context.
-    """
-    h = along(instance, change)
-    weights = np.exp(instance.paths.log_probability(instance.policy))
-    plain, moved = _gradients(instance, np.ones((*h.shape, h.shape[1]))), _gradients(instance, _summed(h, ratio))
-    bias = weights @ moved - weights @ (h.sum(axis=1)[:, None] * plain)
-    covariance = weights @ ((plain - weights @ plain) * moved).sum(axis=1)
-    return bias, 2 * float(covariance)
-
-
-def _aged(instance: Instance, change: np.ndarray, age: int) -> Row:
-    fresh = Instance.of(instance.environment, instance.policy, instance.reference, instance.policy)
-    truth, noise = with_ratio(fresh, "none")
-    row: Row = {}
-    for ratio in RATIOS:
-        mean, variance = with_ratio(instance, ratio)
-        row |= {f"bias_{ratio}": norm(mean - truth) / norm(truth), f"variance_{ratio}": variance / noise}
-    row["variance_slope_prefix"] = first_order(fresh, change, "prefix")[1] / noise
-    row["noise"] = noise / norm(truth) ** 2
-    # The batch size from which prefix ratios have the lower mean squared error; at most 0: they always have.
-    bias_slope = norm(first_order(fresh, change, "none")[0]) / norm(truth)
-    row["predicted_even"] = row["variance_slope_prefix"] * row["noise"] / bias_slope**2 / age
-    return row
-
-
 @cache
-def _paths(names: tuple[tuple[Any, ...], ...], tokens: int, distance: float) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Logits (updates + 1, C, V) of ascent with exact expectations on E[R] − β·KL, and the reference, of each name."""
-    drawn = problems(sequence(int(PATH["vocabulary"]), tokens), names, distance)
+def _path(length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits (updates + 1, C, V) of ascent with exact expectations on E[R] − β·KL, and the reference."""
+    drawn = problems(sequence(int(PATH["vocabulary"]), length), [("path", length, seed)], PATH["distance"])
     logits = ascents(drawn, int(PATH["updates"]), beta=PATH["beta"], learning_rate=PATH["learning_rate"])
-    return [(logits[:, draw], each.reference) for draw, each in enumerate(drawn)]
-
-
-def _summed(logs: np.ndarray, ratio: str) -> np.ndarray:
-    """(N, T, T) of logs (N, T) of tokens: their sum as the ratio on g_t·u_s has it."""
-    found = {"none": 0.0, "token": logs[:, :, None], "prefix": logs.cumsum(axis=1)[:, None, :]}
-    return np.broadcast_to(found[ratio], (*logs.shape, logs.shape[1]))
-
-
-def _gradients(instance: Instance, weights: np.ndarray) -> np.ndarray:
-    """(N, D) Σ_(t ≤ s) weights_ts·g_t·u_s of each rollout, weights (N, T, T)."""
-    u = along(instance, instance.policy - instance.reference)
-    return projected(instance, (np.triu(weights) * u[:, None, :]).sum(axis=2))
+    return logits[:, 0], drawn[0].reference
 
 
 # --- weights ---
@@ -390,7 +309,7 @@ def lengths(horizon: int) -> list[int]:
 
 
 # --- gradients ---
-# Exact bias and variance of every estimator: along a training path, and against the length of a rollout.
+# Exact bias and variance of every estimator, along a training path.
 def of_path(length: int, staleness: int, estimator: str, seed: int) -> list[Row]:
     """The sampler is the policy of `staleness` updates ago."""
     instance = on_path(length, staleness, seed)
@@ -404,14 +323,6 @@ def of_path(length: int, staleness: int, estimator: str, seed: int) -> list[Row]
             "furthest": float(np.abs(np.exp(instance.policy - instance.sampler) - 1).max()),
         }
     ]
-
-
-def of_length(tokens: int, compared: str, seed: int) -> list[Row]:
-    """The sampler is off by as much at every prefix, however long the rollout."""
-    instance = tree(tokens, seed)
-    fresh = Instance(instance.environment, instance.policy, instance.reference, instance.policy)
-    found, own = _moments(compared, instance), _moments(compared, fresh)
-    return [{**_judged(found, own, gradient("reverse_kl", instance)), "price": found.variance / own.variance}]
 
 
 def of_caps(cap: str, tokens: int, off: float, seed: int) -> list[Row]:
@@ -442,21 +353,8 @@ def without_weights(logp: Any, advantage: Any, mask: Any) -> Any:
 
 def on_path(length: int, staleness: int, seed: int) -> Instance:
     """Return the policy at the end of a path of training and a sampler so many updates older."""
-    ((logits, reference),) = _paths((("path", length, seed),), length, PATH["distance"])
+    logits, reference = _path(length, seed)
     return Instance.of(sequence(int(PATH["vocabulary"]), length), logits[-1], reference, logits[-1 - staleness])
-
-
-def tree(tokens: int, seed: int) -> Instance:
-    """Return a policy, reference and sampler whose next-token logits depend on the last token alone."""
-    environment = sequence(int(TREE["vocabulary"]), tokens)
-    generator, vocabulary = np.random.default_rng(seed_of("length", seed)), environment.vocabulary
-    # A row at the start and one after each token; prefixes of a length are in lexicographic order.
-    rows = [0, *(1 + prefix % vocabulary for length in range(1, tokens) for prefix in range(vocabulary**length))]
-    policy, reference, sampler = (
-        TREE[who] * generator.standard_normal((vocabulary + 1, vocabulary))[rows]
-        for who in ("policy", "reference", "sampler")
-    )
-    return Instance.of(environment, policy, policy + reference, policy + sampler)
 
 
 @cache
@@ -531,7 +429,7 @@ def groups(estimator: str) -> int | None:
     return GROUP if estimator == "leave-one-out" else None
 
 
-BATCHING = Batching(("estimator", "staleness", "seed", "compared", "updates"), size=64)
+BATCHING = Batching(("estimator", "staleness", "seed", "updates"), size=64)
 
 
 def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -549,7 +447,7 @@ def compute_batch(configurations: Sequence[Mapping[str, Any]]) -> list[list[Row]
     part = configurations[0]["part"]
     if part in ("training", "stability"):
         return {"training": of_training, "stability": of_stability}[part](configurations)
-    parts = {"path": of_path, "length": of_length, "weights": of_weights, "age": of_age, "caps": of_caps}
+    parts = {"path": of_path, "weights": of_weights, "step": of_step, "caps": of_caps}
     own = [{name: it for name, it in one.items() if name != "part"} for one in configurations]
     rows = (parts[part](**options) for options in own)
     return [[{**one, **row} for row in found] for one, found in zip(configurations, rows, strict=True)]

@@ -202,13 +202,6 @@ def _entropy(rows: pd.DataFrame, share: float) -> Measured:
     return {"less": found["variance"] - found["entropy"], "entropy": found["entropy"]}
 
 
-@claims.measure(OWN, "exact, an order", times_the_noise=above(1), start="reference", made=above(0))
-def _beside_a_reward(rows: pd.DataFrame, start: str, made: Bound) -> Measured:
-    """trained from the reference, exact KLs beside a sampled reward make the gradient of `E[R] − β·KL` noisier than
-    sampled ones do, in every environment, all along the path, each with its best single baseline"""
-    return {"times_the_noise": need(rows, "reward", start=start, made=made)["gradient"]}
-
-
 def _language(rows: pd.DataFrame, by: list[str], column: str = "removed", **wanted: Any) -> pd.DataFrame:
     """Mean and 95 % interval over seeds (Student's t) of a column of the language model's record."""
     found = need(rows, "language", **wanted).groupby(by)[column].apply(lambda values: interval(list(values)))
@@ -304,12 +297,6 @@ def _of_budgets(rows: pd.DataFrame) -> Cited:
     found = need(rows, "budget")
     means = found.groupby(["of", "rule", "share", "spread"])["removed"].mean()
     yield from melted(means.to_frame("removed"), ["removed"])
-
-
-@numbers.add
-def _of_rewards(rows: pd.DataFrame) -> Cited:
-    found = need(rows, "reward").groupby(["start", "made"])
-    yield from melted(found[["gradient"]].median(), {"gradient": "median gradient with reward"})
 
 
 @numbers.add

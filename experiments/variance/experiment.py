@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,10 @@ from kltest.environments import Instance, sequence
 from kltest.environments.policies import remainder, score_norms, softmax_gradient, sum_of_others, table
 from kltest.reproduce.frames import Row
 from kltest.sweeps.settings import Setting, Settings
-from kltest.training import Problem
 from kltest.truth.off_policy import along
 
 from ..arrays import generator
-from ..paths import ascents, problems
 from ..records import lines
-from ..rollouts import moments, projected, to_go
 
 # A *random environment* here has a table of its own for every prefix: logits of the policy are normal with the
 # standard deviation `spread` (1 where nothing is said), those of the reference are the policy's plus normal noise of
@@ -42,10 +39,6 @@ SHARES = (0.05, 0.1, 0.25, 0.5)
 RULES_OF_CHOICE = ("optimal", "variance", "entropy")
 BUDGET_LENGTH = 6
 
-# Exact KLs beside a reward: ascent with exact expectations on E[R] − β·KL, from the reference or from as far away.
-PATHS = {"vocabulary": 3, "length": 3, "beta": 0.2, "learning_rate": 0.1, "updates": 64, "draws": 16}
-STARTS = {"reference": 0.0, "away": 2.0}
-
 # The record of a language model (language.csv): so many rollouts are measured after these updates, and after the last;
 # of some of the last ones gradients at the weights are taken; shares of the positions; when it was made, with what, on
 # CPUs.
@@ -66,7 +59,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "ladder": ("length", "distance", "compared", "seed"),
     "budget": ("distance", "spread", "budgeted", "seed"),
     "language": (),
-    "reward": ("start", "made", "seed"),
 }
 
 
@@ -88,9 +80,6 @@ SETTINGS = Settings(
         "compared": Setting(50, full=500, allowed=(10, 100_000)),
         # Environments in which budgets are spent.
         "budgeted": Setting(100, full=500, allowed=(10, 100_000)),
-        # Paths of training: where they start, and updates that the policy has made.
-        "start": ("reference", "away"),
-        "made": Setting((1, 4, 16, 64), allowed=(0, 64)),
     },
     seeds={"quick": 1, "full": 2},
 )
@@ -449,46 +438,6 @@ def _joined(levels: Levels) -> np.ndarray:
     return np.concatenate(levels, axis=1)
 
 
-# --- rewarded ---
-# Exact KLs beside a sampled reward: noise of the objective R − β·KL and of its gradient along paths of training.
-def of_path(one: Mapping[str, Any]) -> list[Row]:
-    """A row for each drawn environment: variances with exact KLs over those with sampled ones."""
-    logits, drawn = _paths(one["start"], one["seed"])
-    return [{"draw": draw, **_ratios(each, logits[one["made"], draw])} for draw, each in enumerate(drawn)]
-
-
-def _ratios(problem: Problem, logits: np.ndarray) -> Row:
-    instance, beta = Instance.of(problem.environment, logits, problem.reference), PATHS["beta"]
-    weights, contexts = instance.rollout_weights("current"), instance.paths.contexts
-    p, u = np.exp(instance.policy), instance.policy - instance.reference
-    sampled, exact = along(instance, u), (p * u).sum(axis=1)[contexts]
-    reward = problem.environment.returns(instance.paths)[:, None]
-    values = (reward - beta * cost.sum(axis=1, keepdims=True) for cost in (sampled, exact))
-    score = projected(instance, np.ones_like(sampled))
-    gradients = (
-        projected(instance, reward - beta * to_go(sampled)),
-        projected(instance, reward - beta * (to_go(exact) - exact), -beta * (p * u)[contexts]),
-    )
-    noise = {"value": values, "gradient": (with_baseline(weights, one, score) for one in gradients)}
-    variances = {name: [moments(weights, one)[1] for one in pair] for name, pair in noise.items()}
-    return {name: exact / sampled for name, (sampled, exact) in variances.items()}
-
-
-def with_baseline(weights: np.ndarray, each: np.ndarray, score: np.ndarray) -> np.ndarray:
-    """(N, D) gradients less their least noisy single baseline times the score."""
-    best = (weights @ (each * score).sum(axis=1)) / (weights @ (score**2).sum(axis=1))
-    return np.asarray(each - best * score)
-
-
-@cache
-def _paths(start: str, seed: int) -> tuple[np.ndarray, list[Problem]]:
-    environment = sequence(int(PATHS["vocabulary"]), int(PATHS["length"]))
-    names = [("reward", start, seed, draw) for draw in range(int(PATHS["draws"]))]
-    drawn = problems(environment, names, STARTS[start])
-    rates = {name: PATHS[name] for name in ("beta", "learning_rate")}
-    return ascents(drawn, int(PATHS["updates"]), **rates), drawn
-
-
 # So many prefixes are worked on at a time.
 CHUNK = 2**16
 
@@ -501,7 +450,6 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
         "ladder": _ladder,
         "budget": of_budget,
         "language": lambda one: lines(RECORD),
-        "reward": of_path,
     }[configuration["part"]]
     return [{**configuration, **row} for row in compute_part(configuration)]
 

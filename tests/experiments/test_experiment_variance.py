@@ -10,7 +10,7 @@ from kltest.environments import Instance, sequence
 from kltest.truth import gradient
 
 TRIAL = Trial("variance")
-ascents, lines = CHECKOUT.load("experiments", "paths").ascents, CHECKOUT.load("experiments", "records").lines
+lines = CHECKOUT.load("experiments", "records").lines
 experiment, analysis = TRIAL.modules("experiment", "claims")
 
 
@@ -187,62 +187,6 @@ def test_variances_are_linear_in_the_rule(environments, rule):
         if rule == "nowhere":
             _, sampled = environments.value_moments(environments.u)
             assert sampled[environment] == pytest.approx(by_loop[0], rel=1e-11)
-
-
-def test_variances_with_a_reward_by_a_loop_over_rollouts():
-    """The objective and its gradient, each formula written out in logits."""
-    logits, (problem, *_) = experiment._paths("reference", 0)
-    (row, *_) = experiment.of_path({"start": "reference", "made": 16, "seed": 0})
-    instance, beta = Instance.of(problem.environment, logits[16, 0], problem.reference), experiment.PATHS["beta"]
-    p, u = np.exp(instance.policy), instance.policy - instance.reference
-    kl = (p * u).sum(axis=1)
-    chances, values, gradients, scores = [], ([], []), ([], []), []
-    for contexts, tokens in zip(instance.paths.contexts, instance.paths.tokens, strict=True):
-        steps = list(zip(contexts, tokens, strict=True))
-        earned = sum(problem.environment.reward[step] for step in steps)
-        chances.append(math.exp(sum(instance.policy[step] for step in steps)))
-        score, sampled, exact = (np.zeros_like(p) for _ in range(3))
-        for at, (c, y) in enumerate(steps):
-            g = np.eye(p.shape[1])[y] - p[c]
-            score[c] = g
-            sampled[c] = g * (earned - beta * sum(u[step] for step in steps[at:]))
-            exact[c] = g * (earned - beta * sum(kl[later] for later, _ in steps[at + 1 :])) - beta * p[c] * (
-                u[c] - kl[c]
-            )
-        scores.append(score.ravel())
-        for kept, one in zip(gradients, (sampled, exact), strict=True):
-            kept.append(one.ravel())
-        for kept, cost in zip(values, (sum(u[step] for step in steps), sum(kl[c] for c in contexts)), strict=True):
-            kept.append([earned - beta * cost])
-    chances, scores = np.array(chances), np.array(scores)
-
-    def noise(each) -> float:
-        return float(chances @ ((each - chances @ each) ** 2).sum(axis=1))
-
-    def least(each) -> float:
-        best, *_ = np.linalg.lstsq(
-            (np.sqrt(chances)[:, None] * scores).reshape(-1, 1), (np.sqrt(chances)[:, None] * each).ravel(), rcond=None
-        )
-        return noise(each - best * scores)
-
-    for name, measure, pair in (("value", noise, values), ("gradient", least, gradients)):
-        sampled, exact = (measure(np.array(one)) for one in pair)
-        assert row[name] == pytest.approx(exact / sampled, rel=1e-9)
-
-
-def test_after_one_small_step_exact_kls_add_twice_the_squared_gradient():
-    """2·β·η·‖∇E[R]‖² to the objective's variance, to first order in the step η."""
-    rate, beta = 1e-5, experiment.PATHS["beta"]
-    _, problems = experiment._paths("reference", 0)
-    problem = problems[1]
-    (_, after) = ascents([problem], 1, beta=beta, learning_rate=rate)[:, 0]
-    instance = Instance.of(problem.environment, after, problem.reference)
-    reward = problem.environment.returns(instance.paths)
-    weights = instance.rollout_weights("current")
-    row = experiment._ratios(problem, after)
-    added = (row["value"] - 1) * (weights @ (reward - weights @ reward) ** 2)
-    size = (gradient("expected_reward", instance) ** 2).sum()
-    assert added == pytest.approx(2 * beta * rate * size, rel=1e-3)
 
 
 def test_the_record_is_consistent():
