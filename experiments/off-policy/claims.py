@@ -11,7 +11,7 @@ from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, frame, known, mean, need, require
 from kltest.reproduce.numbers import Cited, Numbers, extremes, melted, number
 
-from .experiment import CLIP, EXACT, PATH, most_updates, multiplier, ratio_free_settles
+from .experiment import CLIP, EXACT, most_updates, multiplier, ratio_free_settles
 from .step import STALE, error
 
 TRL = "TRL #4637, #6503"
@@ -426,53 +426,15 @@ def _grows_with_the_drift(rows: pd.DataFrame) -> Measured:
 
 
 @numbers.add
-def _of_the_path(rows: pd.DataFrame) -> Cited:
-    yield number("updates of the path", PATH["updates"])
-    found, where = need(rows, "path"), ["estimator", "length", "staleness"]
-    yield from melted(found.groupby(where)[["bias"]].mean(), ["bias"])
-    yield number("largest bias of whole ratios", _path(rows, *WHOLE)["bias"].max())
-
-
-@numbers.add
-def _of_weights(rows: pd.DataFrame) -> Cited:
-    found = need(rows, "weights")
-    shares = ["prefix_share", "log_sequence_share", "each"]
-    means = found.assign(each=found["kl_to_sampler"] / found["at"]).groupby(["at", "noise"])[shares].mean()
-    # Exponential in the KL, which differs between environments: a plain mean would be the share of the nearest one.
-    means["sequence_share"] = means["log_sequence_share"].map(math.exp)
-    yield from melted(means, {"prefix_share": "prefix_share", "sequence_share": "sequence_share", "each": "KL a token"})
-
-
-numbers.melt("training", ["gap"], ["recipe", "batch_size", "inner_steps"], means=True)
-
-
-@numbers.add
 def _of_the_step(rows: pd.DataFrame) -> Cited:
-    yield number("batch compared", BATCH)
-    own = _own(rows)
-    by = own.groupby(["start", "made"])
-    yield from melted(by[["exact", "to_go"]].median(), {"exact": "exact over sampled", "to_go": "to go over return"})
-    yield from melted(by[["noisier"]].mean(), {"noisier": "share noisier with exact"})
+    own, stale = _own(rows), _stale(rows, tokens=above(1))
+    yield from melted(own.groupby(["start", "made"])[["exact"]].median(), {"exact": "exact over sampled"})
     slope = own[own["slope"].notna()]
     yield number("share right by slope", (slope["noisier"] == (slope["slope"] > 0.5)).mean())
-    yield number("policies of steps", len(own))
-    stale = _stale(rows, tokens=above(1))
-    by = stale.groupby(["start", "made", "nats"])
-    yield from melted(by[["prefix"]].median(), {"prefix": "prefix over sequence"})
-    by = need(stale, made=UPDATED).groupby(["drift", "family", "tokens", "nats"])
-    words = {"even": "rollouts from which the sequence's ratio is best", "bias_none": "step bias without ratio"}
-    yield from melted(by[list(words)].median().replace(math.inf, math.nan).dropna(), words)
-    whole = need(stale, made=UPDATED)
-    even = whole["even"].groupby([whole["drift"], whole["tokens"], whole["nats"]]).median().to_frame("rollouts needed")
-    yield from melted(even.replace(math.inf, math.nan).dropna(), list(even))
-    close = need(whole, drift="engine", nats=at_most(0.1))
-    each = (close["even"] / close["tokens"]).groupby([close["tokens"], close["nats"]]).median()
-    yield from extremes("rollouts needed a token", each)
-    by = stale.groupby(["family", "nats"])
-    yield from melted(by[["left", "cost"]].median(), {"left": "bias left by token", "cost": "noise of token"})
-    yield from melted(by[["better"]].mean(), {"better": "share better with token"})
-    best = stale[[f"error_{way}" for way in STALE]].to_numpy().argmin(axis=1)
-    shares = pd.crosstab(stale["nats"], best, normalize="index").reindex(columns=range(len(STALE)), fill_value=0.0)
-    for place, way in enumerate(STALE):
-        for nats, share in shares[place].items():
-            yield number("share best", share, way=way, nats=nats)
+    yield number("longest step", stale["tokens"].max())
+    yield from melted(stale.groupby(["start", "made", "nats"])[["prefix"]].median(), {"prefix": "prefix over sequence"})
+    close = need(stale, nats=at_most(0.1)).groupby(["family", "nats"])["left"].median()
+    yield from extremes("bias left by token", close)
+    trained = need(stale, made=UPDATED)
+    even = trained.groupby(["drift", "tokens", "nats"])[["even"]].median()
+    yield from melted(even.replace(math.inf, math.nan).dropna(), {"even": "rollouts needed"})

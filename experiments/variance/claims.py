@@ -7,7 +7,7 @@ import pandas as pd
 from kltest.reproduce.bounds import Bound, above, at_least, at_most, below, exactly
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, need, ordered, records, require, select
-from kltest.reproduce.numbers import Cited, Numbers, melted, number
+from kltest.reproduce.numbers import Cited, Numbers, melted
 
 from ..spread import interval
 from .experiment import PARTS, PUBLISHED
@@ -263,51 +263,6 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
 
 def _short(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-@numbers.add
-def _of_the_pair(rows: pd.DataFrame) -> Cited:
-    for name in (*PAIR, "threshold"):
-        yield number(f"pair {name}", _published(rows)[name])
-
-
-@numbers.add
-def _of_rates(rows: pd.DataFrame) -> Cited:
-    found = need(rows, "rates")
-    counts = found.groupby(["spread", "distance"]).sum(numeric_only=True)
-    for column in ("value", "gradient"):
-        share = (counts[f"{column}_fails"] / counts["environments"]).to_frame(f"{column} fails")
-        yield from melted(share, list(share))
-    yield number("random environments near", found[NEAR(found["distance"])]["environments"].sum())
-
-
-@numbers.add
-def _of_the_ladder(rows: pd.DataFrame) -> Cited:
-    found, to_go = need(rows, "ladder"), need(rows, "ladder", estimator="to go")
-    first = found.drop_duplicates(["estimator", "length", "distance"])
-    yield from melted(first, {"over_floor": "over floor"}, ["estimator", "length", "distance"])
-    yield from melted(found.drop_duplicates(["length", "distance"]), {"kl": "KL"}, ["length", "distance"])
-    yield number("longest", found["length"].max())
-    yield number("to go noisier than return", to_go["noisier_than_return"].sum())
-    yield number("ladder environments", to_go["compared"].sum())
-
-
-@numbers.add
-def _of_budgets(rows: pd.DataFrame) -> Cited:
-    found = need(rows, "budget")
-    means = found.groupby(["of", "rule", "share", "spread"])["removed"].mean()
-    yield from melted(means.to_frame("removed"), ["removed"])
-
-
-@numbers.add
-def _of_the_language_model(rows: pd.DataFrame) -> Cited:
-    found = need(rows, "language")
-    yield number("language model seeds", found["seed"].nunique())
-    shares = ("logits", "weights", "bias")
-    yield from _bounded(_language(rows, ["what", "rule", "share"], what=shares), "language model")
-    training = _in_training(rows)
-    for column in ("removed", "objective"):
-        yield from _bounded(_language(training, ["update"], column, what="training"), f"training {column}")
 
 
 def _bounded(found: pd.DataFrame, quantity: str) -> Cited:
