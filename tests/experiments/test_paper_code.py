@@ -27,12 +27,26 @@ def test_wrong_and_right_lines(code, followed):
     assert report.gradients[0].identified == pytest.approx({followed: 1.0})
 
 
-def test_the_recommended_lines_are_confirmed():
+def blocks():
+    """The recommended lines, and those for stale samples, which go on from the advantage."""
     text = (SECTIONS / "recommendations.typ").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    loss = written(textwrap.dedent(code), "logp, ref_logp, reward, mask, beta, n=2")
-    assert kltest.grade(loss, group_size=2, batch_size=2).verdict == "confirmed"
-    wrong = written(
-        textwrap.dedent(code).replace(".sum(1)).mean()", ".mean(1)).mean()"), "logp, ref_logp, reward, mask, beta, n=2"
-    )
-    assert kltest.grade(wrong, group_size=2, batch_size=2).verdict == "refuted"
+    fresh, stale = map(textwrap.dedent, re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+    return fresh, fresh.partition("loss =")[0] + stale
+
+
+def test_the_recommended_lines_are_confirmed():
+    code, _ = blocks()
+    parameters = "logp, ref_logp, reward, mask, beta, n=2"
+    assert kltest.grade(written(code, parameters), group_size=2, batch_size=2).verdict == "confirmed"
+    wrong = code.replace(".sum(1)).mean()", ".mean(1)).mean()")
+    assert kltest.grade(written(wrong, parameters), group_size=2, batch_size=2).verdict == "refuted"
+
+
+@pytest.mark.parametrize("part", ["kl", "all"])
+def test_the_lines_for_stale_samples_are_confirmed_and_need_their_ratio_on_the_baseline(part):
+    _, code = blocks()
+    asked = {"sampler": "stale", "part": part, "group_size": 2, "batch_size": 2}
+    parameters = "logp, ref_logp, old_logp, reward, mask, beta, n=2"
+    assert kltest.grade(written(code, parameters), **asked).verdict == "confirmed"
+    alone = code.replace("w * advantage", "(w * ret.view(-1) - ret.view(-1) + advantage)")
+    assert kltest.grade(written(alone, parameters), **asked).verdict == "refuted"
