@@ -1,14 +1,17 @@
-"""Measurements beside a report: laws of coefficients, and if the sampler's log-probs enter the KL term.
+"""Laws: how a gradient's coefficients, and what a name leaves of it, change with the sizes of rollouts and batches.
 
-A law, 1/T or 1/max_completion_length, is found by measuring, never guessed. The loss is called on sequences over two
-tokens, of one size after another: the length of the rollouts, the padded columns, the rows of a group, or an option
-that is a length. A law is reported if it fits at three sizes or more.
+A law, 1/T or (1 − 1/B)/T, is found by measuring, never guessed. The loss is called on sequences over two tokens, of one
+size after another: the length of the rollouts, the padded columns, the rows of a batch or a group, or an option that is
+a length. A law is reported if it fits at three sizes or more, exactly. `limits` adds batches that are too large to
+enumerate, and `extras` runs both in a child process beside a report.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import combinations, product
 from typing import Any, Literal
 
 import numpy as np
@@ -25,10 +28,10 @@ from kltest.report import Report
 from kltest.rollout import SAMPLER_FIELDS
 from kltest.truth import gradient, support_named
 
-TOKENS, WIDTH, GROUP = "T", "padded width", "group size"
+TOKENS, WIDTH, GROUP, BATCH = "T", "padded width", "group size", "B"
 # Options of libraries that are lengths, and values that they take in turn.
 OPTIONS, VALUES = ("max_completion_length",), (2, 5, 7)
-LENGTHS, WIDER, GROUPS = (1, 2, 3, 4), (1, 3), (2, 3, 4)
+LENGTHS, WIDER, ROWS = (1, 2, 3, 4), (1, 3), (1, 2, 3, 4)
 SEED = 5
 # Most calls of single batches at one size.
 MOST = 300
@@ -37,26 +40,30 @@ LEAST = 3
 # Relative: on what a combination leaves of a gradient, and on coefficients.
 NEAR = {"float64": 1e-7}
 ROUGH = 2e-3
-SHAPES: Mapping[str, Callable[[float], float]] = {
-    "{a}/{q}": lambda size: 1 / size,
-    "{a}·(1 − 1/{q})": lambda size: 1 - 1 / size,
-}
+Shape = Callable[[float], float]
+SHAPES: Mapping[str, Shape] = {"1/{q}": lambda size: 1 / size, "(1 − 1/{q})": lambda size: 1 - 1 / size}
+# How something may vanish as a size grows, the fastest first.
+RATES: Mapping[str, Shape] = {"{a}/{q}": lambda size: 1 / size, "{a}/√{q}": lambda size: size**-0.5}
 Sizes = dict[str, float]
 Sampler = Literal["current", "stale"]
-# For all measurements beside a report.
-SECONDS = 300.0
+# For laws, and for limits.
+SECONDS, SECONDS_OF_LIMITS = 300.0, 600.0
 
 
 def extras(job: Job, report: Report) -> dict[str, Any]:
-    """Return fields of a row: laws of coefficients by name, and if the sampler's log-probs move the gradient.
+    """Return fields of a row: laws of coefficients by name, limits of batches, if the sampler's log-probs matter.
 
-    They are measured in a child of this process. A loss that ends it, or that was not graded, has none of it.
+    They are measured in a child of this process. A loss that ends it, or that was not graded, has none of what was not
+    measured before.
     """
-    found: dict[str, Any] = {"laws": {}, "reads_sampler": False}
+    found: dict[str, Any] = {"laws": {}, "limits": [], "reads_sampler": False}
     if report.gradients:
         with Child(_extras, job, report) as child:
-            step = child.step(SECONDS)
-        found |= step.value if step.kind == "value" else {}
+            for seconds in (SECONDS, SECONDS_OF_LIMITS):
+                step = child.step(seconds)
+                if step.kind != "value":
+                    break
+                found |= step.value
     return found
 
 
@@ -68,6 +75,7 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
     from kltest.grading.options import Options
     from kltest.identify.graded import kl_part
     from kltest.loss.resolve import resolve
+    from kltest.scoreboard.limits import keeps_groups_apart, limits
 
     torch.set_num_threads(1)
     options = Options(**job.given)
@@ -76,18 +84,23 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
         mine = replace(options, arguments={**options.arguments, **arguments})
         return kl_part(resolve(job.target, mine.call), mine.expect, mine.seed, mine.group_size)
 
+    findings = plan(build({}), options)
+    rows = ""
+    if report.reduction == "coupled":
+        rows = GROUP if keeps_groups_apart(build({})) else BATCH
     found: dict[str, str] = {}
     # A law of the smallest batch is that of a rollout.
     for each in sorted(report.gradients, key=lambda row: row.batch):
         if each.environment == "sequence" and each.identified:
-            found = laws(build, each.identified, each.sampler, each.batch, report.dtype) | found  # type: ignore[arg-type]
-    findings = plan(build({}), options)
+            found = laws(build, each.identified, each.sampler, each.batch, report.dtype, rows) | found  # type: ignore[arg-type]
     taken = findings.observed.uses & SAMPLER_FIELDS
     try:
         moves = taken and sampler_has_influence(findings, "sequence")
     except KltestError:
         moves = taken
     yield {"laws": found, "reads_sampler": bool(moves)}
+    named = [name for each in report.gradients for name in each.identified or ()]
+    yield {"limits": limits(build({}), findings.measure, rows, report.dtype, named) if rows else []}
 
 
 def laws(
@@ -96,6 +109,7 @@ def laws(
     sampler: Sampler,
     batch: int,
     dtype: str,
+    rows: str = "",
 ) -> dict[str, str]:
     """Return the laws of those coefficients of a gradient of sequences that follow one.
 
@@ -105,16 +119,17 @@ def laws(
         sampler: whose rollouts they are.
         batch: rows of a batch in which it follows that.
         dtype: the precision in which it computes.
+        rows: what the rows of a batch are called, BATCH or GROUP, if the loss couples them.
 
     Returns:
-        By name: "1/T", "1/max_completion_length" …; names without a law are missing.
+        By name: "1/T", "-1/(T·B)", "1/max_completion_length" …; names without a law are missing.
     """
     near = NEAR.get(dtype, ROUGH)
     moving = [name for name, coefficient in identified.items() if abs(coefficient - 1) > near]
     if not moving or "zero" in identified:
         return {}
     found: dict[str, str] = {}
-    for quantities, points in _series(build, tuple(identified), sampler, batch, near):
+    for quantities, points in _series(build, tuple(identified), sampler, batch, near, rows):
         for name in moving:
             law = _law(quantities, [(sizes, each[name]) for sizes, each in points], near)
             if law and name not in found:
@@ -125,24 +140,36 @@ def laws(
 
 
 def _series(
-    build: Callable[[Mapping[str, Any]], Loss], names: tuple[str, ...], sampler: Sampler, batch: int, near: float
+    build: Callable[[Mapping[str, Any]], Loss],
+    names: tuple[str, ...],
+    sampler: Sampler,
+    batch: int,
+    near: float,
+    rows: str,
 ) -> Iterator[tuple[tuple[str, ...], list[tuple[Sizes, dict[str, float]]]]]:
     """Yield quantities that were varied, and coefficients by the sizes at which they were measured."""
 
-    def at(length: int, *, columns: int = 0, rows: int = batch, **option: int) -> tuple[Sizes, dict[str, float] | None]:
-        sizes: Sizes = {TOKENS: length, WIDTH: length + columns, GROUP: rows, **option}
-        return sizes, _coefficients(build(option), names, sampler, (length, columns, rows), near)
+    def at(length: int, *, columns: int = 0, many: int = batch, **option: int) -> tuple[Sizes, dict[str, float] | None]:
+        sizes: Sizes = {TOKENS: length, WIDTH: length + columns, rows: many, **option}
+        with suppress(KltestError):  # it takes no batch of that size, or no such option
+            return sizes, _coefficients(build(option), names, sampler, (length, columns, many), near)
+        return sizes, None
 
-    lengths = [partial(at, length) for length in LENGTHS if vocabulary(names) ** (length * batch) <= MOST]
-    series: dict[tuple[str, ...], list[Any]] = {
-        (TOKENS, WIDTH): lengths + [partial(at, 2, columns=more) for more in WIDER],
-        **{(option,): [partial(at, 2, **{option: value}) for value in VALUES] for option in OPTIONS},
-        (GROUP,): [partial(at, 1, rows=rows) for rows in GROUPS] if batch > 1 else [],
-    }
-    for quantities, calls in series.items():
-        with suppress(KltestError):
-            points = [call() for call in calls]
-            yield quantities, [(sizes, found) for sizes, found in points if found is not None]
+    def few(length: int, many: int) -> bool:
+        return vocabulary(names) ** (length * many) <= MOST
+
+    lengths = [partial(at, length) for length in LENGTHS if few(length, batch)]
+    lengths += [partial(at, 2, columns=more) for more in WIDER]
+    # A batch of one that has a law of its own is no batch of several.
+    several = [(length, many) for length, many in product(LENGTHS, ROWS) if many > batch and few(length, many)]
+    series: list[tuple[tuple[str, ...], list[Any]]] = [((TOKENS, WIDTH), lengths)]
+    series += [((option,), [partial(at, 2, **{option: value}) for value in VALUES]) for option in OPTIONS]
+    if rows:
+        more = [partial(at, length, many=many) for length, many in several]
+        series.insert(0, ((TOKENS, WIDTH, rows), lengths + more))
+    for quantities, calls in series:
+        points = [call() for call in calls]
+        yield quantities, [(sizes, found) for sizes, found in points if found is not None]
 
 
 def _coefficients(
@@ -169,14 +196,37 @@ def vocabulary(names: Iterable[str]) -> int:
     return max((one.k + 2 for one in supports if one), default=2)
 
 
-def _law(quantities: tuple[str, ...], points: list[tuple[Sizes, float]], near: float) -> str:
-    """The law of a coefficient that fits all points; "" if none does, or if it does not change at all."""
-    for quantity in quantities:
-        for words, shape in SHAPES.items():
-            kept = [(sizes[quantity], c, shape(sizes[quantity])) for sizes, c in points]
-            if len({size for size, _, weight in kept if weight}) < LEAST:
+def _law(quantities: Sequence[str], points: list[tuple[Sizes, float]], near: float) -> str:
+    """The law of a coefficient in one quantity or in two that fits all points; "" if none does, or if it is constant.
+
+    A quantity that a law does not name has to have been varied without any change.
+    """
+    single = [(quantity,) for quantity in quantities]
+    for chosen in [*single, *combinations([one for one in quantities if one != WIDTH], 2)]:
+        for words in product(SHAPES, repeat=len(chosen)):
+            kept = [
+                (sizes, c, math.prod(SHAPES[w](sizes[q]) for w, q in zip(words, chosen, strict=True)))
+                for sizes, c in points
+            ]
+            nonzero = [sizes for sizes, _, weight in kept if weight]
+            if any(len({sizes[quantity] for sizes in nonzero}) < LEAST for quantity in chosen):
                 continue
             first = next(c / weight for _, c, weight in kept if weight)
             if first and all(abs(c - first * weight) <= near * abs(first) for _, c, weight in kept):
-                return words.format(a=f"{first:.4g}", q=quantity).replace("1·(", "(")
+                return _words(first, [word.format(q=q) for word, q in zip(words, chosen, strict=True)])
     return ""
+
+
+def _words(first: float, factors: Sequence[str]) -> str:
+    """A law as text: -1/(T·B), (1 − 1/B)/T, 0.5/T."""
+    below = [each.removeprefix("1/") for each in factors if each.startswith("1/")]
+    above = [each for each in factors if not each.startswith("1/")]
+    number = f"{first:.4g}"
+    number = {"1": "", "-1": "-"}.get(number, f"{number}·") if above else number
+    bottom = f"/({'·'.join(below)})" if len(below) > 1 else f"/{below[0]}" if below else ""
+    return number + "·".join(above) + bottom
+
+
+def rate(words: str, points: Mapping[float, float]) -> float:
+    """Return the factor of one of RATES in a positive quantity at several sizes: the geometric mean of what it gives."""
+    return math.exp(sum(math.log(left / RATES[words](size)) for size, left in points.items()) / len(points))
