@@ -26,9 +26,10 @@ from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.report import Report
 from kltest.rollout import SAMPLER_FIELDS
+from kltest.scoreboard.rows import BATCH, GROUP
 from kltest.truth import gradient, support_named
 
-TOKENS, WIDTH, GROUP, BATCH = "T", "padded width", "group size", "B"
+TOKENS, WIDTH = "T", "padded width"
 # Options of libraries that are lengths, and values that they take in turn.
 OPTIONS, VALUES = ("max_completion_length",), (2, 5, 7)
 LENGTHS, WIDER, ROWS = (1, 2, 3, 4), (1, 3), (1, 2, 3, 4)
@@ -42,8 +43,6 @@ NEAR = {"float64": 1e-7}
 ROUGH = 2e-3
 Shape = Callable[[float], float]
 SHAPES: Mapping[str, Shape] = {"1/{q}": lambda size: 1 / size, "(1 − 1/{q})": lambda size: 1 - 1 / size}
-# How something may vanish as a size grows, the fastest first.
-RATES: Mapping[str, Shape] = {"{a}/{q}": lambda size: 1 / size, "{a}/√{q}": lambda size: size**-0.5}
 Sizes = dict[str, float]
 Sampler = Literal["current", "stale"]
 # For laws, and for limits.
@@ -225,8 +224,3 @@ def _words(first: float, factors: Sequence[str]) -> str:
     number = {"1": "", "-1": "-"}.get(number, f"{number}·") if above else number
     bottom = f"/({'·'.join(below)})" if len(below) > 1 else f"/{below[0]}" if below else ""
     return number + "·".join(above) + bottom
-
-
-def rate(words: str, points: Mapping[float, float]) -> float:
-    """Return the factor of one of RATES in a positive quantity at several sizes: the geometric mean of what it gives."""
-    return math.exp(sum(math.log(left / RATES[words](size)) for size, left in points.items()) / len(points))
