@@ -71,8 +71,9 @@ def frame(rows: Sequence[BoardRow], *, programs: bool = True) -> DataFrame:
     Returns:
         A data frame with the columns of `COLUMNS` in words, and with library, version, family, mark ("default",
         "recipe" or ""), kind (a key of `CLASSES`), exactly (that of enumerated batches), tone (how near it is),
-        follows, stale and unset (as `defaults` has them), command (what measures the row again), program and file (the
-        standalone program and its name, "" if there is none), row (the row itself).
+        follows, stale and unset (as `defaults` has them), grows (what large batches come to), command (what measures
+        the row again), program and file (the standalone program and its name, "" if there is none), row (the row
+        itself).
     """
     return DataFrame([_line(each, programs) for each in rows])
 
@@ -147,6 +148,7 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
         "exactly": finite_class(each),
         "tone": TONES.get(kind, "far"),
         "follows": _follows(each),
+        "grows": as_batches_grow(each),
         "stale": off_policy(each),
         "unset": _unset(each),
         "one_step": one_step,
