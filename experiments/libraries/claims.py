@@ -153,16 +153,33 @@ def _of_defaults(rows: pd.DataFrame) -> Cited:
         yield number("defaults", len(own), purpose=purpose)
         yield number("defaults that are off", own["off"].astype(bool).sum(), purpose=purpose)
         yield number("libraries", own["library"].nunique(), purpose=purpose)
+        on = own[~own["off"].astype(bool)]
         for kind in CLASSES:
             yield number("defaults", (own["kind"] == kind).sum(), purpose=purpose, kind=kind)
+            yield number("defaults that are on", (on["kind"] == kind).sum(), purpose=purpose, kind=kind)
+            yield number("defaults in small batches", (own["finite_kind"] == kind).sum(), purpose=purpose, kind=kind)
 
 
 @numbers.add
 def _of_biases(rows: pd.DataFrame) -> Cited:
+    """In the largest batches that were enumerated."""
     found = need(rows, "defaults", purpose=PENALTY)
-    for kind, own in found.groupby("kind", sort=False):
+    for kind, own in found.groupby("finite_kind", sort=False):
         yield number("largest bias", own["relative_bias"].max(), kind=kind)
         yield number("largest bias at the best coefficient", left(own).max(), kind=kind)
+
+
+@numbers.add
+def _of_limits(rows: pd.DataFrame) -> Cited:
+    """What is off is `off by`/B, or over the size of a group; `left` is the end of the interval in batches of 128."""
+    found = need(rows, "defaults")
+    yield number("defaults that couple rows", found["couples"].astype(bool).sum())
+    known = found[found["limit_kind"] != ""]
+    yield number("defaults with a limit", len(known))
+    for row in records(known):
+        for name in ("off_by", "left", "left_high"):
+            words = {"off_by": "off by", "left_high": "left at most"}.get(name, name)
+            yield number(words, row[name], library=row["library"], setting=row["setting"], of=row["limit_of"])
 
 
 @numbers.add

@@ -6,7 +6,7 @@ from typing import Any
 from kltest.adapters import NAMES
 from kltest.reproduce.frames import Row
 from kltest.scoreboard import history, recorded
-from kltest.scoreboard.classes import at_equal_lengths, class_of, finite_class, limit_class, limit_names
+from kltest.scoreboard.classes import class_of, finite_class, limit_class, limit_names, names_one_length_only
 from kltest.scoreboard.rows import factor, of_batches
 from kltest.scoreboard.table import as_batches_grow, defaults
 from kltest.scoreboard.timeline import is_default
@@ -111,7 +111,7 @@ def _on_sequences(row: Mapping[str, Any]) -> Row:
             name: "−" * (one < 0) + (factor(row, name, abs(one)) if lawful(name, one) else f"{abs(one):.2g}")
             for name, one in terms.items()
         },
-        "equal_lengths": at_equal_lengths(row),
+        "equal_lengths": names_one_length_only(row),
         "relative_bias": whole["relative_bias"],
         "cosine": whole["cosine"],
         "stale_bias": max((one["relative_bias"] for one in there["stale"]), default=None),
