@@ -136,12 +136,6 @@ def _class(several: set[str], row: Mapping[str, Any], one: set[str] = frozenset(
     return "mixed" if "mixed" in everything else "another"
 
 
-def at_equal_lengths(row: Mapping[str, Any]) -> bool:
-    """Return True if the class is only that of rollouts of one length: with lengths that differ it is unnamed."""
-    by_limit = limit_class(row) is not None and row["limits"][0]["of"] == BATCH
-    return not by_limit and names_one_length_only(row)
-
-
 def names_one_length_only(row: Mapping[str, Any]) -> bool:
     """Return True if the gradient has a name in enumerated batches of rollouts of one length alone."""
     return any(_of_unequal_lengths(each, row) for each in _current(row))

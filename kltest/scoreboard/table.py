@@ -180,6 +180,8 @@ def _follows(each: BoardRow) -> str:
     words, grows = _in_small_batches(each), as_batches_grow(each)
     if not grows or each["limits"][0]["of"] != BATCH or limit_class(each) is None:
         return f"{words}; {grows}" if grows else words
+    if limit_class(each) == finite_class(each):
+        words = words.removeprefix(f"{_class_words(finite_class(each), '')}, ")
     return f"{grows}; at B = {_enumerated(each)}: {words}"
 
 
@@ -204,7 +206,7 @@ def as_batches_grow(each: BoardRow) -> str:
     if kind is None:
         return f"still moving at {of} = {LARGEST}"
     rate = max(one["rate"] for one in limits)
-    if not rate and not names_one_length_only(each):
+    if not rate and kind == finite_class(each) and not names_one_length_only(each):
         return ""
     off = f" (off by {rate:.2g}/{of})" if rate else ""
     return f"{_class_words(kind, limit_factor(limits))}, as {GROWING[of]}{off}"

@@ -84,6 +84,27 @@ PER_TOKEN = [{"local_reverse_kl": ends(1 / 3, 1 / 3)}, {"local_reverse_kl": ends
             "part",
             "next-token part of ∇KL(π‖ref), × 1/E[T], as B grows (off by 0.25/B); at B = 2: unnamed",
         ),
+        # A coefficient that grows to one, with its law: nothing else is off.
+        (
+            {
+                **limited("B", [{"reverse_kl": ends(127 / 128, 127 / 128)}] * 2, (0.0, 0.0)),
+                "laws": {"reverse_kl": "(1 − 1/B)"},
+                "gradients": row("one", "mean", {"reverse_kl": 0.5}, [], {})["gradients"],
+            },
+            "on-policy",
+            "∇KL(π‖ref), as B grows; at B = 2: ∇KL(π‖ref) up to scale, × (1 − 1/B)",
+        ),
+        (
+            {
+                **limited("B", PER_TOKEN, (0.0, 0.25)),
+                "gradients": [
+                    {**each, "identified": None if each["environment"] == "ragged" else {"local_reverse_kl": 1 / 3}}
+                    for each in row("one", "mean", {}, [], {})["gradients"]
+                ],
+            },
+            "part",
+            "next-token part of ∇KL(π‖ref), × 1/E[T], as B grows (off by 0.25/B); at B = 2: × 1/T, at equal lengths",
+        ),
         (limited("B", [{}, {}], (0.3, 0.3)), "none", "no gradient, as B grows (off by 0.3/B); at B = 2: unnamed"),
         # Groups stay small.
         (
@@ -99,7 +120,7 @@ def test_a_loss_that_couples_rows_is_classed_by_its_limit_beside_that_of_small_b
     line = frame([given], programs=False).iloc[0]
     assert (line["kind"], line["follows"]) == (kind, follows)
     # What is proposed instead of a default has to follow it in batches of any size.
-    assert line["exactly"] == "unnamed"
+    assert line["exactly"] not in ("whole", "on-policy")
     assert follows in html(frame([given]))
 
 
