@@ -21,6 +21,7 @@ from kltest.errors import KltestError
 from kltest.identify.identification import independent
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
+from kltest.moments import exact_batches
 from kltest.truth import gradient, support_named
 
 TOKENS, WIDTH = "T", "padded width"
@@ -28,6 +29,8 @@ TOKENS, WIDTH = "T", "padded width"
 OPTIONS, VALUES = ("max_completion_length",), (2, 5, 7)
 LENGTHS, WIDER, ROWS = (1, 2, 3, 4), (1, 3), (1, 2, 3, 4)
 SEED = 5
+# Tokens of the rollouts that show if rows are added up.
+SHORT = 2
 # Most calls of single batches at one size.
 MOST = 300
 # Sizes at which a law has to fit.
@@ -90,12 +93,13 @@ def _series(
     def at(length: int, *, columns: int = 0, many: int = batch, **option: int) -> tuple[Sizes, dict[str, float] | None]:
         sizes: Sizes = {TOKENS: length, WIDTH: length + columns, rows: many, **option}
         with suppress(KltestError):  # it takes no batch of that size, or no such option
-            return sizes, _coefficients(build(option), names, sampler, (length, columns, many), near)
+            return sizes, _coefficients(build(option), names, sampler, (length, columns, many), near, summed)
         return sizes, None
 
     def few(length: int, many: int) -> bool:
         return vocabulary(names) ** (length * many) <= MOST
 
+    summed = bool(rows) and _adds_up(build({}), names, sampler, max(batch, 2))
     lengths = [partial(at, length) for length in LENGTHS if few(length, batch)]
     lengths += [partial(at, 2, columns=more) for more in WIDER]
     # A batch of one that has a law of its own is no batch of several.
@@ -111,7 +115,7 @@ def _series(
 
 
 def _coefficients(
-    loss: Loss, names: tuple[str, ...], sampler: Sampler, size: tuple[int, int, int], near: float
+    loss: Loss, names: tuple[str, ...], sampler: Sampler, size: tuple[int, int, int], near: float, summed: bool
 ) -> dict[str, float] | None:
     """Coefficients of a loss's gradient in small sequences; None if names depend on each other, or miss it."""
     length, columns, rows = size
@@ -120,12 +124,20 @@ def _coefficients(
     if len(independent(known)) < len(names):
         return None
     with preserved(SEED):
-        found = measure(loss, instance, sampler, rows, columns=columns)[0].ravel()
+        found = measure(loss, instance, sampler, rows, summed=summed, columns=columns)[0].ravel()
     matrix = np.stack(list(known.values()), axis=1)
     fit = np.linalg.lstsq(matrix, found, rcond=None)[0]
     if np.linalg.norm(matrix @ fit - found) > near * np.linalg.norm(found):
         return None
     return dict(zip(names, map(float, fit), strict=True))
+
+
+def _adds_up(loss: Loss, names: tuple[str, ...], sampler: Sampler, batch: int) -> bool:
+    """True if a loss adds the rows of a batch up: its gradient is divided by their number, as in grading."""
+    instance = Instance.draw(sequence(vocabulary(names), SHORT), SEED)
+    with suppress(KltestError), preserved(SEED):
+        return exact_batches(loss, instance, sampler, batch, logs=False).added_up
+    return False
 
 
 def vocabulary(names: Iterable[str]) -> int:

@@ -61,6 +61,11 @@ def less_the_token_mean(logp, ref_logp, mask):
     return ((u - u.sum() / mask.sum()) * logp * mask).sum(1).mean()
 
 
+def added_up(logp, ref_logp, mask):
+    """The same of a loss that adds the rows of a batch up, which is graded by the row."""
+    return less_the_token_mean(logp, ref_logp, mask) * len(mask)
+
+
 def renormalised(logits, ref_logits, mask, topk=2):
     """KL(ref‖π) on the reference's likeliest tokens, which two more tokens tell from all, by the row's tokens."""
     top = ref_logits.topk(topk, dim=-1)
@@ -106,6 +111,7 @@ def tokens(mask, _):
         (less_the_mean, {"reverse_kl": 0.5}, 2, {"reverse_kl": "(1 − 1/B)"}),
         (less_the_mean_per_token, {"reverse_kl": 1 / 6}, 2, {"reverse_kl": "(1 − 1/B)/T"}),
         (less_the_token_mean, TOKEN_MEAN, 1, {"reverse_kl": "-1/(T·B)"}),
+        (added_up, TOKEN_MEAN, 1, {"reverse_kl": "-1/(T·B)"}),
         # Its mean is that of a batch of two alone: a law of batches would be wrong for larger ones.
         (less_the_mean_of_pairs, {"reverse_kl": 1 / 6}, 2, {"reverse_kl": "0.5/T"}),
     ],
@@ -114,7 +120,7 @@ def test_a_law_is_found_by_measuring_and_only_if_there_is_one(loss, identified, 
     def build(arguments: Mapping):
         return bind(loss, Call("loss", None, None, dict(arguments)))
 
-    coupled = batch > 1 or loss is less_the_token_mean
+    coupled = batch > 1 or loss in (less_the_token_mean, added_up)
     assert laws(build, identified, "current", batch, "float64", BATCH if coupled else "") == wanted
 
 
