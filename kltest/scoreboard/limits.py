@@ -17,6 +17,7 @@ import numpy as np
 
 from kltest.environments import Instance, ragged, sequence
 from kltest.errors import KltestError
+from kltest.files import mapped
 from kltest.identify.graded import whole
 from kltest.identify.identification import independent
 from kltest.identify.instances import with_ties
@@ -40,6 +41,8 @@ EXACT, SAMPLED = (2, 3, 4), (8, 32, 128)
 MOST, BATCHES = 400, 128
 # Fewest enumerated sizes to which a rate is fitted.
 LEAST = 2
+# Significant digits of what is returned: samples have no more.
+DIGITS = 4
 # Seeds of the instances, in each of which all has to hold. Named gradients have wide angles there, as in few others.
 SEEDS = {"sequence": (54, 16), "ragged": (67, 8)}
 SEED = 5
@@ -51,7 +54,7 @@ LENGTH, SHORT = 3, 2
 ERROR_RATE = 1e-4
 # A rate is the first order of what is left, which may be so many times more than was fitted at small sizes.
 SLACK = 1.5
-# Most names in a limit.
+# Most names in a limit: of one combination, up to a factor, but for a reward beside the KL.
 TERMS = 2
 
 Names = tuple[str, ...]
@@ -81,7 +84,7 @@ def limits(loss: Loss, measure: Measure, rows: str, dtype: str, named: Iterable[
     for environment in ("sequence", "ragged"):
         with suppress(KltestError):  # it takes no batches of a size that is needed
             found.append({"environment": environment, "of": rows, **_limit(loss, environment, measure, dtype, named)})
-    return found
+    return mapped(found, lambda value: float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value)
 
 
 def keeps_groups_apart(loss: Loss) -> bool:
@@ -125,6 +128,8 @@ def _limit(loss: Loss, environment: str, measure: Measure, dtype: str, named: It
         if intervals[SAMPLED[-1]].high > MARGIN:
             continue
         terms = [one.terms(names) for one in last]
+        if not (set(names) == set(REWARDED) or _proportional(terms)):
+            continue
         before = [one.terms(names) for one in drawn[SAMPLED[-2]]]
         settled = not any(map(_moved, before, terms))
         found |= {
@@ -258,6 +263,13 @@ def _rate(exact: Mapping[int, float], drawn: Mapping[int, Interval], near: float
         return None
     factor = math.exp(sum(math.log(size * left) for size, left in exact.items()) / len(exact))
     return factor if all(one.low <= SLACK * factor / size for size, one in drawn.items()) else None
+
+
+def _proportional(terms: Sequence[Mapping[str, Interval]]) -> bool:
+    """True if coefficients are those of one combination in all instances, up to a factor of each."""
+    values = np.array([[one.value for one in each.values()] for each in terms])
+    shares = values / np.linalg.norm(values, axis=1, keepdims=True) if values.size else values
+    return bool(np.all(np.abs(shares - shares[0]) <= MARGIN))
 
 
 def _moved(before: Mapping[str, Interval], now: Mapping[str, Interval]) -> bool:

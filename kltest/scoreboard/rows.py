@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DIGITS = 6
 GRADIENT = ("environment", "sampler", "batch", "identified", "relative_bias", "cosine", "residual", "agrees", "method")
 VALUE = ("environment", "sampler", "matches")
+LIMIT = ("environment", "of", "terms", "rate", "lengths", "exact", "sampled", "beside_reward")
 # Fields of a setting that a row repeats.
 DESCRIBED = ("target", "arguments", "options", "depth", "default", "recipe", "source", "note")
 # Fields of a report that a row repeats.

@@ -204,7 +204,8 @@ def as_batches_grow(each: BoardRow) -> str:
         return ""
     of, kind = limits[0]["of"], limit_class(each)
     if kind is None:
-        return f"still moving at {of} = {LARGEST}"
+        named = all(one["terms"] is not None for one in limits)
+        return f"still moving at {of} = {LARGEST}" if named else f"no nearer to a name at {of} = {LARGEST}"
     rate = max(one["rate"] for one in limits)
     if not rate and kind == finite_class(each) and not names_one_length_only(each):
         return ""
