@@ -124,7 +124,7 @@ def _of_large_batches(row: Mapping[str, Any]) -> Row:
     `off_by` is the largest share of the gradient that the limit leaves, times the size; `left` is that share in the
     largest batches that were sampled, with the end of its interval.
     """
-    known = [one for one in row["limits"] if one["rate"] is not None]
+    known = row["limits"] if limit_class(row) else []
     last = [one["sampled"][max(one["sampled"], key=int)] for one in known]
     return {
         "finite_kind": finite_class(row),
