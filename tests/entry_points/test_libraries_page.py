@@ -32,6 +32,7 @@ def row(library, name, found, codes, marks):
         "gradients": gradients,
         "failed": [{"code": code, "message": "It is so & so <there>."} for code in codes],
         "laws": {"local_reverse_kl": "1/T"},
+        "limits": [],
         "program": "print('a very long line ' * 20)  # " + "x" * 200,
         **marks,
     }
