@@ -5,11 +5,12 @@ from collections.abc import Mapping
 import pandas as pd
 
 from kltest.identify.instances import instances
-from kltest.reproduce.bounds import above, at_most, exactly, near
+from kltest.reproduce.bounds import above, at_least, at_most, exactly, near
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, Rows, frame, need, ordered, records, select
 from kltest.reproduce.numbers import Cited, Numbers, number
 from kltest.scoreboard.classes import CLASSES
+from kltest.scoreboard.rows import MARGIN
 
 from .experiment import PARTS, PENALTY, ROUNDING
 
@@ -30,16 +31,36 @@ def left(rows: pd.DataFrame) -> pd.Series:
 
 @claims.measure(OWN, RECORDED, following=at_most(1), following_off_policy=exactly(0))
 def _penalties(rows: pd.DataFrame) -> Measured:
-    """of the penalties that libraries document as their defaults at most {following} follows ∇KL(π‖ref) of whole
-    sequences with its coefficient, and none does if another policy drew the rollouts"""
+    """of the penalties that libraries switch on by default at most {following} follows ∇KL(π‖ref) of whole sequences
+    with its coefficient, and none does if another policy drew the rollouts"""
     found = need(rows, "defaults", purpose=PENALTY)
-    right = found["relative_bias"] < ROUNDING
+    on = found[~found["off"].astype(bool)]
+    right = on["relative_bias"] < ROUNDING
     return {
         "following": right.sum(),
-        "following_off_policy": (right & (found["stale_bias"] < ROUNDING)).sum(),
-        "penalties": len(found),
+        "following_off_policy": (right & (on["stale_bias"] < ROUNDING)).sum(),
+        "penalties": len(on),
+        "off": len(found) - len(on),
         "libraries": found["library"].nunique(),
     }
+
+
+@claims.measure(OWN, RECORDED, following=exactly(0), off=at_least(1))
+def _penalties_off(rows: pd.DataFrame) -> Measured:
+    """of the penalties that are off unless a user switches them on, and of which there are {off}, {following} follow it
+    once they are on"""
+    found = need(rows, "defaults", purpose=PENALTY)
+    off = found[found["off"].astype(bool)]
+    return {"following": (off["relative_bias"] < ROUNDING).sum(), "off": len(off)}
+
+
+@claims.measure(OWN, "limits are sampled, each with an interval that misses once in 10,000 times", left=at_most(MARGIN))
+def _limits(rows: pd.DataFrame) -> Measured:
+    """where a default that couples rows has a limit as batches grow, it leaves at most {left} of the gradient of the
+    largest batches, at the end of the interval"""
+    found = need(rows, "defaults", couples=True)
+    known = found[found["limit_kind"] != ""]
+    return {"left": known["left_high"], "defaults": len(known), "of": len(found)}
 
 
 @claims.measure(OWN, RECORDED, within_the_margin=at_most(2), margin=MENDED)
@@ -85,6 +106,8 @@ def _line(row: Row, instead: pd.DataFrame) -> Row:
         "off-policy": row["off_policy"],
         "bias": _share(row["relative_bias"]),
         "best": _share(wrong),
+        "limit": row["limit"],
+        "off by": f"{row['off_by']:.2g}/{row['limit_of']}" if row.get("off_by") else "",
         "instead": right[0]["setting"] if right else "",
         "of": ("kltest" if right[0]["ours"] else "on-policy") if right else "",
     }
@@ -127,16 +150,28 @@ def _of_defaults(rows: pd.DataFrame) -> Cited:
     yield number("tokens", instances("sequence", 0)[0].environment.horizon)
     for purpose, own in found.groupby("purpose", sort=False):
         yield number("defaults", len(own), purpose=purpose)
+        yield number("defaults that are off", own["off"].astype(bool).sum(), purpose=purpose)
         yield number("libraries", own["library"].nunique(), purpose=purpose)
+        on = own[~own["off"].astype(bool)]
         for kind in CLASSES:
             yield number("defaults", (own["kind"] == kind).sum(), purpose=purpose, kind=kind)
+            yield number("defaults that are on", (on["kind"] == kind).sum(), purpose=purpose, kind=kind)
 
 
 @numbers.add
 def _of_biases(rows: pd.DataFrame) -> Cited:
+    """In the largest batches that were enumerated."""
     found = need(rows, "defaults", purpose=PENALTY)
-    for kind, own in found.groupby("kind", sort=False):
+    for kind, own in found.groupby("finite_kind", sort=False):
         yield number("largest bias at the best coefficient", left(own).max(), kind=kind)
+
+
+@numbers.add
+def _of_limits(rows: pd.DataFrame) -> Cited:
+    """What a batch of B rollouts, or a group of as many, is off by is `off by`/B."""
+    found = need(rows, "defaults", limit_kind=lambda kind: kind != "")
+    for row in records(found):
+        yield number("off by", row["off_by"], library=row["library"], setting=row["setting"])
 
 
 @numbers.add

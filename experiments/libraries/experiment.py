@@ -6,9 +6,9 @@ from typing import Any
 from kltest.adapters import NAMES
 from kltest.reproduce.frames import Row
 from kltest.scoreboard import history, recorded
-from kltest.scoreboard.classes import at_equal_lengths, class_of
-from kltest.scoreboard.rows import factor
-from kltest.scoreboard.table import defaults
+from kltest.scoreboard.classes import class_of, finite_class, limit_class, limit_names, names_one_length_only
+from kltest.scoreboard.rows import factor, of_batches
+from kltest.scoreboard.table import as_batches_grow, defaults
 from kltest.scoreboard.timeline import is_default
 from kltest.sweeps.settings import Settings
 
@@ -31,6 +31,8 @@ SETTINGS = Settings(
 
 # The other side of a default's KL: the reference as a penalty, a teacher, whose KL is the objective, or neither.
 PENALTY, DISTILLATION, NEITHER = "penalty", "distillation", "no KL to a reference"
+# How a default that is switched off by its coefficient or its switch begins, if nothing is set.
+OFF = "no KL, "
 # Relative bias that rounding leaves: libraries compute in float32.
 ROUNDING = 1e-3
 
@@ -55,7 +57,8 @@ def _defaults() -> Iterator[Row]:
     for line in defaults(recorded.read()).to_dict("records"):
         row = line.pop("row")
         own = {name: line[name] for name in ("library", "version", "setting", "kind", "unset")}
-        yield {**own, "purpose": _purpose(row), "off_policy": line["stale"], **_on_sequences(row)}
+        about = {"purpose": _purpose(row), "off": line["unset"].startswith(OFF), "off_policy": line["stale"]}
+        yield {**own, **about, **_on_sequences(row), **_of_large_batches(row)}
 
 
 def _instead() -> Iterator[Row]:
@@ -98,14 +101,39 @@ def _on_sequences(row: Mapping[str, Any]) -> Row:
     }
     alone, whole = there["current"][0]["identified"] or {}, max(there["current"], key=lambda one: one["batch"])
     terms = {} if whole["identified"] is None else whole["identified"]
+
+    def lawful(name: str, one: float) -> bool:
+        """True if the law of a coefficient is not that of a rollout alone, or if it is the same here."""
+        return of_batches(row, name) or alone.get(name) == one
+
     return {
-        # Laws of coefficients are those of a rollout alone.
         "gradient": {
-            name: "−" * (one < 0) + (factor(row, name, abs(one)) if alone.get(name) == one else f"{abs(one):.2g}")
+            name: "−" * (one < 0) + (factor(row, name, abs(one)) if lawful(name, one) else f"{abs(one):.2g}")
             for name, one in terms.items()
         },
-        "equal_lengths": at_equal_lengths(row),
+        "equal_lengths": names_one_length_only(row),
         "relative_bias": whole["relative_bias"],
         "cosine": whole["cosine"],
         "stale_bias": max((one["relative_bias"] for one in there["stale"]), default=None),
+    }
+
+
+def _of_large_batches(row: Mapping[str, Any]) -> Row:
+    """What its gradient comes to as batches or groups grow, empty if that was not measured, and how far it is off.
+
+    `off_by` is the largest share of the gradient that the limit leaves, times the size; `left` is that share in the
+    largest batches that were sampled, with the end of its interval.
+    """
+    known = row["limits"] if limit_class(row) else []
+    last = [one["sampled"][max(one["sampled"], key=int)] for one in known]
+    return {
+        "finite_kind": finite_class(row),
+        "couples": row["reduction"] == "coupled",
+        "limit_kind": limit_class(row) or "",
+        "limit": as_batches_grow(row),
+        "limit_of": row["limits"][0]["of"] if row["limits"] else "",
+        "limit_names": sorted({name for one in known for name in limit_names(one)}),
+        "off_by": max((one["rate"] for one in known), default=None),
+        "left": max((one[0] for one in last), default=None),
+        "left_high": max((one[2] for one in last), default=None),
     }

@@ -1,7 +1,7 @@
 """Distance of a gradient from the declared one, and the short combination of named gradients that is nearest."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import combinations
 
@@ -144,16 +144,10 @@ def _nearest(
         return sample.interval(lambda products: other(products) - own(products), each).low > 0
 
     def terms(one: tuple[str, ...]) -> dict[str, Interval]:
-        solved = fit(x, fits[one])
-
-        def term(k: int) -> Interval:
-            return sample.interval(lambda products: solved(products)[..., k], parts)
-
-        return {name: term(k) for k, name in enumerate(one)}
+        return _coefficients(sample, x, one, fits[one], parts)
 
     def left(one: tuple[str, ...]) -> Interval:
-        rest = x - np.nan_to_num(fit(x, fits[one])(sample.products)) @ fits[one]
-        return sample.interval(misfit(x, fits[one]), parts, sample.pairs(rest) / float(abs(norm(x)(sample.products))))
+        return _left(sample, x, fits[one], parts)
 
     def whole(one: tuple[str, ...]) -> bool:
         return all(part.low <= 1 <= part.high for part in terms(one).values())
@@ -161,5 +155,34 @@ def _nearest(
     near = sorted((one for one in values if one == best or not farther(one)), key=lambda one: values[one][0])
     chosen = next(iter([*(one for one in near if frozenset(one) == declared), *filter(whole, near), best]))
     rivals = tuple(one for one in near if one != chosen) if left(best).high > within**2 else ()
-    square = Interval(*(math.sqrt(max(number, 0.0)) for number in astuple(left(chosen))))
-    return Combination(terms(chosen), square, rivals)
+    return Combination(terms(chosen), _root(left(chosen)), rivals)
+
+
+def fitted(sample: Sample, x: np.ndarray, names: Mapping[str, np.ndarray], rate: float) -> Combination:
+    """Return the combination of all these named gradients (Q,) that is nearest to E x (Q,), one at least.
+
+    Each of its intervals misses with probability `rate`.
+    """
+    columns = np.stack(list(names.values()))
+    return Combination(_coefficients(sample, x, tuple(names), columns, rate), _root(_left(sample, x, columns, rate)))
+
+
+def _coefficients(
+    sample: Sample, x: np.ndarray, names: tuple[str, ...], columns: np.ndarray, rate: float
+) -> dict[str, Interval]:
+    solved = fit(x, columns)
+
+    def term(k: int) -> Interval:
+        return sample.interval(lambda products: solved(products)[..., k], rate)
+
+    return {name: term(k) for k, name in enumerate(names)}
+
+
+def _left(sample: Sample, x: np.ndarray, columns: np.ndarray, rate: float) -> Interval:
+    """The squared misfit of a combination."""
+    rest = x - np.nan_to_num(fit(x, columns)(sample.products)) @ columns
+    return sample.interval(misfit(x, columns), rate, sample.pairs(rest) / float(abs(norm(x)(sample.products))))
+
+
+def _root(square: Interval) -> Interval:
+    return Interval(*(math.sqrt(max(number, 0.0)) for number in astuple(square)))

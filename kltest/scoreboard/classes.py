@@ -1,9 +1,15 @@
-"""Classes of settings by the gradient that they follow: every row has exactly one."""
+"""Classes of settings by the gradient that they follow: every row has exactly one.
 
-from collections.abc import Mapping
+A loss that couples the rows of a batch is classed by the gradient that it comes to as batches grow, where that was
+measured (kltest.scoreboard.limits); `finite_class` is that of the small batches that were enumerated. Groups stay small
+in practice, so that a loss which couples the rows of a group keeps the class of small ones.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kltest.scoreboard.rows import BATCH, MARGIN, PROPORTION, REWARDED
 from kltest.truth import is_of_lengths
 
 WHOLE, PART = "reverse_kl", "local_reverse_kl"
@@ -68,20 +74,56 @@ RATIOS = {"sampler": "ratios of single tokens", "mean_ratio": "the mean of the t
 
 
 def class_of(row: Mapping[str, Any]) -> str:
-    """Return the class of a row, a key of CLASSES."""
+    """Return the class of a row, a key of CLASSES: that of large batches if it is known, else of small ones."""
+    limit = limit_class(row)
+    return finite_class(row) if limit is None or row["limits"][0]["of"] != BATCH else limit
+
+
+def limit_class(row: Mapping[str, Any]) -> str | None:
+    """Return the class of what the gradient comes to as batches, or groups, grow; None if that is not known."""
+    limits = row.get("limits", ())
+    measured = {each["environment"] for each in limits if each["rate"] is not None}
+    if not measured or measured < {each["environment"] for each in _current(row)} - {"bandit"}:
+        return None
+    # Coefficients are those of the largest batches.
+    return _class({_kind(terms, MARGIN) for each in limits for terms in _limit_terms(each)}, row)
+
+
+def _limit_terms(limit: Mapping[str, Any]) -> list[dict[str, float]]:
+    """A limit's terms in each instance; a reward's part that the whole loss has in proportion is not the KL's."""
+    names = limit_names(limit)
+    ends: list[list[Sequence[float]]] = [limit["terms"][name] for name in names]
+    return [
+        {name: sum(each) / 2 for name, each in zip(names, one, strict=True)} for one in zip(*ends, strict=True)
+    ] or [{"zero": 1.0}]
+
+
+def limit_names(limit: Mapping[str, Any]) -> list[str]:
+    """Return the names of a limit, without that of a reward whose part keeps its proportion to the KL's."""
+    beside = limit["beside_reward"]
+    kept = beside is not None and max(abs(end - 1) for end in beside[1:]) <= PROPORTION
+    return [name for name in limit["terms"] if not (kept and name == REWARDED[1])]
+
+
+def finite_class(row: Mapping[str, Any]) -> str:
+    """Return the class of a row in batches that were enumerated, a key of CLASSES."""
     near = ONE.get(row["dtype"], ROUGH) if row["gradients"] else ROUGH
-    fixed_only = at_equal_lengths(row)
+    fixed_only = names_one_length_only(row)
     named = [each for each in _current(row) if not (fixed_only and each["environment"] == "ragged")]
     one = {_kind(each["identified"], near) for each in named if each["environment"] == "bandit"}
     several = {_kind(each["identified"], near) for each in named if each["environment"] != "bandit"}
-    if not several:
-        return "open"
+    return _class(several, row, one, fixed_only) if several else "open"
+
+
+def _class(several: set[str], row: Mapping[str, Any], one: set[str] = frozenset(), fixed_only: bool = False) -> str:  # type: ignore[assignment]
+    """The class of gradients of these classes, of one token and of several."""
     everything = one | several
     if "unnamed" in everything:
         return "unnamed"
     if everything <= {"whole", "scaled"}:
-        if everything == {"scaled"} or len(everything) > 1 or at_equal_lengths(row):
+        if everything == {"scaled"} or len(everything) > 1 or fixed_only:
             return "scaled"
+        near = ONE.get(row["dtype"], ROUGH)
         stale = [_kind(each["identified"], near) for each in row["gradients"] if each["sampler"] == "stale"]
         return "whole" if stale and set(stale) == {"whole"} else "on-policy"
     if several == {"part"} and one <= {"whole", "scaled", "part"}:
@@ -94,8 +136,8 @@ def class_of(row: Mapping[str, Any]) -> str:
     return "mixed" if "mixed" in everything else "another"
 
 
-def at_equal_lengths(row: Mapping[str, Any]) -> bool:
-    """Return True if the class is only that of rollouts of one length: with lengths that differ it is unnamed."""
+def names_one_length_only(row: Mapping[str, Any]) -> bool:
+    """Return True if the gradient has a name in enumerated batches of rollouts of one length alone."""
     return any(_of_unequal_lengths(each, row) for each in _current(row))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from kltest.adapters import NAMES, find
 from kltest.files import write
-from kltest.scoreboard.rows import DESCRIBED, GRADIENT, LEAKED, LOOKED_AT, VALUE, BoardRow, described, leaked
+from kltest.scoreboard.rows import DESCRIBED, GRADIENT, LEAKED, LIMIT, LOOKED_AT, VALUE, BoardRow, described, leaked
 
 PATH = Path(__file__).parent / "recorded.jsonl"
 # Fields that are written only if they are otherwise.
@@ -80,6 +80,7 @@ def _place(row: BoardRow) -> tuple[Any, ...]:
 def _shortened(row: BoardRow, head: BoardRow) -> BoardRow:
     """The fields of a row that cannot be filled in again."""
     usual = _usual(row, head)
+    row = {**row, "limits": [[each.get(name) for name in LIMIT] for each in row.get("limits", ())]}
     return {
         **{name: row[name] for name in ("setting", "verdict", "reduction", "dtype")},
         "gradients": [
@@ -96,6 +97,7 @@ def _expanded(line: BoardRow, head: BoardRow) -> BoardRow:
     """A row with everything but messages and notes."""
     found = {**_usual(line, head), **head, **line, "notes": ["lifted out of its file"] if line.get(LIFTED) else []}
     found["gradients"] = [dict(zip(GRADIENT, [*each, METHOD], strict=False)) for each in line["gradients"]]
+    found["limits"] = [dict(zip(LIMIT, each, strict=True)) for each in found["limits"]]
     found["value"] = [dict(zip(VALUE, each, strict=True)) for each in line["value"]]
     leak = leaked(found["leak"]) if found["leak"] else ""
     found["failed"] = [{"code": code, "message": leak if code == LEAKED else ""} for code in line["failed"]]

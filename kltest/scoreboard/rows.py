@@ -16,16 +16,24 @@ if TYPE_CHECKING:
 DIGITS = 6
 GRADIENT = ("environment", "sampler", "batch", "identified", "relative_bias", "cosine", "residual", "agrees", "method")
 VALUE = ("environment", "sampler", "matches")
+LIMIT = ("environment", "of", "terms", "rate", "lengths", "exact", "sampled", "beside_reward")
 # Fields of a setting that a row repeats.
 DESCRIBED = ("target", "arguments", "options", "depth", "default", "recipe", "source", "note")
 # Fields of a report that a row repeats.
 REPORTED = ("expect", "placement", "credit", "verdict", "reduction", "dtype", "unfinished")
 # Fields in which two versions of a library are compared.
 COMPARED = ("verdict", "reduction", "dtype", "gradients", "value", "failed", "error", "program_of_adapter", "unset")
-# Fields of the scoreboard's own measurements: by name the laws of coefficients; True if the sampler's log-probs move
-# the gradient; name and default of the KL term's coefficient; what came through padding (KL501): which numbers stood
-# there, what the loss gave then, and before.
-LOOKED_AT: Mapping[str, Any] = {"laws": {}, "reads_sampler": False, "unset": [], "leak": []}
+# Fields of the scoreboard's own measurements: by name the laws of coefficients; limits as batches grow, as
+# kltest.scoreboard.limits returns them; True if the sampler's log-probs move the gradient; name and default of the KL
+# term's coefficient; what came through padding (KL501): which numbers stood there, what the loss gave then, and before.
+LOOKED_AT: Mapping[str, Any] = {"laws": {}, "limits": [], "reads_sampler": False, "unset": [], "leak": []}
+# What laws and limits call the rows of a batch, and those of a group if groups do not touch each other.
+BATCH, GROUP = "B", "group size"
+# Largest share of the gradient of the largest batches that a limit may leave.
+MARGIN = 0.05
+# If both are in a limit, the whole loss shows whether the reward and the KL keep their proportion, up to this share.
+PROPORTION = 0.1
+REWARDED = ("reverse_kl", "expected_reward")
 WRITTEN = (
     "other log-probs and token ids",
     "0 for the policy and −50 for the others",
@@ -147,6 +155,11 @@ def factor(each: Mapping[str, Any], name: str, coefficient: float, environment: 
     laws = each.get("laws", {})
     law = laws.get(name) or (laws.get(f"local_{name}") if environment == "bandit" else None)
     return (law or number).removeprefix("-")
+
+
+def of_batches(each: Mapping[str, Any], name: str) -> bool:
+    """Return True if the law of a coefficient is one of batches of every size."""
+    return any(rows in each.get("laws", {}).get(name, "") for rows in (BATCH, GROUP))
 
 
 def combination(

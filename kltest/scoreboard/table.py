@@ -10,8 +10,18 @@ from pandas import DataFrame
 from kltest.adapters import NAMES, find
 from kltest.checks import CHECKS
 from kltest.names import listed
-from kltest.scoreboard.classes import CLASSES, EQUAL_LENGTHS, NO_RATIO, at_equal_lengths, class_of, off_policy
-from kltest.scoreboard.rows import BoardRow, combination, factor, leaked
+from kltest.scoreboard.classes import (
+    CLASSES,
+    EQUAL_LENGTHS,
+    NO_RATIO,
+    class_of,
+    finite_class,
+    limit_class,
+    limit_names,
+    names_one_length_only,
+    off_policy,
+)
+from kltest.scoreboard.rows import BATCH, GROUP, MARGIN, BoardRow, combination, factor, leaked
 
 # Columns of the scoreboard and their headings.
 COLUMNS = {
@@ -39,6 +49,10 @@ MOST = 3
 OURS, FRESH = " (ours)", " (on-policy)"
 # Tones of classes by their nearness to ∇KL(π‖ref) of whole sequences.
 TONES = {"whole": "right", "on-policy": "near", "scaled": "near", "part": "near", "open": "open"}
+# What grows, the largest size of it that is sampled, and a factor on a limit that differs between policies.
+GROWING = {BATCH: "B grows", GROUP: "the group grows"}
+LARGEST = 128
+VARIES = "const"
 VALUES = {
     "kl": "KL",
     "kl_per_token": "KL per token",
@@ -56,9 +70,10 @@ def frame(rows: Sequence[BoardRow], *, programs: bool = True) -> DataFrame:
 
     Returns:
         A data frame with the columns of `COLUMNS` in words, and with library, version, family, mark ("default",
-        "recipe" or ""), kind (a key of `CLASSES`), tone (how near that is), follows, stale and unset (as `defaults`
-        has them), command (what measures the row again), program and file (the standalone program and its name, "" if
-        there is none), row (the row itself).
+        "recipe" or ""), kind (a key of `CLASSES`), exactly (that of enumerated batches), tone (how near it is),
+        follows, stale and unset (as `defaults` has them), grows (what large batches come to), command (what measures
+        the row again), program and file (the standalone program and its name, "" if there is none), row (the row
+        itself).
     """
     return DataFrame([_line(each, programs) for each in rows])
 
@@ -100,7 +115,7 @@ def summary(rows: Sequence[BoardRow]) -> DataFrame:
 
 def following(table: DataFrame, *, off_policy: bool = False) -> DataFrame:
     """Return the lines that follow ∇KL(π‖ref), at least on-policy, or `off_policy` too; recipes last."""
-    right = table[table["kind"].isin(("whole",) if off_policy else ("whole", "on-policy"))]
+    right = table[table["exactly"].isin(("whole",) if off_policy else ("whole", "on-policy"))]
     return right.sort_values("mark", key=lambda marks: marks == "recipe", kind="stable")
 
 
@@ -130,8 +145,10 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
         "mark": "default" if each.get("default") else "recipe" if each.get("recipe") else "",
         "family": each["setting"].partition("/")[0],
         "kind": kind,
+        "exactly": finite_class(each),
         "tone": TONES.get(kind, "far"),
-        "follows": _follows(each, kind),
+        "follows": _follows(each),
+        "grows": as_batches_grow(each),
         "stale": off_policy(each),
         "unset": _unset(each),
         "one_step": one_step,
@@ -158,12 +175,69 @@ def _program(each: BoardRow) -> str:
     return standalone(find(each["library"]), known, (row["batch"] for row in each["gradients"]))
 
 
-def _follows(each: BoardRow, kind: str) -> str:
-    """The class, the factor on it where all rollouts have one length, and if lengths matter."""
+def _follows(each: BoardRow) -> str:
+    """The class with its factor; of a loss that couples rows, that of large batches beside that of small ones."""
+    words, grows = _in_small_batches(each), as_batches_grow(each)
+    if not grows or each["limits"][0]["of"] != BATCH or limit_class(each) is None:
+        return f"{words}; {grows}" if grows else words
+    if limit_class(each) == finite_class(each):
+        words = words.removeprefix(f"{_class_words(finite_class(each), '')}, ")
+    return f"{grows}; at B = {_enumerated(each)}: {words}"
+
+
+def _in_small_batches(each: BoardRow) -> str:
+    """The class in enumerated batches, the factor on it where all rollouts have one length, and if lengths matter."""
     found: Mapping = next((row["identified"] for row in _current(each, "sequence") if row["identified"]), {})
     by = factor(each, *next(iter(found.items()))) if len(found) == 1 and "zero" not in found else ""
+    return _class_words(finite_class(each), by) + f", {EQUAL_LENGTHS}" * names_one_length_only(each)
+
+
+def _class_words(kind: str, by: str) -> str:
     words = CLASSES[kind].words.removesuffix(", on- and off-policy").removesuffix(", on-policy only")
-    return words + (f", × {by}" if by else "") + (f", {EQUAL_LENGTHS}" if at_equal_lengths(each) else "")
+    return words + (f", × {by}" if by else "")
+
+
+def as_batches_grow(each: BoardRow) -> str:
+    """Say what the gradient comes to in large batches and how far it is off; "" if small ones say it, or if unknown."""
+    limits = each.get("limits") or ()
+    if not limits:
+        return ""
+    of, kind = limits[0]["of"], limit_class(each)
+    if kind is None:
+        named = all(one["terms"] is not None for one in limits)
+        return f"still moving at {of} = {LARGEST}" if named else f"no nearer to a name at {of} = {LARGEST}"
+    rate = max(one["rate"] for one in limits)
+    if not rate and kind == finite_class(each) and not names_one_length_only(each):
+        return ""
+    off = f" (off by {rate:.2g}/{of})" if rate else ""
+    return f"{_class_words(kind, limit_factor(limits))}, as {GROWING[of]}{off}"
+
+
+def limit_factor(limits: Sequence[Mapping[str, Any]]) -> str:
+    """The factor on a limit of one name: a number, one over the mean length, or that it differs between policies."""
+    names = {name for one in limits for name in limit_names(one)}
+    if len({*map(len, map(limit_names, limits))} | {1}) > 1:
+        return ""
+    ends = [
+        (sum(ends) / 2, length)
+        for one in limits
+        for name in limit_names(one)
+        for ends, length in zip(one["terms"][name], one["lengths"], strict=True)
+    ]
+    for words, scaled in (("{a}", [c for c, _ in ends]), ("{a}/E[T]", [c * length for c, length in ends])):
+        mean = sum(scaled) / len(scaled)
+        if len(names) <= len(limits) and all(abs(one - mean) <= MARGIN * abs(mean) for one in scaled):
+            number = "1" if abs(mean - 1) <= MARGIN else f"{mean:.2g}"
+            return "" if (words, number) == ("{a}", "1") else words.format(a=number)
+    return VARIES
+
+
+def _enumerated(each: BoardRow) -> int:
+    """The largest batch that was enumerated in sequences."""
+    there = [
+        row["batch"] for row in each["gradients"] if row["sampler"] == "current" and row["environment"] != "bandit"
+    ]
+    return max([*there, 2])
 
 
 def _unset(each: BoardRow) -> str:

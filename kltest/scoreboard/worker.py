@@ -24,7 +24,7 @@ from kltest.adapters.installed import unset
 from kltest.errors import UsageError
 from kltest.grading.isolated import TRACES, Child, Children, Step, cores, terminated_as_interrupted
 from kltest.grading.jobs import Job, failed, graded
-from kltest.scoreboard.laws import extras
+from kltest.scoreboard.extras import extras
 from kltest.scoreboard.programs import program
 from kltest.scoreboard.rows import BoardRow, matches, row
 

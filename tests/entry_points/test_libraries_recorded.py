@@ -29,7 +29,7 @@ def test_the_record_is_a_row_a_line_and_reads_back(tmp_path):
     assert copy.read_bytes() == recorded.PATH.read_bytes()
     lines = copy.read_text(encoding="utf-8").splitlines()
     assert len(lines) == len(recorded.read()) + len(NAMES)
-    assert copy.stat().st_size < 1000 * len(lines)
+    assert copy.stat().st_size < 1200 * len(lines)
     assert changes(recorded.read(), recorded.read(copy)) == []
 
 

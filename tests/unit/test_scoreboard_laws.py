@@ -11,7 +11,7 @@ from kltest.errors import KltestError
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import bind
 from kltest.scoreboard.laws import laws
-from kltest.scoreboard.rows import LEAKS, WRITTEN, leaked
+from kltest.scoreboard.rows import BATCH, LEAKS, WRITTEN, leaked
 
 
 def square(logp, ref_logp, mask):
@@ -47,6 +47,25 @@ def less_the_mean(logp, ref_logp, mask):
     return ((cost - cost.mean()).detach() * (logp * mask).sum(1)).mean()
 
 
+def less_the_mean_per_token(logp, ref_logp, mask):
+    return less_the_mean(logp, ref_logp, mask) * len(mask) / mask.sum()
+
+
+def less_the_mean_of_pairs(logp, ref_logp, mask):
+    return less_the_mean_per_token(logp, ref_logp, mask) * (1 if len(logp) < 3 else 0.7)
+
+
+def less_the_token_mean(logp, ref_logp, mask):
+    """Each token's log-ratio less the mean of the batch's T·B: −∇KL/(T·B) beside the next-token part."""
+    u = ((logp - ref_logp) * mask).detach()
+    return ((u - u.sum() / mask.sum()) * logp * mask).sum(1).mean()
+
+
+def added_up(logp, ref_logp, mask):
+    """The same of a loss that adds the rows of a batch up, which is graded by the row."""
+    return less_the_token_mean(logp, ref_logp, mask) * len(mask)
+
+
 def renormalised(logits, ref_logits, mask, topk=2):
     """KL(ref‖π) on the reference's likeliest tokens, which two more tokens tell from all, by the row's tokens."""
     top = ref_logits.topk(topk, dim=-1)
@@ -55,6 +74,7 @@ def renormalised(logits, ref_logits, mask, topk=2):
 
 
 PART = {"local_reverse_kl": 1 / 3}
+TOKEN_MEAN = {"reverse_kl": -1 / 3, "local_reverse_kl": 1.0}
 OF_SUPPORT = {"local_forward_kl_top2_renormalised": 1 / 3}
 
 
@@ -88,14 +108,20 @@ def tokens(mask, _):
             {"reverse_kl": "1/T", "local_reverse_kl": "(1 − 1/T)"},
         ),
         (renormalised, OF_SUPPORT, 1, dict.fromkeys(OF_SUPPORT, "1/T")),
-        (less_the_mean, {"reverse_kl": 0.5}, 2, {"reverse_kl": "(1 − 1/group size)"}),
+        (less_the_mean, {"reverse_kl": 0.5}, 2, {"reverse_kl": "(1 − 1/B)"}),
+        (less_the_mean_per_token, {"reverse_kl": 1 / 6}, 2, {"reverse_kl": "(1 − 1/B)/T"}),
+        (less_the_token_mean, TOKEN_MEAN, 1, {"reverse_kl": "-1/(T·B)"}),
+        (added_up, TOKEN_MEAN, 1, {"reverse_kl": "-1/(T·B)"}),
+        # Its mean is that of a batch of two alone: a law of batches would be wrong for larger ones.
+        (less_the_mean_of_pairs, {"reverse_kl": 1 / 6}, 2, {"reverse_kl": "0.5/T"}),
     ],
 )
 def test_a_law_is_found_by_measuring_and_only_if_there_is_one(loss, identified, batch, wanted):
     def build(arguments: Mapping):
         return bind(loss, Call("loss", None, None, dict(arguments)))
 
-    assert laws(build, identified, "current", batch, "float64") == wanted
+    coupled = batch > 1 or loss in (less_the_token_mean, added_up)
+    assert laws(build, identified, "current", batch, "float64", BATCH if coupled else "") == wanted
 
 
 def test_an_option_that_a_loss_does_not_take_is_no_law():
