@@ -38,6 +38,8 @@ from kltest.truth import ATLAS, OF_POLICY, is_of_groups, of_group, of_mixtures, 
 STALE_ONLY = "means something only when the sampler is not the policy"
 # Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
 NOISY_BATCH = 512
+# Calls of one batch of a loss whose expected gradient comes out differently by two routes.
+REPEATED = 500
 # Rounding may leave this much of the square of a zero gradient: environments are mild, gradients of size one.
 NOTHING = 1e-24
 # Batches of that size at most, unless otherwise asked, if their noise is not averaged by more rows.
@@ -204,7 +206,8 @@ class Measure:
 
     def experiment(self, floats: torch.dtype | None = None, *, beta: float | None = None) -> LossExperiment:
         """Return calls of the loss on any input; `floats` is the type of its fields, `beta` its coefficient."""
-        return LossExperiment(self.loss if beta is None else self.loss.at(beta), floats)
+        loss = self.loss if beta is None else self.loss.at(beta)
+        return LossExperiment(loss, floats, comparable=not self.observed.value_moves)
 
     def differentiate(self, rollout: Rollout, beta: float | None = None) -> RowGradients:
         """Return the gradients of one batch, zero at padded positions; at this coefficient if one is given."""
@@ -397,8 +400,14 @@ class Measure:
             except second_route.DisagreementError as error:
                 batch = Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed)
                 cause = NonDeterministicError.of(self.loss, lambda: self.differentiate(batch))
-                raise (error if cause.why == "unknown" else cause) from None
+                known = cause.why != "unknown" or not self._repeats(batch)
+                raise (cause if known else error) from None
         return replace(row, reported=reported(case, found, lowest_precision(found), self.loss.__call__))
+
+    def _repeats(self, batch: Rollout) -> bool:
+        """Return True if a batch has one gradient in many calls."""
+        first, *others = (self.differentiate(batch) for _ in range(REPEATED))
+        return all(first.close(first.parts, other.parts) for other in others)
 
     def _judged(self, row: Row) -> Row:
         """Withdraw the judgement of an estimator that means something only with a stale sampler."""

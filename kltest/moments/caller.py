@@ -25,6 +25,8 @@ Share = Literal["mean", "sum"]
 BOTH: tuple[Share, ...] = ("mean", "sum")
 # As many batches of the same lengths are called one by one: one call of all would be checked by as many.
 FEW = 4
+# Rows of the batches on which is tried if a loss that fails on one row runs on more.
+SIZES = (2, 4, 8, 3, 6, 12, 16, 32)
 # Batches on which is tried if those of any lengths are kept apart.
 TRIED = 6
 
@@ -138,7 +140,7 @@ class Caller:
         self.coupling = self.coupling or f"in {words} the gradient of a row is not a fixed share of what it gives alone"
 
     def _explain_failure(self, row: int, error: KltestError) -> None:
-        for size in (2, 4, 8):
+        for size in SIZES:
             try:
                 self.call([each % len(self.base) for each in range(row, row + size)])
             except KltestError:
