@@ -120,7 +120,7 @@ def of_no_size(logp, ref_logp, mask):
 
 @pytest.mark.parametrize(("loss", "hint"), [(of_one_row, "one rollout at a time"), (of_no_size, "no matter of")])
 def test_sizes_are_advised_only_where_one_of_them_runs(loss, hint):
-    error = graded(loss, call=True).error
+    error = graded(loss).error
     assert hint in error
     assert "--batch-size" not in error
 
