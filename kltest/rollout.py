@@ -3,7 +3,7 @@
 Fields, shapes and the names of parameters they fill are the calling convention: see FIELDS.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -148,6 +148,21 @@ class Rollout:
         beta = fields.pop("beta", self._built["beta"])
         kept = {name: (lambda name=name: self.peek(name)) for name in self._builders}
         return Rollout({**kept, **fields}, beta=beta)
+
+    @staticmethod
+    def joined(parts: "Sequence[Rollout]") -> "Rollout":
+        """Return one batch of the rows of several of the same fields and width; their groups stay apart."""
+        if len(parts) == 1:
+            return parts[0]
+        first = np.cumsum([0, *(int(part.peek("group").max()) + 1 for part in parts)])
+
+        def column(name: str) -> Tensor:
+            each = [part.peek(name).detach() for part in parts]
+            return torch.cat(
+                [one + int(more) for one, more in zip(each, first, strict=False)] if name == "group" else each
+            )
+
+        return Rollout({name: partial(column, name) for name in parts[0]._builders}, beta=parts[0].peek("beta"))
 
     def near_reference(self) -> "Rollout":
         """Return the same batch with the policy as its reference, and fresh leaves: a KL term is zero there."""

@@ -153,11 +153,13 @@ class Auditing:
         each = rate / (3 * len(columns) + 5)
         rows = [self._row(sample, own, name, column, each, hopeless.get(name, "")) for name, column in columns.items()]
         usable = {row.name: columns[row.name] for row in rows if row.coefficient is not None}
+        away = distance(sample, own - declared, unit, np.stack([*usable.values(), unit]), self.controls, rate)
         follows = None
+        # What is refuted stands in no other name's place.
+        preferred = () if away.low > options.margin else tuple(options.expect)
         if sample.interval(norm(own), each).low > 0 and usable:
             names = {name: column for name, column in usable.items() if not counts_alone(name)}
-            follows = nearest(sample, own, names, each, options.margin, declared=options.expect)
-        away = distance(sample, own - declared, unit, np.stack([*usable.values(), unit]), self.controls, rate)
+            follows = nearest(sample, own, names, each, options.margin, declared=preferred)
         missed = None
         if "reverse_kl" in usable:
             later = columns["future_reverse_kl"], columns["reverse_kl"]

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from kltest.moments.differentiate import gradients_at
+
 
 class WithoutBounds(TorchFunctionMode):
     """Mode in which clamp and clip return their input, and a minimum or maximum with a constant the other argument.
@@ -48,5 +50,5 @@ class WithoutStops(TorchFunctionMode):
     def _depends(self, tensor: Tensor) -> bool:
         if not self._kept or not tensor.requires_grad:
             return False
-        found = torch.autograd.grad(tensor.sum(), self._kept, allow_unused=True, retain_graph=True)
+        found = gradients_at(tensor.sum(), self._kept)
         return any(part is not None for part in found)

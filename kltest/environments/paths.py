@@ -5,7 +5,7 @@ depends on a prefix alone is computed once per node and spread over its rows, an
 reshape. The (N, T) arrays of contexts and tokens are built only when they are read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +48,12 @@ class Paths:
     def take(self, rows: np.ndarray | slice) -> "Paths":
         """Return the given rows, in the given order, repeats allowed."""
         return Paths(self.contexts[rows], self.tokens[rows], self.mask[rows], self.prompt[rows], self.log_weight[rows])
+
+    @staticmethod
+    def joined(parts: "Sequence[Paths]") -> "Paths":
+        """Return the rows of several tables of one width, one table after the other."""
+        columns = zip(*((one.contexts, one.tokens, one.mask, one.prompt, one.log_weight) for one in parts), strict=True)
+        return Paths(*map(np.concatenate, columns))
 
     def split(self, size: int) -> "Iterator[tuple[slice, Paths]]":
         """Yield consecutive parts of at most `size` rows."""

@@ -14,7 +14,7 @@ from kltest.adapters import named
 from kltest.checks import CHECKS
 from kltest.checks.scale import agree_up_to_scale
 from kltest.counterexample.shrink import example, smallest_failure
-from kltest.errors import TargetError, UsageError
+from kltest.errors import KltestError, TargetError, UsageError
 from kltest.grading.branches import other_branches
 from kltest.grading.forms import switch
 from kltest.grading.isolated import TimeIsUp, time_limit
@@ -24,7 +24,8 @@ from kltest.grading.verdict import as_specified, run_checks, selected_codes, ver
 from kltest.identify.case import left_out
 from kltest.identify.findings import Findings, Row, proportion
 from kltest.identify.graded import fields_used, kl_part, sampler_matters
-from kltest.identify.measure import GROUPS, Measure, Sizes
+from kltest.identify.instances import instances
+from kltest.identify.measure import GROUP_FIELDS, GROUPS, Measure, Sizes
 from kltest.identify.parts import ascent
 from kltest.identify.sampling import Sampling
 from kltest.identify.stated import with_rows_of_the_batch
@@ -36,7 +37,7 @@ from kltest.loss.outcome import Calls
 from kltest.loss.resolve import resolve
 from kltest.loss.results import ACCEPTED
 from kltest.report import CheckResult, CounterExample, Report
-from kltest.rollout import SAMPLER_FIELDS
+from kltest.rollout import SAMPLER_FIELDS, Rollout
 from kltest.samplers import TRUNCATED
 from kltest.truth import is_of_groups, plain
 from kltest.version import VERSION
@@ -49,10 +50,11 @@ A_PAUSE = 0.1
 LOOK_UP = 0.05
 # Words of the errors that reshaping, cutting and unpacking a batch of another size raises.
 OF_SHAPES = ("shape", "size", "unpack", "divi", "multiple", "dimension", "chunk", "split", "range", "batch", "group")
-SIZES_GIVEN = (
-    "--batch-size N for rows that are apart, --group-size N for rollouts of one prompt. If it takes one rollout at a "
-    "time, grade a function that calls it with each row and returns the mean"
-)
+# Rows of the batches on which is tried if a loss takes some sizes only, and what is said.
+SIZES_TRIED = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+ONE_AT_A_TIME = "It takes one rollout at a time: grade a function that calls it with each row and returns the mean"
+SOME_SIZES = "It runs on batches of {} rows, of those tried: give {} {}"
+NO_SIZE = f"It is no matter of their number: batches of {SIZES_TRIED[0]} to {SIZES_TRIED[-1]} rows were tried"
 OF_CHOICES = (
     "Environments have a vocabulary of a few tokens: make the number a parameter of the function, as k=20, which is "
     "then set to what a vocabulary has, or take min(20, logits.shape[-1])"
@@ -154,7 +156,7 @@ def grade(
 
 def cannot_be_called(report: Report) -> bool:
     """Return True for a loss that was not measured: it took no rollouts, or returned what is no loss of them."""
-    hints = (SIZES_GIVEN, OF_CHOICES, LAID_OUT, ACCEPTED)
+    hints = (ONE_AT_A_TIME, SOME_SIZES.partition("{")[0], NO_SIZE, OF_CHOICES, LAID_OUT, ACCEPTED)
     understood = not report.error or not any(words in report.error for words in hints)
     return bool(report.error) and not report.gradients and not (report.calls and understood)
 
@@ -213,7 +215,7 @@ class Grading:
                 self._stop(alarm, limit or 0.0)
             except TargetError as error:
                 self.error, self.frame, self.finished = str(error), getattr(error, "frame", None), True
-                self.error += _on_sizes(error, self.options)
+                self.error += _on_sizes(error, self.options, self.loss)
             self.seconds = time.monotonic() - began
             yield
 
@@ -410,7 +412,7 @@ def _hangs(calls: Calls, limit: float) -> bool:
     return calls.interrupted > max(limit / HANGS, HANGS * calls.longest, A_PAUSE)
 
 
-def _on_sizes(error: TargetError, options: Options) -> str:
+def _on_sizes(error: TargetError, options: Options, loss: Loss | None) -> str:
     """Return a hint if it seems to refuse the number of tokens to choose from, or of rows, or tensors; else ""."""
     cause = error.__cause__
     if "index k out of range" in str(cause):  # of topk
@@ -421,9 +423,26 @@ def _on_sizes(error: TargetError, options: Options) -> str:
         isinstance(cause, RuntimeError | ValueError | IndexError | ZeroDivisionError)
         and any(word in str(cause) for word in OF_SHAPES)
     )
-    if not of_shapes or options.group_size or options.batch_size:
+    if not of_shapes or options.group_size or options.batch_size or loss is None:
         return ""
-    return f"\nIf it takes batches or groups of a certain size only, give that: {SIZES_GIVEN}"
+    taken = [rows for rows in SIZES_TRIED if _takes(loss, rows, options)]
+    if taken == [1]:
+        return f"\n{ONE_AT_A_TIME}"
+    if not taken or len(taken) == len(SIZES_TRIED):
+        return f"\n{NO_SIZE}"
+    given = "--group-size" if loss.takes & GROUP_FIELDS else "--batch-size"
+    return f"\n{SOME_SIZES.format(' and '.join(map(str, taken)), given, min(size for size in taken if size > 1))}"
+
+
+def _takes(loss: Loss, rows: int, options: Options) -> bool:
+    """Return True if a loss runs on batches of so many rows in each environment."""
+    try:
+        for environment in options.environment:
+            base = Rollout.of(instances(environment, options.seed)[0], padding=options.seed)
+            loss(base.take(np.resize(np.arange(len(base)), rows)))
+    except KltestError:
+        return False
+    return True
 
 
 def _on_hanging(name: str, calls: Calls | None, limit: float, frame: Frame | None) -> str:

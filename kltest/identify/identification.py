@@ -19,6 +19,8 @@ from kltest.truth import counts_alone
 # A candidate depends on earlier ones if less than this share of it is left after they are projected out: far above
 # rounding (1e-15 times a condition number below 1e4 here), far below what independent random instances leave.
 DEPENDENT = 1e-9
+# Squares of residuals of triples are known to this much, unless two columns are nearly the same.
+ROUGH = 1e-4
 # The held-out instance may miss the tolerance by this factor: a gradient that is nearly zero there has fewer digits.
 # Not in half precision, whose tolerances are wide already.
 NEARLY_ZERO = 10
@@ -84,14 +86,15 @@ def identify(
     best = 1.0
     fits: list[tuple[float, Identification]] = []
     for terms in range(1, limits.terms + 1):
-        subsets = [(name,) for name in singles] if terms == 1 else list(combinations(basis, terms))
-        if freedom < 2 * terms or not subsets:
+        names = singles if terms == 1 else basis
+        subsets = np.array(list(combinations(range(len(names)), terms)))
+        if freedom < 2 * terms or not len(subsets):
             break
         # All subsets at once, roughly; those that may fit are then solved and confirmed one by one.
-        residuals = _residuals(target, columns, subsets)
+        residuals = _residuals(target, [columns[name] for name in names], subsets)
         best = min(best, float(residuals.min()))
         for index in np.flatnonzero(residuals < 100 * limits.gradient):
-            combination, error, confirmed = fitted(subsets[index])
+            combination, error, confirmed = fitted(tuple(names[place] for place in subsets[index]))
             worst = max(error, confirmed / (1 if limits.terms == 1 else NEARLY_ZERO))
             fits.append((worst, Identification(combination, max(error, confirmed))))
         if any(worst < limits.identified[0] for worst, _ in fits):
@@ -178,18 +181,41 @@ def _freedom(gradients: Sequence[np.ndarray]) -> int:
     return sum(gradient.shape[0] * (gradient.shape[1] - 1) for gradient in gradients[:-HELD_OUT])
 
 
-def _residuals(target: np.ndarray, columns: Mapping[str, np.ndarray], subsets: Sequence[tuple[str, ...]]) -> np.ndarray:
-    """Return the relative residual of the least-squares fit of each subset, all at once."""
-    names = list(dict.fromkeys(name for subset in subsets for name in subset))
-    place = {name: index for index, name in enumerate(names)}
-    matrix = np.stack([columns[name] / np.linalg.norm(columns[name]) for name in names], axis=1)
+def _residuals(target: np.ndarray, columns: Sequence[np.ndarray], subsets: np.ndarray) -> np.ndarray:
+    """Return the relative residual of the least-squares fit by each subset (N, k) of the columns, all at once."""
+    matrix = np.stack([column / np.linalg.norm(column) for column in columns], axis=1)
     frame = np.linalg.qr(np.column_stack([matrix, target]))[0]  # nothing outside this span matters: fewer dimensions
-    small, goal = frame.T @ matrix, frame.T @ target
-    chosen = np.array([[place[name] for name in subset] for subset in subsets])
-    span = np.linalg.qr(small[:, chosen].transpose(1, 0, 2))[0]
+    small, goal = frame.T @ matrix, frame.T @ target / np.linalg.norm(target)
+    if subsets.shape[1] < 3:
+        return _rest(small, goal, subsets)
+    squares = _squares_of_triples(small.T, goal)[tuple(subsets.T)]
+    found = np.sqrt(np.maximum(squares, 0.0))
+    near = squares < max(squares.min(), 0.0) + ROUGH
+    found[near] = _rest(small, goal, subsets[near])
+    return found
+
+
+def _rest(small: np.ndarray, goal: np.ndarray, subsets: np.ndarray) -> np.ndarray:
+    """Return what each subset (N, k) of the columns (D, n) leaves of a goal (D,)."""
+    span = np.linalg.qr(small[:, subsets].transpose(1, 0, 2))[0]
     along = span.transpose(0, 2, 1) @ goal
-    rest = goal - (span @ along[..., None])[..., 0]
-    return np.linalg.norm(rest, axis=1) / np.linalg.norm(goal)
+    return np.linalg.norm(goal - (span @ along[..., None])[..., 0], axis=1)
+
+
+def _squares_of_triples(rows: np.ndarray, goal: np.ndarray) -> np.ndarray:
+    """Return (n, n, n) about the square of what three rows i, j, k of (n, D), of length one, leave of a goal (D,).
+
+    From inner products of what i leaves of the others: much faster than to solve for each triple, and less exact.
+    """
+    first = rows @ rows.T
+    second = rows[None] - first[..., None] * rows[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        second /= np.linalg.norm(second, axis=2, keepdims=True)
+        rest = goal - (rows @ goal)[:, None] * rows
+        along = np.einsum("ijd,id->ij", second, rest)
+        inner = second @ second.transpose(0, 2, 1)
+        last = (along[:, None, :] - inner * along[:, :, None]) ** 2 / (1 - inner**2)
+    return (rest**2).sum(axis=1)[:, None, None] - along[:, :, None] ** 2 - last
 
 
 def _relative(target: np.ndarray, columns: Mapping[str, np.ndarray], combination: Mapping[str, float]) -> float:

@@ -22,12 +22,12 @@ from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.values import reported
 from kltest.loss.arguments import SupportOf
 from kltest.loss.calling import Loss
-from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches
+from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches_each
 from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.averaged import averaged
 from kltest.moments.caller import Caller
 from kltest.moments.differentiate import LossExperiment, RowGradients, differentiate, live_positions
-from kltest.moments.moments import Reduction
+from kltest.moments.moments import Combining, Reduction
 from kltest.moments.reduction import probe
 from kltest.moments.tolerances import TOLERANCES
 from kltest.names import SUPPORT_FIELDS, SUPPORT_SIZE
@@ -38,6 +38,8 @@ from kltest.truth import ATLAS, OF_POLICY, is_of_groups, of_group, of_mixtures, 
 STALE_ONLY = "means something only when the sampler is not the policy"
 # Rollouts in a batch of a loss that draws random numbers of its own: enough to average over most of them.
 NOISY_BATCH = 512
+# Calls of one batch of a loss whose expected gradient comes out differently by two routes.
+REPEATED = 500
 # Rounding may leave this much of the square of a zero gradient: environments are mild, gradients of size one.
 NOTHING = 1e-24
 # Batches of that size at most, unless otherwise asked, if their noise is not averaged by more rows.
@@ -99,6 +101,7 @@ class Measure:
         self.rough: Measure | None = None
         self._averaged: dict[bool, Measure] = {}
         self._reductions: dict[str, Reduction] = {}
+        self._combining: dict[tuple[str, int], Combining | None] = {}
         self._converted: dict[torch.dtype, Loss] = {}
 
     def case(self, environment: str, sampler: str, group: int | None = None) -> Case:
@@ -143,13 +146,23 @@ class Measure:
         What is not the `wanted` gradient (None: the declared one) is computed by calls of single rollouts as well.
         """
         if row.batch > 1:
-            place = self.case(row.environment, row.sampler)
-            return self._over_batches(instance, place, row.batch, most=MOST_BATCHES, logs=False)
+            return self.over_batches(row, [instance])[0]
         loss = self.loss if floats is None else self._in_precision(floats)
         found = self._alone(loss, instance, row.sampler)
         if found.reduction == "coupled" or self._follows(found, instance, row.sampler, wanted):
             return found
         return exact(loss, instance, row.sampler, padding=self.seed)
+
+    def gradients(self, row: Row, drawn: Sequence[Instance]) -> list[np.ndarray]:
+        """Return the expected gradient (C, V) of a measured row's batches on each of other instances of its kind."""
+        if row.batch > 1:
+            return [found.gradient for found in self.over_batches(row, drawn)]
+        return [self._alone(self.loss, instance, row.sampler).gradient for instance in drawn]
+
+    def over_batches(self, row: Row, drawn: Sequence[Instance]) -> list[Moments]:
+        """Return the moments of a row's batches on each of other instances of its kind."""
+        place, known = self.case(row.environment, row.sampler), self._combining.get((row.environment, row.batch))
+        return self._over_batches(drawn, place, row.batch, most=MOST_BATCHES, logs=False, known=known)
 
     def _in_precision(self, floats: torch.dtype) -> Loss:
         """Return the loss for numbers of this precision; its first call, which takes longest, is made once."""
@@ -193,7 +206,8 @@ class Measure:
 
     def experiment(self, floats: torch.dtype | None = None, *, beta: float | None = None) -> LossExperiment:
         """Return calls of the loss on any input; `floats` is the type of its fields, `beta` its coefficient."""
-        return LossExperiment(self.loss if beta is None else self.loss.at(beta), floats)
+        loss = self.loss if beta is None else self.loss.at(beta)
+        return LossExperiment(loss, floats, comparable=not self.observed.value_moves)
 
     def differentiate(self, rollout: Rollout, beta: float | None = None) -> RowGradients:
         """Return the gradients of one batch, zero at padded positions; at this coefficient if one is given."""
@@ -283,6 +297,7 @@ class Measure:
         found: list[Moments] = []
         # Known from the other sampler, for the same rows, or from the instance before.
         known = self._reductions.get(case.environment)
+        known = None if known == "coupled" else known
         for instance in case.instances:
             found.append(exact(self.loss, instance, case.sampler, padding=self.seed, known=known))
             known = found[0].reduction
@@ -299,9 +314,8 @@ class Measure:
             try:
                 if self.sampling.requested:
                     return self._from_samples(place, many)[1]
-                found: list[Moments] = []
-                for instance in place.instances:
-                    found.append(self._over_batches(instance, place, many, found, most=most, logs=logs))
+                found = self._over_batches(place.instances, place, many, most=most, logs=logs)
+                self._combining[case.environment, many] = found[0].combining
             except NonDeterministicError as error:
                 return self._drawn(place, error)
             except (InvalidEnvironmentError, TargetError) as error:
@@ -327,16 +341,13 @@ class Measure:
         own = self.sizes.grouped or (many > 1 and case.environment == TURNS)
         return replace(case, group=many if own else None, further=further)
 
-    def _over_batches(
-        self, instance: Instance, case: Case, many: int, others: Sequence[Moments] = (), **options: Any
-    ) -> Moments:
-        known = others[0].added_up if others and others[0].gradient.any() else None
-        options |= {"grouped": self.sizes.grouped, "padding": self.seed, "added_up": known}
-        found = exact_batches(self.loss, instance, case.sampler, many, **options)
-        if not found.added_up:
+    def _over_batches(self, drawn: Sequence[Instance], case: Case, many: int, **options: Any) -> list[Moments]:
+        options |= {"grouped": self.sizes.grouped, "padding": self.seed}
+        found = exact_batches_each(self.loss, drawn, case.sampler, many, **options)
+        if not found[0].added_up:
             return found
         self._remark(f"Its rows are added up, not averaged: its gradient was divided by the {many} rows of a batch.")
-        return replace(found, gradient=found.gradient / many, second_moment=found.second_moment / many**2)
+        return [replace(one, gradient=one.gradient / many, second_moment=one.second_moment / many**2) for one in found]
 
     def _drawn(self, case: Case, error: NonDeterministicError) -> Row:
         """Return the row of a loss that draws random numbers; they are averaged over in whole batches or groups."""
@@ -389,8 +400,14 @@ class Measure:
             except second_route.DisagreementError as error:
                 batch = Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed)
                 cause = NonDeterministicError.of(self.loss, lambda: self.differentiate(batch))
-                raise (error if cause.why == "unknown" else cause) from None
+                known = cause.why != "unknown" or not self._repeats(batch)
+                raise (cause if known else error) from None
         return replace(row, reported=reported(case, found, lowest_precision(found), self.loss.__call__))
+
+    def _repeats(self, batch: Rollout) -> bool:
+        """Return True if a batch has one gradient in many calls."""
+        first, *others = (self.differentiate(batch) for _ in range(REPEATED))
+        return all(first.close(first.parts, other.parts) for other in others)
 
     def _judged(self, row: Row) -> Row:
         """Withdraw the judgement of an estimator that means something only with a stale sampler."""

@@ -108,7 +108,8 @@ class Observed:
     of moments, in the order of measuring. `nondeterministic` is the message of a loss that gave two gradients for one
     batch, else empty. It `draws` random numbers, or `keeps_state` that changes no expected gradient; both are restored
     before each call of an experiment. It is `unrepeatable` if that does not help, or if the state changes the gradient.
-    It may draw only farther out than rows were measured: `draws_far`.
+    It may draw only farther out than rows were measured: `draws_far`. `value_moves`: what it returns for one batch
+    differs from call to call, and its gradient does not.
     `coupled_in` names the environments in which the rows of a batch are coupled. `rows` are all rows by (environment,
     sampler), those that only a check asked for included.
     """
@@ -122,6 +123,7 @@ class Observed:
     draws_far: bool = False
     keeps_state: bool = False
     unrepeatable: bool = False
+    value_moves: bool = False
     coupled_in: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     rows: dict[tuple[str, str], list[Row]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Moments of the gradient of any loss: enumerated, over batches, by dynamic programming, of any module."""
 
-from kltest.moments.batches import exact_batches
+from kltest.moments.batches import exact_batches, exact_batches_each
 from kltest.moments.caller import BatchOfOneError
 from kltest.moments.dynamic_programming import Expected, dynamic
 from kltest.moments.enumeration import exact
@@ -16,4 +16,5 @@ __all__ = [
     "dynamic",
     "exact",
     "exact_batches",
+    "exact_batches_each",
 ]

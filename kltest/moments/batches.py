@@ -4,11 +4,10 @@ Batches are those of training: rows drawn independently, or one group, rollouts 
 """
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations_with_replacement, islice, product
+from itertools import chain, combinations_with_replacement, islice, product
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from kltest.environments import Instance, Paths
 from kltest.errors import InvalidEnvironmentError, KltestError, UsageError
 from kltest.loss.calling import Loss
 from kltest.moments.caller import Caller
-from kltest.moments.moments import Moments
+from kltest.moments.moments import Combining, Moments
 from kltest.moments.reduction import NonDeterministicError
 from kltest.moments.totals import Totals
 from kltest.rollout import Rollout
@@ -25,8 +24,8 @@ from kltest.rollout import Rollout
 MOST_BATCHES = 30_000
 # Batches whose gradients are held in memory at once.
 CHUNK = 500
-# Batches that are called in two orders, in the first instance and in further ones.
-TRIES, AGAIN = 4, 2
+# Batches that are called in two orders, of each instance at least one.
+TRIES = 4
 # If several groups share one call, this many times as many groups are enumerated.
 TOGETHER = 20
 # Doubling a batch multiplies the gradient of a mean by √(3/2) = 1.22 at most and that of a sum by 4/3 at least: see
@@ -34,9 +33,14 @@ TOGETHER = 20
 MORE_THAN_A_MEAN = 1.28
 
 
-def exact_batches(
+def exact_batches(loss: Loss, instance: Instance, sampler: str = "current", size: int = 2, **options: Any) -> Moments:
+    """Return the moments of `exact_batches_each` on one instance."""
+    return exact_batches_each(loss, [instance], sampler, size, **options)[0]
+
+
+def exact_batches_each(
     loss: Loss,
-    instance: Instance,
+    instances: Sequence[Instance],
     sampler: str = "current",
     size: int = 2,
     *,
@@ -44,26 +48,28 @@ def exact_batches(
     padding: int = 0,
     seed: int = 0,
     most: int = MOST_BATCHES,
-    added_up: bool | None = None,
+    known: Combining | None = None,
     logs: bool = True,
-) -> Moments:
-    """E[ĝ] and E‖ĝ‖² of the gradient ĝ of a batch of `size` rollouts.
+) -> list[Moments]:
+    """E[ĝ] and E‖ĝ‖² of the gradient ĝ of a batch of `size` rollouts, on each of several instances.
 
     E[ĝ] = Σ over ordered batches (i₁, …, i_n) of p(i₁)⋯p(i_n)·ĝ(i₁, …, i_n). A loss that was seen to ignore the order
     of rows is called once for each multiset; one that was seen to keep the groups of a call apart is given many groups
-    in one call, as are batches whose rows have the same lengths if those are kept apart.
+    in one call, as are batches whose rows have the same lengths if those are kept apart. Batches of all instances share
+    these calls, and what was seen.
 
     Args:
         loss: The loss, bound to a rollout's fields.
-        instance: Environment with policy, reference and sampler.
+        instances: Environments with policy, reference and sampler; of one horizon and vocabulary.
         sampler: "current" draws rollouts from the policy, "stale" from the sampler.
         size: Rollouts in a batch.
         grouped: A batch is a group, rollouts of one prompt; else its rows are independent. `advantage` is the reward
             minus its mean over the batch's rows of the same prompt.
         padding: Seed of what stands at padded positions.
         seed: Seed of the batches on which order and separation are tried.
-        most: The most batches to enumerate, TOGETHER times as many if calls are of many groups.
-        added_up: What is known from another instance: if the loss sums over rows. None: it is tried.
+        most: The most batches of an instance to enumerate, TOGETHER times as many if calls are of many groups.
+        known: How the loss combines other batches of this size: only the first call of many is then compared with calls
+            of few. None: it is tried, and each call is.
         logs: False if the expectation of the logged KL is not asked for.
 
     Returns:
@@ -77,45 +83,69 @@ def exact_batches(
     if size < 1:
         raise UsageError(f"a batch has at least one rollout, not {size}")
 
-    paths = instance.paths
-    caller = Caller(loss, Rollout.of(instance, sampler=sampler, padding=padding), batches=True, logs=logs)
-    pools = _pools(instance, sampler, grouped)
+    paths = Paths.joined([instance.paths for instance in instances])
+    rollouts = [Rollout.of(instance, sampler=sampler, padding=padding) for instance in instances]
+    caller = Caller(loss, Rollout.joined(rollouts), batches=True, logs=logs)
+    pools = [_pools(instance, sampler, grouped) for instance in instances]
+    starts = np.cumsum([0, *(len(instance.paths) for instance in instances)])
+    tried = [start + own[0][0] for start, own in zip(starts, pools, strict=False)]
     generator = np.random.default_rng([seed, size])
-    ordered = not order_is_free(caller, pools[0][0], size, generator, TRIES if added_up is None else AGAIN)
-    if not ordered:
-        caller.try_together(pools[0][0], size, generator)
-    count = sum(len(pool) ** size if ordered else math.comb(len(pool) + size - 1, size) for pool, _, _ in pools)
-    if count > most * (TOGETHER if caller.together == "any" else 1):
-        kind = "groups" if grouped else "batches"
-        order = " in their order, which matters to this loss," if ordered else ""
-        raise InvalidEnvironmentError(
-            f"environment {instance.environment.name!r} has {count:.6g} {kind} of {size} rollouts{order} and at "
-            f"most {most} are enumerated. Use a smaller batch or a smaller environment"
-        )
-    totals, called = Totals(instance, distinct=False), 0
-    for pool, chances, prompt in pools:
-        drawn = ((rows, 1.0) for rows in product(pool.tolist(), repeat=size)) if ordered else multisets(pool, size)
-        while chunk := list(islice(drawn, CHUNK)):
-            rows = np.array([batch for batch, _ in chunk])
-            weight = prompt * chances[rows].prod(axis=1) * np.array([orders for _, orders in chunk])
-            joined = joint_paths(paths, rows, np.log(weight))
-            for part in caller.gradients(rows, generator):
-                totals.add(joined, weight, part, called)
-            called += len(rows)
-    found = totals.moments(caller, reduction="coupled", batch=size, added_up=bool(added_up))
-    if added_up is None and adds_up(caller, pools[0][0], size, generator) and found.gradient.any():
+    ordered = known.ordered if known else not order_is_free(caller, tried, size, generator)
+    if known:
+        caller.together = known.together
+    elif not ordered:
+        caller.try_together(tried[0], size, generator)
+    for instance, own in zip(instances, pools, strict=True):
+        count = sum(len(pool) ** size if ordered else math.comb(len(pool) + size - 1, size) for pool, _, _ in own)
+        if count > most * (TOGETHER if caller.together == "any" else 1):
+            kind = "groups" if grouped else "batches"
+            order = " in their order, which matters to this loss," if ordered else ""
+            raise InvalidEnvironmentError(
+                f"environment {instance.environment.name!r} has {count:.6g} {kind} of {size} rollouts{order} and at "
+                f"most {most} are enumerated. Use a smaller batch or a smaller environment"
+            )
+    totals, called = [Totals(instance, distinct=False) for instance in instances], 0
+    drawn = (
+        (place, start + pool[chosen], prompt * chances[pool[chosen]].prod(axis=1) * orders)
+        for place, (start, own) in enumerate(zip(starts, pools, strict=False))
+        for pool, chances, prompt in own
+        for chosen, orders in (tuples if ordered else multisets)(len(pool), size, CHUNK)
+    )
+    for owner, rows, weight in _chunks(drawn):
+        joined = joint_paths(paths, rows, np.log(weight))
+        for part in caller.gradients(rows, generator, prove=not (known and called)):
+            for place in np.unique(owner[part.index]):
+                mine = part.some(owner[part.index] == place)
+                totals[place].add(joined, weight, mine, called)
+        called += len(rows)
+    combining = known or Combining(ordered, caller.together, added_up=False)
+    found = [one.moments(caller, reduction="coupled", batch=size, combining=combining) for one in totals]
+    moving = next((place for place, one in enumerate(found) if one.gradient.any()), None)
+    if known is None and moving is not None and adds_up(caller, tried[moving], size, generator):
         options: dict[str, Any] = {"grouped": grouped, "padding": padding, "seed": seed, "most": most}
-        of_size = partial(exact_batches, loss, instance, sampler, added_up=False, logs=False, **options)
-        return replace(found, added_up=_grows(found.gradient, size, of_size))
+        of_size = partial(exact_batches, loss, instances[moving], sampler, known=combining, logs=False, **options)
+        if _grows(found[moving].gradient, size, of_size):
+            return [replace(one, combining=replace(combining, added_up=True)) for one in found]
     return found
 
 
-def order_is_free(
-    caller: Caller, pool: np.ndarray, size: int, generator: np.random.Generator, tries: int = TRIES
-) -> bool:
-    """True if reordering a batch does no more than reorder the gradients of its rows, in a few batches."""
-    for attempt in range(tries if size > 1 else 0):
-        rows, order = generator.choice(pool, size=size), generator.permutation(size)
+def _chunks(drawn: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yield (instance, rows, probability) of batches, CHUNK of them at a time."""
+    kept: list[tuple[np.ndarray, ...]] = []
+    for place, rows, weight in drawn:
+        kept.append((np.full(len(rows), place), rows, weight))
+        while (many := sum(len(part[0]) for part in kept)) >= CHUNK:
+            whole = tuple(map(np.concatenate, zip(*kept, strict=True)))
+            yield tuple(part[:CHUNK] for part in whole)
+            kept = [tuple(part[CHUNK:] for part in whole)] if many > CHUNK else []
+    if kept:
+        yield tuple(map(np.concatenate, zip(*kept, strict=True)))
+
+
+def order_is_free(caller: Caller, pools: Sequence[np.ndarray], size: int, generator: np.random.Generator) -> bool:
+    """True if reordering a batch does no more than reorder the gradients of its rows, in a few batches of the pools."""
+    for attempt in range(max(TRIES, len(pools)) if size > 1 else 0):
+        rows, order = generator.choice(pools[attempt % len(pools)], size=size), generator.permutation(size)
         before, after = caller.call(rows), caller.call(rows[order])
         if attempt == 0 and not before.close(before.parts, caller.call(rows).parts):
             raise NonDeterministicError.of(caller.loss, partial(caller.call, rows))
@@ -176,8 +206,9 @@ def _grows(gradient: np.ndarray, size: int, of_size: Callable[[int], Moments]) -
 def groups_of(instance: Instance, sampler: str, size: int) -> Iterator[tuple[np.ndarray, float]]:
     """Every multiset of `size` rows of `instance.paths` of one prompt, and its probability in any order."""
     for pool, chances, prompt in _pools(instance, sampler, grouped=True):
-        for rows, orders in multisets(pool, size):
-            yield np.array(rows), prompt * orders * float(chances[list(rows)].prod())
+        for places, orders in multisets(len(pool), size, CHUNK):
+            for rows, times in zip(pool[places], orders, strict=True):
+                yield rows, prompt * float(times) * float(chances[rows].prod())
 
 
 def _pools(instance: Instance, sampler: str, grouped: bool) -> list[tuple[np.ndarray, np.ndarray, float]]:
@@ -192,8 +223,25 @@ def _pools(instance: Instance, sampler: str, grouped: bool) -> list[tuple[np.nda
     ]
 
 
-def multisets(pool: np.ndarray, size: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Every multiset of `size` rows of a pool, and the number of orders in which it can be drawn."""
-    for rows in combinations_with_replacement(pool.tolist(), size):
-        repeats = math.prod(math.factorial(times) for times in Counter(rows).values())
+def multisets(pool: int, size: int, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield every multiset (N, size) of `size` of `pool` rows and in how many orders (N,) it can be drawn.
+
+    They are sorted, and come `most` at a time.
+    """
+    for rows in _arrays(combinations_with_replacement(range(pool), size), size, most):
+        repeats, times = np.ones(len(rows)), np.ones(len(rows))
+        for column in range(1, size):
+            times = np.where(rows[:, column] == rows[:, column - 1], times + 1, 1)
+            repeats *= times
         yield rows, math.factorial(size) / repeats
+
+
+def tuples(pool: int, size: int, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield every tuple (N, size) of `size` of `pool` rows, each in one order, `most` at a time."""
+    for rows in _arrays(product(range(pool), repeat=size), size, most):
+        yield rows, np.ones(len(rows))
+
+
+def _arrays(each: Iterator[tuple[int, ...]], size: int, most: int) -> Iterator[np.ndarray]:
+    while len(rows := np.fromiter(chain.from_iterable(islice(each, most)), int).reshape(-1, size)):
+        yield rows

@@ -5,8 +5,8 @@ units has g_i(S) = g_i/|S| and a sum g_i(S) = g_i, for every call and unit; anyt
 the effect. Calls of few prove what a call of many gives.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from kltest.errors import KltestError, TargetError
 from kltest.loss.calling import Loss
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
-from kltest.moments.moments import Reduction
+from kltest.moments.moments import Reduction, Together
 from kltest.moments.tolerances import LOWEST_FIRST, near_rows
 from kltest.rollout import Rollout
 
@@ -25,6 +25,8 @@ Share = Literal["mean", "sum"]
 BOTH: tuple[Share, ...] = ("mean", "sum")
 # As many batches of the same lengths are called one by one: one call of all would be checked by as many.
 FEW = 4
+# Rows of the batches on which is tried if a loss that fails on one row runs on more.
+SIZES = (2, 4, 8, 3, 6, 12, 16, 32)
 # Batches on which is tried if those of any lengths are kept apart.
 TRIED = 6
 
@@ -49,6 +51,11 @@ class Called:
     value: np.ndarray | None
     metric: np.ndarray | None
 
+    def some(self, chosen: np.ndarray) -> "Called":
+        """Return some of them, chosen (M,) bool."""
+        reports = (None if one is None else one[chosen] for one in (self.value, self.metric))
+        return Called(self.index[chosen], {leaf: part[chosen] for leaf, part in self.by_leaf.items()}, *reports)
+
 
 class Caller:
     """A loss, the rollouts from which units are taken, and what was seen of how it combines units.
@@ -66,7 +73,7 @@ class Caller:
         """Units are single rollouts, or `batches`, in which advantages are centred; `logs`: their reports are read."""
         self.loss, self.batches, self.logs = loss, batches, logs
         self.shares, self.coupling = BOTH, ""
-        self.together: Literal["any", "same", "none"] = "none"
+        self.together: Together = "none"
         self.dtype, self.wide, self.reads_groups, self._by_row = "float64", False, False, False
         self.singles: dict[int, RowGradients] = {}
         self._patterns: set[object] = set()
@@ -93,7 +100,8 @@ class Caller:
             return taken
         if units.ndim > 1:
             number, own = torch.arange(len(units)).repeat_interleave(units.shape[1]), taken.peek("group")
-            taken = taken.replace(group=torch.stack([number, own]).unique(dim=1, return_inverse=True)[1])
+            each = number * (int(own.max()) + 1) + own
+            taken = taken.replace(group=each.unique(return_inverse=True)[1])
         return taken.replace(advantage=lambda: centred(taken))
 
     # Single rollouts
@@ -132,7 +140,7 @@ class Caller:
         self.coupling = self.coupling or f"in {words} the gradient of a row is not a fixed share of what it gives alone"
 
     def _explain_failure(self, row: int, error: KltestError) -> None:
-        for size in (2, 4, 8):
+        for size in SIZES:
             try:
                 self.call([each % len(self.base) for each in range(row, row + size)])
             except KltestError:
@@ -155,6 +163,17 @@ class Caller:
             value = None if self.batches else joined([self._each(outcome.value, unit) for unit, outcome in outcomes])
             metric = joined([self._each(outcome.metric, unit) for unit, outcome in outcomes])
             yield Called(np.array(index), _flat(by_leaf, len(index)), value, metric)
+
+    def one_by_one(self, units: np.ndarray, generator: np.random.Generator) -> Iterator[Called]:
+        """Yield the gradients of rows (N, 1) as each gives them alone; in one call if groups of one are kept apart."""
+        if self.coupling and len(units) > FEW and self.single(int(units[0, 0])) and self.reads_groups:
+            own = Caller(self.loss, self.base.replace(group=torch.arange(len(self.base))), logs=self.logs)
+            with suppress(KltestError):  # it is raised again where each is called alone
+                if found := own.joint(units, generator):
+                    self.dtype = own.dtype
+                    yield found
+                    return
+        yield from self.alone(units)
 
     def joint(self, units: np.ndarray, generator: np.random.Generator, *, prove: bool = True) -> Called | None:
         """Return the gradients of units (N, n) as each gives them alone, from one call.
@@ -206,12 +225,14 @@ class Caller:
         for half in halves if whole.dtype != LOWEST_FIRST[0] else ():
             yield np.sort(half)[::-1]
         yield generator.integers(len(units), size=1)
-        rewards = self.base.peek("reward").numpy()[units] if self.batches else ()
-        for spot in generator.permutation(len(rewards)):
-            pattern = tuple(tuple(sorted(Counter(each.tolist()).values())) for each in (units[spot], rewards[spot]))
-            if pattern not in self._patterns:
-                self._patterns.add(pattern)
-                yield np.array([spot])
+        if self.batches:
+            rewards = self.base.peek("reward").numpy()[units]
+            order = generator.permutation(len(units))
+            patterns = np.concatenate([_repeats(units[order]), _repeats(rewards[order])], axis=1)
+            for pattern, spot in zip(*np.unique(patterns, axis=0, return_index=True), strict=True):
+                if pattern.tobytes() not in self._patterns:
+                    self._patterns.add(pattern.tobytes())
+                    yield order[[spot]]
 
     @property
     def _lengths(self) -> np.ndarray:
@@ -224,10 +245,10 @@ class Caller:
         self.together = "any" if self.reads_groups else "same"
         list(self.gradients(generator.choice(pool, size=(TRIED, size)), generator))
 
-    def gradients(self, units: np.ndarray, generator: np.random.Generator) -> Iterator[Called]:
+    def gradients(self, units: np.ndarray, generator: np.random.Generator, *, prove: bool = True) -> Iterator[Called]:
         """Yield the gradients of batches (N, n) as each gives them alone, together as far as `together` says."""
         if self.together == "any":
-            if found := self._joined(units, generator):
+            if found := self._joined(units, generator, prove):
                 yield found
                 return
             self.together, self.shares = "same", BOTH
@@ -235,14 +256,17 @@ class Caller:
         kinds = np.unique(lengths, axis=0, return_inverse=True)[1].reshape(-1)
         for kind in range(kinds.max() + 1) if self.together == "same" else [None]:
             index = np.arange(len(units)) if kind is None else np.flatnonzero(kinds == kind)
-            joint = self._joined(units[index], generator) if self.together == "same" and len(index) > FEW else None
+            joint = (
+                self._joined(units[index], generator, prove) if self.together == "same" and len(index) > FEW else None
+            )
             for part in [joint] if joint else self.alone(units[index]):
                 yield replace(part, index=index[part.index])
 
-    def _joined(self, units: np.ndarray, generator: np.random.Generator) -> Called | None:
+    def _joined(self, units: np.ndarray, generator: np.random.Generator, prove: bool) -> Called | None:
         """Return units from one call; None if they touch each other, or if the loss refuses so many."""
         try:
-            found = self.joint(units, generator)
+            # Until a gradient is not zero, a sum cannot be told from a mean.
+            found = self.joint(units, generator, prove=prove or len(self.shares) > 1)
         except KltestError:  # it is raised again where each is called alone
             found = None
         if found is None:
@@ -300,8 +324,15 @@ def joined(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return np.concatenate(known) if len(known) == len(parts) else None
 
 
+def _repeats(units: np.ndarray) -> np.ndarray:
+    """(N, n) how often each entry of a row of (N, n) occurs in it, the fewest first."""
+    return np.sort((units[:, :, None] == units[:, None, :]).sum(axis=2), axis=1)
+
+
 def centred(rollout: Rollout) -> Tensor:
     """(B,) the reward minus its mean over the rows of the same group."""
     reward, group = rollout.peek("reward"), rollout.peek("group")
-    same = (group[:, None] == group[None, :]).to(reward.dtype)
-    return reward - same @ reward / same.sum(dim=1)
+    place = group.unique(return_inverse=True)[1]
+    sums = torch.stack([reward, torch.ones_like(reward)])
+    total, rows = sums.new_zeros(2, int(place.max()) + 1).index_add(1, place, sums)[:, place]
+    return reward - total / rows

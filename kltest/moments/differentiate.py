@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
 from kltest.moments.tolerances import close, near_rows
 from kltest.rollout import LEAVES, Rollout
+
+# Words of the errors of what can only be differentiated by `backward()`, to all leaves at once.
+WANTS_BACKWARD = (".backward()", "`inputs`")
 
 
 @dataclass(frozen=True)
@@ -111,27 +115,68 @@ def backward(loss: Loss, objective: Tensor, inputs: list[Tensor]) -> Sequence[Te
     """The gradient of an objective at each input, None for an unused one; TargetError if torch cannot go backward."""
     began = time.monotonic()
     try:
-        return torch.autograd.grad(objective, inputs, allow_unused=True)
+        return gradients_at(objective, inputs)
     except RuntimeError as error:
         raise TargetError(
-            f"torch cannot go backward through {loss.name}: {error}. Does it write into a tensor that the gradient "
-            "still needs?"
+            f"torch cannot go backward through {loss.name}: {str(error).partition(chr(10))[0]}. Does it write into a "
+            "tensor that the gradient still needs?"
         ) from error
     finally:
         loss.calls.backward += time.monotonic() - began
 
 
+def gradients_at(objective: Tensor, inputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradient of an objective at each input, None for an unused one; the graph is retained.
+
+    A checkpoint with `use_reentrant=True`, and what else refuses to go backward to some tensors only, is differentiated
+    by `backward()`. That adds up at every leaf of the graph, so that each gets back what it held.
+    """
+    try:
+        return torch.autograd.grad(objective, inputs, allow_unused=True, retain_graph=True)
+    except RuntimeError as error:
+        if not any(words in str(error) for words in WANTS_BACKWARD):
+            raise
+    leaves = [*inputs, *(one for one in _leaves(objective.grad_fn) if all(one is not given for given in inputs))]
+    before = [one.grad for one in leaves]
+    for one in leaves:
+        one.grad = None
+    try:
+        objective.backward(retain_graph=True)
+        return [one.grad for one in inputs]
+    finally:
+        for one, held in zip(leaves, before, strict=True):
+            one.grad = held
+
+
+def _leaves(node: Any) -> list[Tensor]:
+    """The leaves that a graph adds gradients to, as far as it shows them."""
+    seen, waiting, found = set[Any](), [node], list[Tensor]()
+    while waiting:
+        if (one := waiting.pop()) is None or one in seen:
+            continue
+        seen.add(one)
+        found += [one.variable] if hasattr(one, "variable") else []
+        waiting += [following for following, _ in one.next_functions]
+    return found
+
+
 @dataclass(frozen=True)
 class CallResult:
-    """Outcome of a loss on one batch, gradients of the leaves that it used, and the positions of tokens (B, T)."""
+    """Outcome of a loss on one batch, gradients of the leaves that it used, and the positions of tokens (B, T).
+
+    `comparable`: the value is a matter of the batch, and not of the call.
+    """
 
     outcome: Outcome
     gradients: dict[str, Tensor]
     live: Tensor
+    comparable: bool = True
 
     @property
     def value(self) -> Tensor:
-        """The returned value: a scalar, (B,), or (B, T) with 0 at padded positions."""
+        """The returned value: a scalar, (B,), or (B, T) with 0 at padded positions; 0 if it is not `comparable`."""
+        if not self.comparable:
+            return torch.zeros((), dtype=torch.float64)
         value = self.outcome.value
         if value is None:
             return self.outcome.objective.detach()
@@ -152,16 +197,19 @@ class CallResult:
 
 
 class LossExperiment:
-    """Calls of a loss on unusual input, for checks: results may be infinite, and grading does not hear of them."""
+    """Calls of a loss on unusual input, for checks: results may be infinite, and grading does not hear of them.
 
-    def __init__(self, loss: Loss, floats: torch.dtype | None = None) -> None:
-        self.loss = loss.for_experiments(floats)
+    Of a loss whose value differs from call to call, which is not `comparable`, gradients are left to look at.
+    """
+
+    def __init__(self, loss: Loss, floats: torch.dtype | None = None, *, comparable: bool = True) -> None:
+        self.loss, self.comparable = loss.for_experiments(floats), comparable
 
     def call(self, rollout: Rollout) -> CallResult:
         """Call the loss and differentiate what it returned; TargetError if it raises."""
         live = rollout.peek("mask") != 0
         outcome = self.loss(rollout)
-        return CallResult(outcome, leaf_gradients(self.loss, outcome.objective, rollout), live)
+        return CallResult(outcome, leaf_gradients(self.loss, outcome.objective, rollout), live, self.comparable)
 
 
 def live_positions(rollout: Rollout) -> np.ndarray | None:

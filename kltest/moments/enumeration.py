@@ -47,7 +47,8 @@ def exact(
         seed: Seed of the rows on which the loss is tried.
         known: How the loss combines the rows of another instance, or of another sampler. If it treated them apart, all
             rollouts are called in one batch, in two halves of it, and a few alone; only if these differ is each called
-            alone, or if it logs one number a call, which takes no gradient.
+            alone, or if it logs one number a call, which takes no gradient. If it coupled them, that is not tried again
+            where rollouts are few.
         logs: False if what the loss returns and logs for each rollout is not needed.
 
     Returns:
@@ -68,7 +69,12 @@ def exact(
     tried = paths.take(_pool(paths, generator)) if large else paths
     base = Rollout.of(instance, tried, sampler=sampler, padding=padding)
     apart = known not in (None, "coupled")
-    caller = Caller(loss, base) if apart else probe(loss, base, generator)
+    if apart or (known == "coupled" and not large):
+        caller = Caller(loss, base)
+        if not apart:
+            caller.found_coupled("another instance")
+    else:
+        caller = probe(loss, base, generator)
     if large or apart:
         caller.logs = logs and not large
         if found := _together(caller, instance, sampler, padding, generator):
@@ -81,7 +87,7 @@ def exact(
             )
         caller.take_from(Rollout.of(instance, sampler=sampler, padding=padding))
     totals = Totals(instance, distinct=instance.environment.tree)
-    for called in caller.alone(np.arange(len(paths))[:, None]):
+    for called in caller.one_by_one(np.arange(len(paths))[:, None], generator):
         totals.add(paths, instance.rollout_weights(sampler), called)
     return totals.moments(caller)
 

@@ -6,6 +6,22 @@ from typing import Literal
 import numpy as np
 
 Reduction = Literal["mean", "sum", "per-row", "coupled"]
+Together = Literal["any", "same", "none"]
+
+
+@dataclass(frozen=True)
+class Combining:
+    """How a loss that couples rows was seen to combine them and batches.
+
+    Attributes:
+        ordered: The order of the rows of a batch matters.
+        together: Which batches may share a call: of "any" lengths, of the "same" lengths, or "none".
+        added_up: Rows are summed, not averaged.
+    """
+
+    ordered: bool
+    together: Together
+    added_up: bool
 
 
 @dataclass(frozen=True)
@@ -53,14 +69,19 @@ class Moments(ExpectedGradient):
         rollouts: Number of rollouts that were enumerated.
         value: Expectation of what the loss returned per rollout, None if it returned no such number.
         metric: Expectation of the logged KL, None if there is none.
-        added_up: True if a coupled loss was seen to sum over rows instead of averaging.
+        combining: How a coupled loss was seen to combine the rows of a batch, else None.
     """
 
     second_moment: float
     rollouts: int
     value: Expectation | None = None
     metric: Expectation | None = None
-    added_up: bool = False
+    combining: Combining | None = None
+
+    @property
+    def added_up(self) -> bool:
+        """True if a coupled loss was seen to sum over rows instead of averaging."""
+        return self.combining is not None and self.combining.added_up
 
     @property
     def variance(self) -> float:

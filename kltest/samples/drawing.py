@@ -187,7 +187,7 @@ class Draws:
     def _how_batches_combine(self, paths: Paths, noisy: bool, added_up: bool | None) -> None:
         size, generator = self.drawing.size, self.drawing.generator
         pool = np.flatnonzero(paths.prompt == paths.prompt[0]) if self.drawing.grouped else np.arange(len(paths))
-        if not noisy and order_is_free(self.caller, pool, size, generator) and self.drawing.grouped:
+        if not noisy and order_is_free(self.caller, [pool], size, generator) and self.drawing.grouped:
             self.caller.try_together(pool, size, generator)
         if added_up is None:
             seems = self._noise_adds_up(pool) if noisy else adds_up(self.caller, pool, size, generator)

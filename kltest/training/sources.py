@@ -85,8 +85,9 @@ def _groups(prompt: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
             f"there are {count:,} groups of {size} rollouts, {count * size:,} rows, and at most {MOST_ROWS:,} are "
             "enumerated for every update. Use smaller groups, a smaller environment, or sampled training (batch_size)"
         )
-    members, orders = zip(*(group for pool in pools for group in multisets(pool, size)), strict=True)
-    return np.array(members).reshape(-1), np.array(orders)
+    parts = [(pool[places], orders) for pool in pools for places, orders in multisets(len(pool), size, MOST_ROWS)]
+    members, orders = map(np.concatenate, zip(*parts, strict=True))
+    return members.reshape(-1), orders
 
 
 class Drawn:

@@ -1,8 +1,12 @@
 """Correct losses near the pitfalls of padding, extremes, inputs, repetition and precision: nothing may fail."""
 
+import os
+import uuid
+
 import torch
 from cases.parts import k2
-from cases.table import right
+from cases.table import right, wrong
+from torch.utils.checkpoint import checkpoint
 
 LOCAL = {"expect": "local_reverse_kl"}
 
@@ -58,6 +62,25 @@ def divided_by_rows_and_a_small_constant(logp, ref_logp, mask):
     return k2(logp, ref_logp, mask).sum() / (len(logp) + 1e-6)
 
 
+def one_of_two_spellings(logp, ref_logp, mask):
+    """Other values and one gradient, by a number that no seed reaches."""
+    u = (logp - ref_logp).where(mask != 0, 0.0).sum(-1)
+    return u.square() / 2 if os.urandom(1)[0] % 2 else u.detach() * u
+
+
+def in_an_order_of_the_moment(logp, ref_logp, mask):
+    columns = (logp - ref_logp).where(mask != 0, 0.0).unbind(1)
+    return sum(sorted(columns, key=lambda _: uuid.uuid4())).square() / 2
+
+
+def checkpointed(logp, ref_logp, mask, reentrant=True):
+    return checkpoint(k2, logp, ref_logp, mask, use_reentrant=reentrant)
+
+
+def checkpointed_anew(logp, ref_logp, mask):
+    return checkpointed(logp, ref_logp, mask, reentrant=False)
+
+
 CASES = [
     right(per_token_without_a_mask, LOCAL),
     right(live_tokens_picked, LOCAL),
@@ -68,4 +91,8 @@ CASES = [
     right(seeded),
     right(clamped_where_it_is_logged),
     right(divided_by_rows_and_a_small_constant),
+    wrong("KL507", one_of_two_spellings, warns=True),
+    right(in_an_order_of_the_moment),
+    right(checkpointed),
+    right(checkpointed_anew, slow=True),
 ]

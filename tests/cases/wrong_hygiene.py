@@ -1,10 +1,12 @@
 """Losses that mishandle padding, extreme log-ratios, their inputs, repetition or precision."""
 
 import itertools
+import os
 
 import torch
 from cases.parts import k2
 from cases.table import wrong
+from torch.utils.checkpoint import checkpoint
 
 LOCAL = {"expect": "local_reverse_kl"}
 
@@ -109,6 +111,16 @@ def noise_in_the_value_alone(logp, ref_logp, mask):
     return k2(logp, ref_logp, mask).mean() + torch.rand(()).double()
 
 
+def one_of_two_coefficients(logp, ref_logp, mask):
+    return (1 + 1e-3 * (os.urandom(1)[0] % 2)) * k2(logp, ref_logp, mask)
+
+
+def checkpointed_forward(logp, ref_logp, mask):
+    return checkpoint(
+        lambda *fields: (fields[0] - fields[1]).where(fields[2] != 0, 0.0), logp, ref_logp, mask, use_reentrant=True
+    )
+
+
 STEPS, CALLS = itertools.count(1), itertools.count()
 
 
@@ -153,6 +165,8 @@ CASES = [
     wrong("KL507", warmed_up),
     wrong("KL507", noise_in_the_value_alone, warns=True),
     wrong("KL507", adapted_every_tenth_call),
+    wrong("KL507", one_of_two_coefficients),
+    wrong("KL101", checkpointed_forward),
     wrong("KL508", autocast, also=("KL503",), warns=True),
     wrong("KL508", around_a_thousand, warns=True),
 ]

@@ -8,9 +8,11 @@ from weekly import spread
 
 from kltest.environments import Instance, ragged
 from kltest.estimators import find
+from kltest.estimators.groups import group_sum
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
-from kltest.moments import caller, exact, exact_batches
+from kltest.moments import caller, exact, exact_batches, exact_batches_each
+from kltest.rollout import Rollout
 
 # The same terms of size one in another order.
 EXACT = 1e-12
@@ -119,10 +121,10 @@ def test_batches_in_one_call_are_what_they_are_in_a_call_each(function, grouped,
     # The second of two instances: that rows may be in any order is known from the first, how calls combine is not.
     instance, size = instances("ragged", 0, 3)[1], 3
     loss, apart = bind(function), bind(function)
-    found = exact_batches(loss, instance, "stale", size, grouped=grouped, added_up=False)
+    found = exact_batches(loss, instance, "stale", size, grouped=grouped)
     monkeypatch.setattr(caller, "FEW", NEVER)
     monkeypatch.setattr(caller.Caller, "try_together", lambda *_: None)
-    plain = exact_batches(apart, instance, "stale", size, grouped=grouped, added_up=False)
+    plain = exact_batches(apart, instance, "stale", size, grouped=grouped)
     assert np.abs(found.gradient - plain.gradient).max() < EXACT
     assert found.second_moment == pytest.approx(plain.second_moment, rel=EXACT)
     if function is token_mean:
@@ -130,6 +132,48 @@ def test_batches_in_one_call_are_what_they_are_in_a_call_each(function, grouped,
         assert found.metric.std == pytest.approx(plain.metric.std, rel=EXACT)
     if function in TOGETHER[1:] or (grouped and function in OF_GROUPS):
         assert 2 * loss.calls.count < apart.calls.count
+
+
+@pytest.mark.parametrize("grouped", spread(12, [True, False]), ids=["groups", "rows"])
+@pytest.mark.parametrize("function", [*TOGETHER, *TOUCHING], ids=lambda function: function.__name__)
+def test_instances_share_calls_and_keep_their_moments(function, grouped):
+    """Each has the moments that it has by itself; also if how batches combine is known and calls are compared once."""
+    drawn, size = instances("ragged", 0, 3), 3
+    options = {"grouped": grouped, "logs": False}
+    plain = [exact_batches(bind(function), instance, "stale", size, **options) for instance in drawn]
+    loss = bind(function)
+    once = exact_batches_each(loss, drawn, "stale", size, **options)
+    before, again = loss.calls.count, exact_batches_each(loss, drawn, "stale", size, known=once[0].combining, **options)
+    for one, other in zip([*plain, *plain], [*once, *again], strict=True):
+        assert np.abs(one.gradient - other.gradient).max() < EXACT
+        assert one.second_moment == pytest.approx(other.second_moment, rel=EXACT)
+    if once[0].combining.together == "any":
+        assert 2 * (loss.calls.count - before) < before
+
+
+def mean_of_the_group(logp, ref_logp, mask, group):
+    """Couples the rows of a group, and leaves a row that is alone in it a gradient."""
+    rows = group_sum(torch.ones_like(logp[:, 0]), group)
+    cost = k2(logp, ref_logp, mask)
+    return cost * group_sum(cost.detach(), group) / rows
+
+
+def mean_of_the_batch(logp, ref_logp, mask, group):
+    """Reads the group, and couples all rows."""
+    cost = k2(logp, ref_logp, mask)
+    return cost * cost.detach().mean() + 0 * group
+
+
+@pytest.mark.parametrize(("function", "one_call"), [(mean_of_the_group, True), (mean_of_the_batch, False)])
+def test_rows_of_coupled_groups_are_called_together_as_groups_of_one(function, one_call):
+    instance = instances("ragged", 0)[0]
+    first, further = bind(function), bind(function)
+    known, found = exact(first, instance), exact(further, instance, known="coupled")
+    apart = [first(Rollout.of(instance).take([row])).rows for row in range(len(instance.paths))]
+    assert known.reduction == found.reduction == "coupled"
+    assert found.value.rows == pytest.approx(np.array([float(row.detach()) for row in apart]), rel=EXACT)
+    assert np.abs(known.gradient - found.gradient).max() < EXACT
+    assert (further.calls.count < len(instance.paths)) == one_call
 
 
 def test_a_logged_number_is_taken_from_a_call_each_and_only_if_it_is_asked_for():

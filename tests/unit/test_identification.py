@@ -1,5 +1,7 @@
 """Identification: what is a combination is found with its coefficients, and nothing else ever is."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -86,3 +88,19 @@ def test_what_a_combination_is_and_what_is_none(gradients, candidates, options, 
 def test_of_dependent_names_the_first_are_kept():
     columns = {name: np.concatenate([g.ravel() for g in gs]) for name, gs in DEPENDENT.items()}
     assert independent(columns) == ["first", "other"]
+
+
+@pytest.mark.parametrize("apart", [1.0, 1e-3])
+def test_the_residual_without_a_name_is_that_of_the_best_three(apart):
+    """By a fit of each three, also where two candidates are nearly the same."""
+    drawn = {f"c{place}": random_gradients(place) for place in range(8)}
+    drawn["c1"] = [c0 + apart * c1 for c0, c1 in zip(drawn["c0"], drawn["c1"], strict=True)]
+    gradients = mixture(drawn, dict.fromkeys(("c0", "c1", "c2", "c3"), 1.0))
+
+    target = np.concatenate([one.ravel() for one in gradients[:-1]])
+    columns = [np.concatenate([one.ravel() for one in part[:-1]]) for part in drawn.values()]
+    fits = (np.stack(three, axis=1) for terms in (1, 2, 3) for three in combinations(columns, terms))
+    left = min(np.linalg.norm(target - fit @ np.linalg.lstsq(fit, target, rcond=None)[0]) for fit in fits)
+    found = identify(gradients, drawn)
+    assert found.combination is None
+    assert found.residual == pytest.approx(left / np.linalg.norm(target), rel=1e-12)

@@ -1,6 +1,7 @@
 """Sizes of batches that a loss states in its signature or object, or that it needs, and the hint where it fails."""
 
 import pytest
+import torch
 from weekly import first
 
 import kltest
@@ -55,8 +56,8 @@ def halves(logp, ref_logp, mask):
     return (one.mean() + other.mean()) / 2
 
 
-def in_sixteens(logp, ref_logp, mask):
-    return square(logp, ref_logp, mask).view(16, -1).mean()
+def in_sixes(logp, ref_logp, mask):
+    return square(logp, ref_logp, mask).view(6, -1).mean()
 
 
 def of_a_matrix(logp, ref_logp, mask):
@@ -101,11 +102,27 @@ def test_a_loss_that_is_right_at_the_size_asked_for_is_not_refuted_at_others():
 
 
 def test_a_shape_error_hints_at_the_options_for_sizes():
-    report = graded(in_sixteens)
+    report = graded(in_sixes)
     assert report.verdict == "error"
-    assert "--batch-size N" in report.error
-    assert "--group-size N" in report.error
-    assert "--batch-size" not in graded(in_sixteens, batch_size=3).error
+    assert "It runs on batches of 6 and 12 rows, of those tried: give --batch-size 6" in report.error
+    assert "--batch-size" not in graded(in_sixes, batch_size=3).error
+    assert graded(in_sixes, batch_size=6, environment="bandit", select="KL1").verdict == "confirmed"
+
+
+def of_one_row(logp, ref_logp, mask):
+    assert len(logp) == 1, "a batch of one"
+    return ((logp - ref_logp) * mask).square().sum() / 2
+
+
+def of_no_size(logp, ref_logp, mask):
+    return (torch.zeros(5) * (logp - ref_logp)[:, :0] * mask).sum()
+
+
+@pytest.mark.parametrize(("loss", "hint"), [(of_one_row, "one rollout at a time"), (of_no_size, "no matter of")])
+def test_sizes_are_advised_only_where_one_of_them_runs(loss, hint):
+    error = graded(loss).error
+    assert hint in error
+    assert "--batch-size" not in error
 
 
 @pytest.mark.parametrize("size", first(2, [2, 3, 5, 6, 8]))

@@ -59,7 +59,11 @@ def examine(findings: Findings) -> Found | None:
         with calls.holding(draws):
             observed.draws = bool(draws.changed()) and not _changes(findings)
         if not observed.draws:
-            observed.unrepeatable, kept = True, calls.state.changed()
+            kept = calls.state.changed()
+            if not kept and not _changes(findings, of_value=False, calls=MANY):
+                observed.value_moves = True
+                return Found(f"{words} No gradient changed in {MANY} calls.", level="warning")
+            observed.unrepeatable = True
             return Found(words + (f" It keeps state in {' and '.join(kept[:3])}." if kept else ""))
         random = bool(_changes(findings, of_value=False, calls=made))
     calls.held = (*calls.held, draws)

@@ -63,22 +63,13 @@ def asymmetry(findings: Findings, row: Row) -> float:
 def _asymmetry(findings: Findings, environment: str, sampler: str, batch: int) -> float:
     row = next(r for r in findings.rows if (r.environment, r.sampler, r.batch) == (environment, sampler, batch))
     instance, generator = row.case.instances[0], np.random.default_rng(0)
-    crossed, lengths = [], []
-    for _ in range(PAIRS):
-        ways = generator.standard_normal((2, *instance.policy.shape))
-        one, other = (_along(findings, row, instance, way) for way in ways)
-        crossed.append(float((ways[0] * other).sum() - (ways[1] * one).sum()))
-        lengths += [float((one**2).sum()), float((other**2).sum())]
-    return float(np.sqrt(np.mean(np.square(crossed)) / max(np.mean(lengths), np.finfo(float).tiny)))
-
-
-def _along(findings: Findings, row: Row, instance: Instance, way: np.ndarray) -> np.ndarray:
-    """The derivative of the expected gradient along a direction of the logits."""
-    forth, back = (
-        findings.measure.expected(row, replace(instance, policy=table(instance.policy + sign * STEP * way))).gradient
-        for sign in (1, -1)
-    )
-    return (forth - back) / (2 * STEP)
+    ways = generator.standard_normal((2 * PAIRS, *instance.policy.shape))
+    moved = [instance.policy + sign * STEP * way for way in ways for sign in (1, -1)]
+    found = np.array(findings.measure.gradients(row, [replace(instance, policy=table(each)) for each in moved]))
+    along = (found[::2] - found[1::2]) / (2 * STEP)
+    inner = np.einsum("icv,jcv->ij", ways, along)
+    crossed = [inner[one, one + 1] - inner[one + 1, one] for one in range(0, 2 * PAIRS, 2)]
+    return float(np.sqrt(np.mean(np.square(crossed)) / max((along**2).sum() / len(along), np.finfo(float).tiny)))
 
 
 def _rate(instance: Instance, row: Row) -> float:
