@@ -5,7 +5,9 @@ those that the runs show are claims; those that they do not show are listed besi
 made now are compared with the recorded ones of the same settings.
 """
 
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +21,7 @@ from kltest.reproduce.numbers import Cited, Numbers, number
 from ..spread import LEVEL, Interval, geometric, interval
 from . import audited
 from .matched import at_kl, given
-from .settings import BETA, BETAS, COMMITTED, FEWEST, FRESH, LOCAL, PARTS, STALE, TASKS, UNBIASED
+from .settings import AFTERWARDS, BETA, BETAS, COMMITTED, FEWEST, FRESH, LOCAL, PARTS, STALE, TASKS, UNBIASED
 from .task import EXAMPLES
 
 TANG_MUNOS = "Tang & Munos 2025"
@@ -40,7 +42,7 @@ numbers = Numbers(list(audited.numbers.sources))
 
 def tidy(rows: Sequence[Row]) -> pd.DataFrame:
     """Runs made now, then recorded ones, each in the order of the sweep; then audits."""
-    parts, tasks, variants = list(PARTS), list(TASKS), [*FRESH, *STALE]
+    parts, tasks, variants = list(PARTS), list(TASKS), [*FRESH, *STALE, *AFTERWARDS]
 
     def place(row: Row) -> tuple[Any, ...]:
         at = (tasks.index(row["task"]), variants.index(row["variant"]))
@@ -239,7 +241,12 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
     sweep = Sweep(rows)
     if len(sweep.rows):
         for one in (*_judged(findings, rows), *_judged(not_shown, rows)):
-            predicted.append({"prediction": one.claim, "shown": one.verdict, "found": one.found})
+            # Without the seeds, which are those of all, and with the intervals alone.
+            words, (_, found) = (
+                one.claim.rpartition(" (")[0],
+                re.split(r"intervals?: |remains: ", one.found, maxsplit=1),
+            )
+            predicted.append({"prediction": words, "shown": one.verdict.lower(), "found": found})
         for (task, variant, beta), own in sweep.ended.groupby(KEY[:3], sort=False):
             line = {"length": task, "KL term": variant, "β": f"{beta:g}" if beta else ""}
             line["KL"] = geometric(list(own["kl"])).text(1)
@@ -248,7 +255,8 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
                     1 if title == "length" else 2
                 )
             at_ends.append(line)
-    found = {"ends": at_ends, "predictions": predicted, "matched": _matched_table(rows), "audits": audited.table(rows)}
+    found = {"ends": at_ends, "predictions": predicted, "audits": audited.table(rows)}
+    found |= {"matched": _matched_table(rows), "objectives": _objectives(rows)}
     return {name: table for name, table in found.items() if table}
 
 
@@ -273,6 +281,18 @@ def _matched_table(rows: Rows) -> list[Row]:
     ]
 
 
+def _objectives(rows: Rows) -> list[Row]:
+    """What k2 and k3 in the loss end with of E[R] − β·KL, less what k1 in the reward does, by β."""
+    found = []
+    for task in TASKS:
+        sweep = Sweep(rows, task=task)
+        with suppress(Missing):
+            for term in LOCAL:
+                by = {f"β = {beta:g}": sweep.difference("objective", term, UNBIASED, beta).text(2) for beta in BETAS}
+                found.append({"length": task, "objective of": f"{term[:2]} in the loss", **by})
+    return found
+
+
 @numbers.add
 def _of_the_sweep(rows: pd.DataFrame) -> Cited:
     ended = Sweep(rows).ended
@@ -287,7 +307,7 @@ def _of_the_sweep(rows: pd.DataFrame) -> Cited:
     for (task, variant, beta), own in ended.groupby(KEY[:3], sort=False):
         where = {"task": task, "variant": variant, "beta": beta}
         yield number("length", own["length_held_out"].mean(), **where)
-        best = PREFIX if variant in STALE else UNBIASED
+        best = PREFIX if variant.startswith("stale:") else UNBIASED
         if beta and variant != best:
             lost = Sweep(rows, task=task).difference("objective", best, variant, beta)
             yield number("objective lost", lost.mean, **where)

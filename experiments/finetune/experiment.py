@@ -52,6 +52,8 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
 def settings_for(one: Mapping[str, Any]) -> Settings:
     """The runner's settings of a configuration."""
     stale, _, kl = one["variant"].rpartition(":")
+    if kl == "joint":
+        kl = f"{HERE / 'joint.py'}:joint"
     epochs = STALE_EPOCHS if stale else 1
     steps = one["updates"] // epochs
     given = {name: one[name] for name in ("seed", "beta", *(name for name in SAME if name != "updates"))}

@@ -215,7 +215,7 @@ def test_the_recorded_runs_show_the_predictions_that_are_claims_and_no_others():
     assert {claim.agrees for claim in ANALYSIS.findings(frame)} == {True}
     assert {claim.agrees for claim in ANALYSIS.not_shown(frame)} == {False}
     shown = [row["shown"] for row in ANALYSIS.tables(frame)["predictions"]]
-    assert shown == ["yes"] * len(ANALYSIS.findings.questions) + ["NO"] * len(ANALYSIS.not_shown.questions)
+    assert shown == ["yes"] * len(ANALYSIS.findings.questions) + ["no"] * len(ANALYSIS.not_shown.questions)
     assert set(TRIAL.verdicts([]).values()) == {None}
     assert ANALYSIS.tables([]) == {}
     assert ANALYSIS.numbers([]).empty
