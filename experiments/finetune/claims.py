@@ -21,7 +21,7 @@ from kltest.reproduce.numbers import Cited, Numbers, number
 from ..spread import LEVEL, Interval, geometric, interval
 from . import audited
 from .matched import at_kl, given
-from .settings import AFTERWARDS, BETA, BETAS, COMMITTED, FEWEST, FRESH, LOCAL, PARTS, STALE, TASKS, UNBIASED
+from .settings import BETA, BETAS, COMMITTED, FEWEST, FRESH, JOINT, LOCAL, PARTS, STALE, TASKS, UNBIASED
 from .task import EXAMPLES
 
 TANG_MUNOS = "Tang & Munos 2025"
@@ -36,13 +36,13 @@ MEASURED = {"reward": "reward_held_out", "gold": "gold_held_out", "length": "len
 # What may explain a difference in the gold score beside the term.
 CAUSES = {"length": ("length_held_out",), "kl": ("kl",), "length and kl": ("length_held_out", "kl")}
 
-findings, not_shown, of_now = Claims("finetune"), Claims("finetune"), Claims("finetune")
+findings, not_shown, of_now, later = (Claims("finetune") for _ in range(4))
 numbers = Numbers(list(audited.numbers.sources))
 
 
 def tidy(rows: Sequence[Row]) -> pd.DataFrame:
     """Runs made now, then recorded ones, each in the order of the sweep; then audits."""
-    parts, tasks, variants = list(PARTS), list(TASKS), [*FRESH, *STALE, *AFTERWARDS]
+    parts, tasks, variants = list(PARTS), list(TASKS), [*FRESH, *STALE, JOINT]
 
     def place(row: Row) -> tuple[Any, ...]:
         at = (tasks.index(row["task"]), variants.index(row["variant"]))
@@ -202,9 +202,29 @@ def _stale(rows: pd.DataFrame, beta: float) -> Measured:
     return {"low_end_of_difference": [one.low for one in found.values()], "intervals": _each(found)}
 
 
+@later.measure(
+    OWN,
+    f"{TOGETHER}; run after the planned ones, and so no prediction",
+    low_end_of_difference=above(0),
+    beta=BETA,
+)
+def _joint(rows: pd.DataFrame, beta: float) -> Measured:
+    """with a stale sampler, one ratio in front of the return less its baseline reaches a better objective than each
+    other stale variant at fixed length, and than each but prefix ratios at free length, at β = {beta:g}"""
+    # That of prefix ratios at free length counts among the comparisons, and does not exclude zero.
+    level = _of_several(len(TASKS) * len(STALE))
+    found = {
+        f"{task}, {one}": Sweep(rows, task=task).difference("objective", JOINT, one, beta, level)
+        for task in TASKS
+        for one in STALE
+    }
+    shown = {name: one for name, one in found.items() if name != f"free, {PREFIX}"}
+    return {"low_end_of_difference": [one.low for one in shown.values()], "intervals": _each(found)}
+
+
 def claims(rows: Rows) -> list[Claim]:
-    """Judge the runs made now, then the predictions that the recorded runs show, then the audits."""
-    return of_now(rows) + _judged(findings, rows) + audited.claims(rows)
+    """Judge the runs made now, then what the recorded runs show, predicted or not, then the audits."""
+    return of_now(rows) + _judged(findings, rows) + _judged(later, rows) + audited.claims(rows)
 
 
 def _judged(predictions: Claims, rows: Rows) -> list[Claim]:
@@ -315,6 +335,10 @@ def _of_the_sweep(rows: pd.DataFrame) -> Cited:
 
 @numbers.add
 def _of_comparisons(rows: pd.DataFrame) -> Cited:
+    for task in TASKS:
+        sweep = Sweep(rows, task=task)
+        ahead = [sweep.difference("objective", JOINT, one, BETA).mean for one in STALE]
+        yield number("joint step ahead of the next", min(ahead), task=task)
     ends = Sweep(rows, task="free").ends
     for term in LOCAL:
         yield number("gold lost at equal KL", -at_kl(ends, "gold_held_out", term).mean(), term=term)

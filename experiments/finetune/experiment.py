@@ -11,7 +11,7 @@ from kltest.finetune.settings import Settings, settings_of
 from kltest.reproduce.frames import Row
 
 from ..records import content, lines, rounded
-from .settings import EVALUATIONS, METRICS, RUN, SAME, STALE_EPOCHS, TASKS
+from .settings import EVALUATIONS, JOINT, METRICS, RUN, SAME, STALE_EPOCHS, TASKS
 from .settings import SETTINGS as SETTINGS
 
 # Packages that rows depend on beside those of every experiment.
@@ -52,7 +52,7 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
 def settings_for(one: Mapping[str, Any]) -> Settings:
     """The runner's settings of a configuration."""
     stale, _, kl = one["variant"].rpartition(":")
-    if kl == "joint":
+    if one["variant"] == JOINT:
         kl = f"{HERE / 'joint.py'}:joint"
     epochs = STALE_EPOCHS if stale else 1
     steps = one["updates"] // epochs

@@ -20,7 +20,7 @@ STALE = (
     "stale:k3-ratio",
 )
 # Not in the plan: chosen when the planned runs were there. Reward and penalty in one piece (joint.py).
-AFTERWARDS = ("stale:joint",)
+JOINT = "stale:joint"
 BETAS = (0.025, 0.05, 0.1, 0.2, 0.4)
 # The only coefficient with a stale sampler.
 BETA = 0.1
@@ -108,11 +108,11 @@ SETTINGS = Settings(
     tags=("sampled", "training", "off-policy", "language model"),
     parts=PARTS,
     values={"part": tuple(PARTS), "task": tuple(TASKS), "variant": (UNBIASED, "k2-loss"), "beta": (BETA,), **SAME},
-    full={"variant": (*FRESH, *STALE, *AFTERWARDS), "beta": (0.0, *BETAS)},
+    full={"variant": (*FRESH, *STALE, JOINT), "beta": (0.0, *BETAS)},
     seeds={"quick": 1, "full": 1},
     allowed={
         "task": tuple(TASKS),
-        "variant": (*FRESH, *STALE, *AFTERWARDS),
+        "variant": (*FRESH, *STALE, JOINT),
         "beta": (0.0, 100.0),
         "model": ("tiny:50k", "tiny:0.2M", "tiny:1M", "tiny:5M", "tiny:20M", "tiny:100M"),
         "reference_steps": (1, 100_000),

@@ -94,7 +94,7 @@ def keeps_groups_apart(loss: Loss) -> bool:
     for size in EXACT:
         with suppress(KltestError), preserved(SEED):
             caller = Caller(loss, Rollout.of(instance), batches=True, logs=False)
-            if not order_is_free(caller, pool, size, generator):
+            if not order_is_free(caller, [pool], size, generator):
                 return False
             caller.try_together(pool, size, generator)
             return caller.together == "any"

@@ -43,12 +43,14 @@ ENDS = {"leave-one-out": 2.0, "k2-loss": 4.0, "k3-loss": 4.0, "none": 30.0, "k1-
 
 def end_of(task, variant, beta, seed):
     """What a run ends with in a world in which everything is as predicted, seeds a little apart."""
-    wobble = 1 + 0.02 * (seed - 1.5) + 0.003 * SETTINGS.STALE.index(variant) if variant in SETTINGS.STALE else 1.0
+    stale = (*SETTINGS.STALE, SETTINGS.JOINT)
+    wobble = 1 + 0.02 * (seed - 1.5) + 0.003 * stale.index(variant) if variant in stale else 1.0
     found = {"kl_low": 0.0, "kl_high": 99.0, "entropy": 1.0, "length_held_out": 8.0, "gold_held_out": 0.1}
     if variant == "none":
         return found | {"kl": 30.0 * wobble, "reward_held_out": 2.0, "gold_held_out": 0.0 if task == "free" else 0.1}
-    if variant in SETTINGS.STALE:
-        return found | {"kl": 2.0 + 2 * (variant != SETTINGS.STALE[0]), "reward_held_out": 0.5 * wobble}
+    if variant in stale:
+        kl = {SETTINGS.STALE[0]: 2.0, SETTINGS.JOINT: 1.0}.get(variant, 4.0)
+        return found | {"kl": kl, "reward_held_out": 0.5 * wobble}
     kl = (
         35.0
         if variant == "k1-loss"

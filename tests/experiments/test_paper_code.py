@@ -28,14 +28,16 @@ def test_wrong_and_right_lines(code, followed):
 
 
 def blocks():
-    """The recommended lines, and those for stale samples, which go on from the advantage."""
+    """The recommended lines; those for stale samples, which go on from the advantage; and the token's ratio instead."""
     text = (SECTIONS / "recommendations.typ").read_text(encoding="utf-8")
     fresh, stale = map(textwrap.dedent, re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
-    return fresh, fresh.partition("loss =")[0] + stale
+    advantage = fresh.partition("loss =")[0]
+    weight, whole, token = stale.splitlines(keepends=True)
+    return fresh, advantage + weight + whole, advantage + token
 
 
 def test_the_recommended_lines_are_confirmed():
-    code, _ = blocks()
+    code, _, _ = blocks()
     parameters = "logp, ref_logp, reward, mask, beta, n=2"
     assert kltest.grade(written(code, parameters), group_size=2, batch_size=2).verdict == "confirmed"
     wrong = code.replace(".sum(1)).mean()", ".mean(1)).mean()")
@@ -43,10 +45,14 @@ def test_the_recommended_lines_are_confirmed():
 
 
 @pytest.mark.parametrize("part", ["kl", "all"])
-def test_the_lines_for_stale_samples_are_confirmed_and_need_their_ratio_on_the_baseline(part):
-    _, code = blocks()
+def test_one_ratio_is_right_for_stale_samples_if_the_baseline_has_it_and_the_tokens_keeps_the_prefixes(part):
+    _, code, token = blocks()
     asked = {"sampler": "stale", "part": part, "group_size": 2, "batch_size": 2}
     parameters = "logp, ref_logp, old_logp, reward, mask, beta, n=2"
     assert kltest.grade(written(code, parameters), **asked).verdict == "confirmed"
     alone = code.replace("w * advantage", "(w * ret.view(-1) - ret.view(-1) + advantage)")
     assert kltest.grade(written(alone, parameters), **asked).verdict == "refuted"
+    found = kltest.grade(written(token, parameters), environment="sequence", **asked).gradients[0].identified
+    assert (
+        found.keys() == {"kl": {"reverse_kl@sampler"}, "all": {"reverse_kl@sampler", "expected_reward@sampler"}}[part]
+    )
