@@ -22,7 +22,7 @@ from .style import (
 
 def draw(rows: DataFrame) -> Figure:
     """Above: the grid, then what three gradients do in each cell. Below: slip."""
-    figure = Figure(figsize=(PAGE_WIDTH, 6.2))
+    figure = Figure(figsize=(PAGE_WIDTH, 5.8))
     cells = records(select(rows, "picture"))
     titles = (
         ("a  The environment", None),
@@ -31,18 +31,11 @@ def draw(rows: DataFrame) -> Figure:
         ("d  What is missed: b − c", "future"),
     )
     for index, (title, push) in enumerate(titles):
-        axes = figure.add_axes((0.012 + 0.5 * (index % 2), 0.72 - 0.275 * (index // 2), 0.477, 0.245))
+        axes = figure.add_axes((0.012 + 0.5 * (index % 2), 0.705 - 0.29 * (index // 2), 0.477, 0.26))
         axes.set_title(title, pad=3)
         _grid(axes, cells, push)
-    figure.text(0.012, 0.425, KEY, va="top", linespacing=1.35)
-    _slip(figure.add_axes((0.28, 0.07, 0.44, 0.23)), select(rows, "environments"))
+    _slip(figure.add_axes((0.28, 0.075, 0.44, 0.25)), select(rows, "environments"))
     return figure
-
-
-KEY = """\
-a: a step on the coin's cell (ring) pays 1, the start is S. Thin arrows: the reference; thick: the policy; shade: KL
-of the next action. b–d: the step down a gradient; length and shade grow with its size (square root). Where policy
-and reference agree c is blank: only b turns the policy early on, away from where KL will be paid."""
 
 
 def _grid(axes: Axes, cells: list[Row], push: str | None) -> None:
