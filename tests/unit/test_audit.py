@@ -223,6 +223,24 @@ def share_missed(instance):
     return missed / whole
 
 
+def test_a_declared_gradient_that_is_refuted_is_preferred_to_no_other_name(monkeypatch):
+    """It could be said of a loss that it follows what the same report refutes."""
+    asked = []
+
+    def seen(*arguments, declared):
+        asked.append(tuple(declared))
+        return nearest(*arguments, declared=declared)
+
+    monkeypatch.setattr("kltest.auditing.run.nearest", seen)
+    instance = Instance.draw(sequence(2, 3), 3)
+    wrong = audit_of_pairs(instance, 400, loss="k3-loss")
+    assert wrong.verdict == "refuted"
+    assert asked[-1] == ()
+    assert "reverse_kl" not in wrong.follows.terms
+    assert audit_of_pairs(instance, 96, loss="k1-reward-to-go").verdict != "refuted"
+    assert asked[-1] == ("reverse_kl",)
+
+
 @pytest.mark.parametrize("sampler", ["current", "stale"])
 def test_the_share_that_a_token_level_term_misses_holds_the_exact_one(sampler):
     """Planted: the share of another pair of policies, and that of the kept part, lie outside."""
