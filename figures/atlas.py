@@ -86,7 +86,7 @@ KEY = (
         ("X, V", "χ² divergence, total variation"),
         ("M, W", "∇KL(π‖μ), ∇KL(μ‖π)"),
         ("j, f₂, r₂", "Jensen-Shannon; f, r over two tokens"),
-        ("j.1, f.1, r.1", "weight 0.1 in a mixture; f, r skewed by it"),
+        ("j.1, r.1", "weight 0.1 in a mixture; f, r skewed by it"),
         ("0, ?", "no gradient; no short sum of these"),
     ),
     (
