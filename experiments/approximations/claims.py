@@ -8,7 +8,7 @@ import pandas as pd
 from kltest.reproduce.bounds import Bound, above, at_least, at_most, below, near, within
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import known, need, ordered, require
-from kltest.reproduce.numbers import Numbers, extremes
+from kltest.reproduce.numbers import Numbers
 
 from .experiment import EXACT, PARTS, TOKENS
 
@@ -167,6 +167,3 @@ def _grows(rows: pd.DataFrame) -> Measured:
     """so it makes right answers longer and wrong ones shorter than the reference's, in the mean"""
     found = need(rows, "optimum")
     return {f"{kind}_ones": found[f"length_of_{kind}"] / found[f"reference_length_of_{kind}"] - 1 for kind in KINDS}
-
-
-numbers.add(lambda rows: extremes("asymmetry", _asymmetries(rows)[1]))

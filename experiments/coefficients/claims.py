@@ -12,7 +12,7 @@ import pandas as pd
 from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, exactly, near, within
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Missing, Row, Rows, frame, known, need, require, select
-from kltest.reproduce.numbers import Cited, Numbers, extremes, number
+from kltest.reproduce.numbers import Cited, Numbers, number
 
 from ..records import rounded
 from .experiment import CENTRED, EXACT, LOCAL, OPTIMUM, PARTS
@@ -561,8 +561,3 @@ def _of_bounds(rows: pd.DataFrame) -> Cited:
     few, much = found["missed"] < 0.2, found["missed"] > 0.5
     yield number("largest loss below a fifth", found[few]["lost"].max())
     yield number("largest loss above a half", found[much]["lost"].max())
-
-
-@numbers.add
-def _of_budgets(rows: pd.DataFrame) -> Cited:
-    yield from extremes("rao-blackwell over k1-reward", _beside(rows, "k1-reward", "rao-blackwell")["kl_to_optimum"])

@@ -466,9 +466,6 @@ def _zero(bias: float) -> str:
     return "0" if bias < EXACT else f"{bias:.2f}"
 
 
-numbers.single("distance", {"pairs": ("pairs", "max")})
-
-
 @numbers.add
 def _of_gaussians(rows: pd.DataFrame) -> Cited:
     yield from melted(_wholes(rows), {"bias": "gradient bias"})

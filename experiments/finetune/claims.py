@@ -262,10 +262,8 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
     if len(sweep.rows):
         for one in (*_judged(findings, rows), *_judged(not_shown, rows)):
             # Without the seeds, which are those of all, and with the intervals alone.
-            words, (_, found) = (
-                one.claim.rpartition(" (")[0],
-                re.split(r"intervals?: |remains: ", one.found, maxsplit=1),
-            )
+            words, _, _ = one.claim.rpartition(" (")
+            found = re.split(r"intervals?: |remains: ", one.found, maxsplit=1)[-1]
             predicted.append({"prediction": words, "shown": one.verdict.lower(), "found": found})
         for (task, variant, beta), own in sweep.ended.groupby(KEY[:3], sort=False):
             line = {"length": task, "KL term": variant, "β": f"{beta:g}" if beta else ""}

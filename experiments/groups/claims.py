@@ -9,7 +9,7 @@ from scipy.optimize import brentq
 from kltest.reproduce.bounds import Bound, above, at_least, below, near
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, known, mean, need, ordered
-from kltest.reproduce.numbers import Numbers, extremes, number
+from kltest.reproduce.numbers import Numbers
 
 from .experiment import PARTS
 
@@ -19,7 +19,6 @@ EXACT = 1e-11  # a few thousand terms of size one, by two routes in float64
 REACHED = 1e-7
 SETTLED = {"batch_size": 0, "gradient_norm": below(1e-9)}
 
-PUSHES = ("normalised", "plain")
 # Without noise at π*, and with it.
 NOISE = ("leave-one-out", "k2-loss-sequence")
 
@@ -108,10 +107,3 @@ def _noise(rows: pd.DataFrame) -> Measured:
     all rollouts there: it loses less than {share_of_the_loss} of what k2 in the loss loses to its noise"""
     without, noisy = (_gap(rows, name) for name in NOISE)
     return {"share_of_the_loss": without / noisy, "lost": without, "lost_to_noise": noisy}
-
-
-numbers.add(lambda rows: extremes("KL ratio of masked", _times_the_kl(rows)))
-
-
-numbers.add(lambda rows: [number("push", it, kind=of, beta=at) for of in PUSHES for at, it in _push(rows, of).items()])
-numbers.add(lambda rows: [number("sampled gap", _gap(rows, name), estimator=name) for name in NOISE])

@@ -152,10 +152,8 @@ def _of_defaults(rows: pd.DataFrame) -> Cited:
         yield number("defaults", len(own), purpose=purpose)
         yield number("defaults that are off", own["off"].astype(bool).sum(), purpose=purpose)
         yield number("libraries", own["library"].nunique(), purpose=purpose)
-        on = own[~own["off"].astype(bool)]
         for kind in CLASSES:
             yield number("defaults", (own["kind"] == kind).sum(), purpose=purpose, kind=kind)
-            yield number("defaults that are on", (on["kind"] == kind).sum(), purpose=purpose, kind=kind)
 
 
 @numbers.add

@@ -5,7 +5,7 @@ import pandas as pd
 from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, near
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import known, need, ordered
-from kltest.reproduce.numbers import Numbers, number
+from kltest.reproduce.numbers import Numbers
 
 from .experiment import CONTROLLER, PARTS
 
@@ -82,6 +82,3 @@ def _crossing(rows: pd.DataFrame, near_kl: Bound, far_kl: Bound) -> Measured:
     pairs = one.merge(three, on=["beta", "seed", "step"], suffixes=("", "_k3"))
     ratio = pairs["std_k3"] / pairs["std"]
     return {"near_ratio": known(ratio[near_kl(pairs["kl"])]), "far_ratio": known(ratio[far_kl(pairs["kl"])])}
-
-
-numbers.add(lambda rows: [number("target", TARGET)])

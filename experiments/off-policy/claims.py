@@ -432,7 +432,7 @@ def _of_the_step(rows: pd.DataFrame) -> Cited:
     slope = own[own["slope"].notna()]
     right = slope["noisier"] == (slope["slope"] > 0.5)
     yield number("share right by slope", right.mean())
-    yield from extremes("share right by slope", right.groupby([slope["start"], slope["made"]]).mean())
+    yield number("smallest share right by slope", right.groupby([slope["start"], slope["made"]]).mean().min())
     yield number("longest step", stale["tokens"].max())
     yield from melted(stale.groupby(["start", "made", "nats"])[["prefix"]].median(), {"prefix": "prefix over sequence"})
     close = need(stale, nats=at_most(0.1)).groupby(["family", "nats"])["left"].median()

@@ -36,6 +36,7 @@ from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Calls
 from kltest.loss.resolve import resolve
 from kltest.loss.results import ACCEPTED
+from kltest.moments.caller import SIZES
 from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS, Rollout
 from kltest.samplers import TRUNCATED
@@ -51,7 +52,7 @@ LOOK_UP = 0.05
 # Words of the errors that reshaping, cutting and unpacking a batch of another size raises.
 OF_SHAPES = ("shape", "size", "unpack", "divi", "multiple", "dimension", "chunk", "split", "range", "batch", "group")
 # Rows of the batches on which is tried if a loss takes some sizes only, and what is said.
-SIZES_TRIED = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+SIZES_TRIED = (1, *sorted(SIZES))
 ONE_AT_A_TIME = "It takes one rollout at a time: grade a function that calls it with each row and returns the mean"
 SOME_SIZES = "It runs on batches of {} rows, of those tried: give {} {}"
 NO_SIZE = f"It is no matter of their number: batches of {SIZES_TRIED[0]} to {SIZES_TRIED[-1]} rows were tried"

@@ -225,8 +225,9 @@ def test_the_recorded_runs_show_the_predictions_that_are_claims_and_no_others():
 
 def test_few_seeds_are_not_judged():
     """Intervals of so few are no evidence, neither for a claim nor against it."""
-    found = TRIAL.verdicts(synthetic(seeds=SETTINGS.FEWEST - 1))
-    assert set(found.values()) == {None}
+    few = synthetic(seeds=SETTINGS.FEWEST - 1)
+    assert set(TRIAL.verdicts(few).values()) == {None}
+    assert {row["shown"] for row in ANALYSIS.tables(ANALYSIS.tidy(few))["predictions"]} == {"not run"}
 
 
 def test_all_that_was_predicted_holds_where_it_is_true():

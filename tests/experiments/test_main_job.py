@@ -229,10 +229,19 @@ def test_unbiased_is_a_matter_of_the_gradient_alone(analysis, rows):
             assert unbiased == named, row
 
 
-def test_the_papers_numbers_are_all_in_the_results(ran, results):
+def plain(quantity):
+    """Extremes come in twos, of which one may be cited alone."""
+    return quantity.removeprefix("smallest ").removeprefix("largest ")
+
+
+def test_the_papers_numbers_are_all_in_the_results_and_no_others(ran, results):
     assert len(cited(PAPER)) > 10
     missing = uncovered(PAPER, results)
     assert [number for number in missing if number.partition(":")[0] in ran] == []
+    for name in ran:
+        known = json.loads((results / name / "numbers.json").read_text(encoding="utf-8"))
+        asked = {plain(dict(key)["quantity"]) for experiment, key in cited(PAPER) if experiment == name}
+        assert {plain(one["quantity"]) for one in known} - asked == {"score"}, name
 
 
 # Sections of the body, by their files; all else is the appendix.
