@@ -5,57 +5,68 @@ python -m experiments.finetune.audits > experiments/finetune/audits.csv
 
 import math
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from kltest.auditing.models import load as load_model
-from kltest.auditing.passes import CutModel, Models
+from kltest.auditing.passes import CutModel
+from kltest.auditing.passes import Models as AuditedModels
 from kltest.auditing.report import Audit
 from kltest.auditing.run import Auditing
 from kltest.auditing.units import drawn
 from kltest.files import as_csv
-from kltest.finetune.models import load
-from kltest.finetune.run import run
+from kltest.finetune.models import Models, load
+from kltest.finetune.objective import Objective
+from kltest.finetune.run import Training
 from kltest.finetune.settings import Settings
-from kltest.finetune.tasks import task_named
+from kltest.finetune.tasks import Task, task_named
 from kltest.grading.options import Options
 from kltest.loss.global_state import preserved
 from kltest.reproduce.frames import Row
 
 from ..records import rounded
 from .experiment import FIGURES, settings_for
-from .settings import AUDITS, LARGER
+from .settings import AUDITS, SAME
 
 # Held-out prompts, of which an audit draws its own.
 PROMPTS = 1024
 
 
-def audits(settings: Settings, estimators: Iterable[str], units: int) -> Iterator[Row]:
-    """Train the policy of a run, and audit each estimator on rollouts of held-out prompts."""
-    task = task_named(settings.task, "")
-    with tempfile.TemporaryDirectory() as folder:
-        ended = run(settings, Path(folder), quiet=True)[-1]
-        policy = load_model(f"{folder}/model", "model", seed=0, dtype="float32", device="cpu")
-    reference = load(settings, task, torch.device("cpu")).reference
+def ended(settings: Settings) -> tuple[Models, Task]:
+    """Train the policy of a run to its end."""
+    task = task_named(settings.task)
+    models = load(settings, task, torch.device("cpu"))
+    training = Training(settings, task, models, Objective(settings))
+    while training.step < settings.steps:
+        training.next()
+    return models, task
+
+
+def audit(models: Models, task: Task, settings: Settings, estimator: str, units: int) -> Audit:
+    """Audit an estimator on rollouts of held-out prompts."""
     prompts = [one.prompt for one in task.draw("held-out", PROMPTS, np.random.default_rng(0))]
-    models = Models(CutModel(policy), CutModel(reference))
     options = Options.of(
-        group_size=settings.group_size, error_rate=AUDITS["error_rate"], margin=AUDITS["margin"], expect="reverse_kl"
+        group_size=AUDITS["group_size"], error_rate=AUDITS["error_rate"], margin=AUDITS["margin"], expect="reverse_kl"
     )
-    lengths = {"group_size": settings.group_size, "max_new_tokens": task.max_tokens}
+    audited = AuditedModels(CutModel(models.policy), CutModel(models.reference))
+    auditing = Auditing(estimator, audited, options, units=units)
+    # As `kltest audit`, but of so many prompts whatever the first ones say: one look instead of several.
+    auditing.looks = 1
+    lengths = {"group_size": AUDITS["group_size"], "max_new_tokens": task.max_tokens}
+    with auditing.sketch.listening(), preserved(0):
+        source = drawn(models.policy, prompts, temperature=settings.temperature, seed=0, **lengths)
+        for rollouts in islice(source, units):
+            auditing.add(rollouts)
+    return auditing.report()
+
+
+def audits(settings: Settings, estimators: Iterable[str], units: int) -> Iterator[Row]:
+    """Audit each estimator on the policy that a run ends with."""
+    models, task = ended(settings)
     for name in estimators:
-        auditing = Auditing(name, models, options, units=units)
-        # As `kltest audit`, but of so many prompts whatever the first ones say: one look instead of several.
-        auditing.looks = 1
-        with auditing.sketch.listening(), preserved(0):
-            for rollouts in islice(drawn(policy, prompts, temperature=1.0, seed=0, **lengths), units):
-                auditing.add(rollouts)
-        yield {"estimator": name, "kl": rounded(ended["kl"], FIGURES), **row(auditing.report())}
+        yield {"estimator": name, **row(audit(models, task, settings, name, units))}
 
 
 def row(found: Audit) -> Row:
@@ -78,4 +89,6 @@ def row(found: Audit) -> Row:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(as_csv(list(audits(settings_for({**LARGER, "seed": 0}), AUDITS["estimators"], AUDITS["units"]))))
+    torch.set_num_threads(1)
+    policy = settings_for({**SAME, **AUDITS["policy"]})
+    sys.stdout.write(as_csv(list(audits(policy, AUDITS["estimators"], AUDITS["units"]))))

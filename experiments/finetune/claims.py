@@ -20,6 +20,7 @@ from kltest.reproduce.numbers import Cited, Numbers, number
 
 from ..spread import LEVEL, Interval, geometric, interval
 from . import audited
+from .experiment import TABLES
 from .matched import at_kl, given
 from .settings import BETA, BETAS, COMMITTED, FEWEST, FRESH, JOINT, LOCAL, PARTS, STALE, TASKS, UNBIASED
 from .task import EXAMPLES
@@ -41,15 +42,15 @@ numbers = Numbers(list(audited.numbers.sources))
 
 
 def tidy(rows: Sequence[Row]) -> pd.DataFrame:
-    """Runs made now, then recorded ones, each in the order of the sweep; then audits."""
+    """Runs made now, then recorded ones, each in the order of the sweep; then what stands in other tables."""
     parts, tasks, variants = list(PARTS), list(TASKS), [*FRESH, *STALE, JOINT]
 
     def place(row: Row) -> tuple[Any, ...]:
         at = (tasks.index(row["task"]), variants.index(row["variant"]))
         return (parts.index(row["part"]), *at, row["beta"], row["seed"], row["update"])
 
-    runs = sorted((row for row in rows if row["part"] != "audits"), key=place)
-    return frame([*runs, *(row for row in rows if row["part"] == "audits")])
+    runs = sorted((row for row in rows if row["part"] not in TABLES), key=place)
+    return frame([*runs, *(row for row in rows if row["part"] in TABLES)])
 
 
 class Sweep:

@@ -1,4 +1,4 @@
-"""One run of the language-model runner, a row an evaluation; or the runs and the audits recorded in this folder."""
+"""One run of the language-model runner, a row an evaluation; or the runs, audits and measurements recorded here."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +19,8 @@ ROOMS = ("finetune", "language_models")
 LIBRARIES = ("transformers", "tokenizers")
 HERE = Path(__file__).parent
 COMMITTED = HERE / "sweep.csv"
-AUDITED = HERE / "audits.csv"
+# Tables whose lines are the rows of a part.
+TABLES = {"audits": HERE / "audits.csv", "lacking": HERE / "lacking.csv"}
 FIGURES = 6
 """Significant figures that rows keep: float32 has hardly more."""
 
@@ -28,7 +29,7 @@ def tasks(configurations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any
     """All of them; without transformers no runs. What the committed rows are is part of the configuration."""
     able = find_spec("transformers") is not None
     for one in configurations:
-        if path := {"committed": COMMITTED, "audits": AUDITED}.get(one["part"]):
+        if path := {"committed": COMMITTED, **TABLES}.get(one["part"]):
             yield {**one, "_content": content(path)}
         elif able:
             yield dict(one)
@@ -39,8 +40,8 @@ def compute(configuration: Mapping[str, Any]) -> list[Row]:
     one = {name: value for name, value in configuration.items() if not name.startswith("_")}
     if one["part"] == "committed":
         return committed()
-    if one["part"] == "audits":
-        return [{"part": "audits", **line} for line in lines(AUDITED)]
+    if one["part"] in TABLES:
+        return [{"part": one["part"], **line} for line in lines(TABLES[one["part"]])]
     settings, rows = settings_for(one), []
     for record in run(settings, None, quiet=True):
         if "kl" in record:

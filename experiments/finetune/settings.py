@@ -59,6 +59,8 @@ PARTS = {
     "committed": (),
     # Findings of audits of the policy of a run: audits.csv.
     "audits": (),
+    # What final policies lack: lacking.csv.
+    "lacking": (),
 }
 # Of the recorded runs, which `python -m experiments.finetune.sweep` makes.
 COMMITTED: Mapping[str, str] = {
@@ -68,29 +70,23 @@ COMMITTED: Mapping[str, str] = {
     "transformers": "5.23.0",
 }
 
-# A longer run of a larger model: its policy is audited here, and measured in the experiment variance.
-LARGER: Mapping[str, Any] = {
-    **SAME,
-    "task": "free",
-    "model": "tiny:0.2M",
-    "updates": 96,
-    "group_size": 4,
-    "learning_rate": 5e-4,
-    "variant": "k1-reward",
-    "beta": 0.1,
-}
-# How it is audited: `python -m experiments.finetune.audits` writes audits.csv.
+# What a run's final policy is audited with: `python -m experiments.finetune.audits` writes audits.csv.
 AUDITS: Mapping[str, Any] = {
+    "policy": {"seed": 0, "task": "free", "variant": "k2-loss", "beta": BETA},
     "estimators": (
         *("k1-loss", "k2-loss", "k3-loss", "k1-reward", "k1-reward-to-go", "k1-reward-immediate"),
         *("last-token", "length-normalised", "rao-blackwell"),
     ),
     "units": 256,
+    "group_size": 4,
     "error_rate": 0.01,
     "margin": 0.05,
-    "date": "2026-11-23",
+    "date": "2026-11-28",
     "torch": "2.13.0",
 }
+# Of which runs it is recorded what their final policies lack, on how many prompts and rollouts of each, and on how many
+# prompts an audit estimates the share that is missed: `python -m experiments.finetune.lacking` makes lines of lacking.csv.
+LACKING: Mapping[str, Any] = {"variant": "k2-loss", "prompts": 256, "group_size": 8, "units": 256}
 
 
 def applies(configuration: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """A language model's positions: where exact next-token KLs remove variance; writes the recorded `language.csv`.
 
 `python -m experiments.variance.language 0 1 2` adds rows for these seeds, under two minutes of a core each. The model,
-its task of free length and its training with k1 in the reward are those of the audits of the experiment finetune.
+its task of free length and its training are those of the experiment finetune, but for what LARGER changes.
 """
 
 import sys
@@ -24,10 +24,21 @@ from kltest.language_models.scoring import score
 from kltest.reproduce.frames import Row
 
 from ..finetune.experiment import settings_for
-from ..finetune.settings import LARGER
+from ..finetune.settings import SAME
 from ..records import lines, rounded
 from .experiment import LANGUAGE, RECORD, RECORDED_SHARES
 
+# A longer run of a larger model, with k1 in the reward.
+LARGER: Mapping[str, Any] = {
+    **SAME,
+    "task": "free",
+    "model": "tiny:0.2M",
+    "updates": 96,
+    "group_size": 4,
+    "learning_rate": 5e-4,
+    "variant": "k1-reward",
+    "beta": 0.1,
+}
 FIGURES = 5
 """Significant figures that rows keep."""
 

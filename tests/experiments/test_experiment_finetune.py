@@ -239,7 +239,7 @@ def test_all_that_was_predicted_holds_where_it_is_true():
 def test_without_transformers_only_committed_rows_are_there(monkeypatch):
     monkeypatch.setattr(RUNS, "find_spec", lambda name: None)
     found = Experiment(CHECKOUT, "finetune").configurations(Request())
-    assert [one["part"] for one in found] == ["committed", "audits"]
+    assert [one["part"] for one in found] == ["committed", *RUNS.TABLES]
 
 
 def test_a_sweep_goes_on_from_its_file(tmp_path, monkeypatch):
@@ -304,12 +304,12 @@ def test_an_audit_is_written_as_it_is_read(tmp_path, monkeypatch):
     from kltest.files import as_csv
 
     few = {"updates": 16, "prompts": 2, "group_size": 2, "eval_prompts": 8, "reference_steps": 1}
-    settings = RUNS.settings_for({**SETTINGS.LARGER, "seed": 0, **few})
+    settings = RUNS.settings_for({**SETTINGS.SAME, **SETTINGS.AUDITS["policy"], **few})
     (row,) = AUDITS.audits(settings, ("k3-loss",), 8)
     assert row["units"] == 8
     assert row["distance_low"] <= row["distance"]
     (tmp_path / "audits.csv").write_text(as_csv([row]), encoding="utf-8")
-    monkeypatch.setattr(RUNS, "AUDITED", tmp_path / "audits.csv")
+    monkeypatch.setitem(RUNS.TABLES, "audits", tmp_path / "audits.csv")
     ((read,),) = compute_all(CHECKOUT, "finetune", [{"part": "audits", "_content": ""}])
     assert read == {"part": "audits", **{name: value for name, value in row.items() if value is not None}}
 
