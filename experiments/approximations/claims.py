@@ -1,4 +1,4 @@
-"""Effects of approximations on the gradient: claims, tables and the numbers that the paper cites."""
+"""Effects of approximations on the gradient: claims and tables."""
 
 import math
 
@@ -8,7 +8,6 @@ import pandas as pd
 from kltest.reproduce.bounds import Bound, above, at_least, at_most, below, near, within
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import known, need, ordered, require
-from kltest.reproduce.numbers import Numbers
 
 from .experiment import EXACT, PARTS, TOKENS
 
@@ -20,7 +19,6 @@ SUMS = "sums of float64"
 KINDS = ("right", "wrong")
 
 claims = Claims("approximations")
-numbers = Numbers()
 tidy = ordered(PARTS)
 
 

@@ -1,11 +1,10 @@
-"""Distillation: claims on where each loss ends and how noisy it is, the table of losses, and the paper's numbers."""
+"""Distillation: claims on where each loss ends and how noisy it is, and the table of losses."""
 
 import pandas as pd
 
 from kltest.reproduce.bounds import EVERY, Bound, above, at_least, below, near
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, Rows, known, need, ordered, select
-from kltest.reproduce.numbers import Numbers
 from kltest.truth import ATLAS
 
 from .experiment import FORMS, PARTS, K
@@ -15,7 +14,6 @@ MILES = "Miles, issue 2362"
 EXACT = near(0, 1e-6)  # some hundred steps that shrink what is left by a fifth or more each
 
 claims = Claims("distillation")
-numbers = Numbers()
 tidy = ordered(PARTS)
 
 

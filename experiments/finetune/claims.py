@@ -203,6 +203,41 @@ def _stale(rows: pd.DataFrame, beta: float) -> Measured:
     return {"low_end_of_difference": [one.low for one in found.values()], "intervals": _each(found)}
 
 
+def _lacking(rows: Rows, task: str) -> pd.DataFrame:
+    """Final policies of k2 in the loss, with the reward that they lack at equal KL by the theorem, to second order."""
+    found = need(rows, "lacking", task=task)
+    unexplained = found["kl_variance"] - found["covariance"] ** 2 / found["reward_variance"]
+    return found.assign(gap=found["beta"] / 2 * unexplained)
+
+
+def _by_seed(rows: Rows, task: str, name: str) -> pd.Series:
+    """What final policies lack, by seed, in the mean over the coefficients at which it was measured."""
+    return _lacking(rows, task).dropna(subset=[name]).groupby("seed")[name].mean()
+
+
+@findings.measure(OWN, PLANNED, high_end_of_predicted_gap=below(0.05))
+def _little_lacks(rows: pd.DataFrame) -> Measured:
+    """fixed length: the reward that k2 in the loss lacks at equal KL, as the theorem predicts it from K and R of final
+    policies, is below {high_end_of_predicted_gap}"""
+    found = _interval(_by_seed(rows, "fixed", "gap"))
+    return {"high_end_of_predicted_gap": found.high, "interval": found.text(3)}
+
+
+@findings.measure(OWN, PLANNED, low_end_of_difference=above(0))
+def _more_lacks(rows: pd.DataFrame) -> Measured:
+    """free length: that prediction is larger than at fixed length"""
+    found = _interval(_by_seed(rows, "free", "gap") - _by_seed(rows, "fixed", "gap"))
+    return {"low_end_of_difference": found.low, "interval": found.text(3)}
+
+
+@findings.measure(OWN, PLANNED, low_end_of_difference=above(0), beta=BETA)
+def _more_is_missed(rows: pd.DataFrame, beta: float) -> Measured:
+    """free length: a larger share of ∇KL(π‖ref) is missed than at fixed length where k2 in the loss ends, at
+    β = {beta:g}"""
+    found = _interval(_by_seed(rows, "free", "missed") - _by_seed(rows, "fixed", "missed"))
+    return {"low_end_of_difference": found.low, "interval": found.text()}
+
+
 @later.measure(
     OWN,
     f"{TOGETHER}; run after the planned ones, and so no prediction",
@@ -275,7 +310,7 @@ def tables(rows: Rows) -> dict[str, list[Row]]:
                 )
             at_ends.append(line)
     found = {"ends": at_ends, "predictions": predicted, "audits": audited.table(rows)}
-    found |= {"matched": _matched_table(rows), "objectives": _objectives(rows)}
+    found |= {"matched": _matched_table(rows), "objectives": _objectives(rows), "lacking": _lacking_table(rows)}
     return {name: table for name, table in found.items() if table}
 
 
@@ -310,6 +345,29 @@ def _objectives(rows: Rows) -> list[Row]:
                 by = {f"β = {beta:g}": sweep.difference("objective", term, UNBIASED, beta).text(2) for beta in BETAS}
                 found.append({"length": task, "objective of": f"{term[:2]} in the loss", **by})
     return found
+
+
+def _lacking_table(rows: Rows) -> list[Row]:
+    """Final policies of k2 in the loss: the variance of K, what it predicts, and the share that is missed."""
+    found = []
+    for task in TASKS:
+        with suppress(Missing):
+            for beta, own in _lacking(rows, task).groupby("beta"):
+                line = {"length": task, "β": f"{beta:g}", "KL": geometric(list(own["kl"])).text(1)}
+                line["Var K"] = geometric(list(own["kl_variance"])).text(1)
+                line["reward lacking, predicted"] = interval(list(own["gap"])).text(3)
+                missed = list(own["missed"].dropna())
+                found.append({**line, "share missed": interval(missed).text() if missed else "–"})
+    return found
+
+
+@numbers.add
+def _of_final_policies(rows: pd.DataFrame) -> Cited:
+    for task in TASKS:
+        for name, quantity in (("predicted gap", "gap"), ("missed", "missed")):
+            found = _interval(_by_seed(rows, task, quantity))
+            for bound, value in (("", found.mean), ("low", found.low), ("high", found.high)):
+                yield number(name, value, task=task, **({"bound": bound} if bound else {}))
 
 
 @numbers.add

@@ -1,7 +1,7 @@
 """What k2 in the loss lacks where its runs end: the variance of K, and the share of ∇KL(π‖ref) that it misses.
 
-`python -m experiments.finetune.lacking 0 1 2 >> lacking.csv` makes the runs of these seeds again, some four minutes of a
-core each, and writes a line for each (a header first). K is the sum of next-token KLs along a rollout.
+`python -m experiments.finetune.lacking 0 1 2 > experiments/finetune/lacking.csv` makes the runs of these seeds again, a
+line a run, some four minutes of a core a seed. K is the sum of next-token KLs along a rollout.
 """
 
 import sys
@@ -58,6 +58,4 @@ def second_moments(summed: Tensor, reward: Tensor, size: int) -> Row:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for given in sys.argv[1:]:
-        sys.stdout.write(as_csv(list(lacking(int(given)))))
-        sys.stdout.flush()
+    sys.stdout.write(as_csv([row for seed in sys.argv[1:] for row in lacking(int(seed))]))

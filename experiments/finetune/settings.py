@@ -85,7 +85,7 @@ AUDITS: Mapping[str, Any] = {
     "torch": "2.13.0",
 }
 # Of which runs it is recorded what their final policies lack, on how many prompts and rollouts of each, and on how many
-# prompts an audit estimates the share that is missed: `python -m experiments.finetune.lacking` makes lines of lacking.csv.
+# prompts an audit estimates the share that is missed: `python -m experiments.finetune.lacking` writes lacking.csv.
 LACKING: Mapping[str, Any] = {"variant": "k2-loss", "prompts": 256, "group_size": 8, "units": 256}
 
 

@@ -1,4 +1,4 @@
-"""Effects of masks, baselines and normalisation on the penalty: claims and the numbers that the paper cites."""
+"""Effects of masks, baselines and normalisation on the penalty: claims."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,6 @@ from scipy.optimize import brentq
 from kltest.reproduce.bounds import Bound, above, at_least, below, near
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, known, mean, need, ordered
-from kltest.reproduce.numbers import Numbers
 
 from .experiment import PARTS
 
@@ -23,7 +22,6 @@ SETTLED = {"batch_size": 0, "gradient_norm": below(1e-9)}
 NOISE = ("leave-one-out", "k2-loss-sequence")
 
 claims = Claims("groups")
-numbers = Numbers()
 
 
 def tidy(rows: Sequence[Row]) -> pd.DataFrame:

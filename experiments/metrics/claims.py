@@ -1,11 +1,10 @@
-"""Metrics that are logged as the KL: claims and the numbers that the paper cites."""
+"""Metrics that are logged as the KL: claims."""
 
 import pandas as pd
 
 from kltest.reproduce.bounds import EVERY, Bound, above, at_least, at_most, below, near
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import known, need, ordered
-from kltest.reproduce.numbers import Numbers
 
 from .experiment import CONTROLLER, PARTS
 
@@ -16,7 +15,6 @@ EXACT = near(0, 1e-11)  # two routes in float64 to sums of up to a few hundred t
 ENDED = {"round": CONTROLLER["rounds"]}
 
 claims = Claims("metrics")
-numbers = Numbers()
 tidy = ordered(PARTS)
 
 

@@ -1,4 +1,4 @@
-"""Noise of unbiased gradients: claims, the ladder as a table, and the numbers that the paper cites."""
+"""Noise of unbiased gradients: claims, and the ladder as a table."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import pandas as pd
 from kltest.reproduce.bounds import Bound, above, at_least, at_most, below, exactly
 from kltest.reproduce.claims import OWN, Claims, Measured
 from kltest.reproduce.frames import Row, need, ordered, records, require, select
-from kltest.reproduce.numbers import Cited, Numbers, melted
 
 from ..spread import interval
 from .experiment import PARTS, PUBLISHED
@@ -40,7 +39,6 @@ SEES = {
 }
 
 claims = Claims("variance")
-numbers = Numbers()
 tidy = ordered(PARTS)
 
 
@@ -263,10 +261,3 @@ def tables(rows: pd.DataFrame) -> dict[str, list[Row]]:
 
 def _short(value: float) -> str:
     return f"{value:.2f}" if value < 10 else f"{value:.0f}"
-
-
-def _bounded(found: pd.DataFrame, quantity: str) -> Cited:
-    yield from melted(found, {"mean": quantity})
-    for bound in ("low", "high"):
-        for row in melted(found, {bound: quantity}):
-            yield {**row, "bound": bound}

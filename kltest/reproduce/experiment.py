@@ -6,7 +6,7 @@
                   `tasks(configurations)`, if settings cannot say all, replaces the grid's configurations;
                   `ROOMS` and `LIBRARIES` name what rows depend on beside what those of every experiment do
 `claims.py`       `tidy(rows)` gives a data frame; of it `claims(frame)` gives Claims (`kltest.reproduce.claims`),
-                  `numbers(frame)` a table of what the paper may cite (`kltest.reproduce.numbers`), and
+                  `numbers(frame)`, if the paper cites some, a table of them (`kltest.reproduce.numbers`), and
                   `tables(frame)`, if the paper shows some, {name: rows}
 `README.md`       the claim, the setting, the expected shape, what was found
 """
@@ -24,7 +24,7 @@ from kltest.files import PACKAGE, as_csv, as_json, as_markdown, write
 from kltest.reproduce.checkout import Checkout
 from kltest.reproduce.claims import Claim, score
 from kltest.reproduce.frames import records
-from kltest.reproduce.numbers import number
+from kltest.reproduce.numbers import Numbers, number
 from kltest.sweeps.run import Batching, Configuration, run
 from kltest.sweeps.settings import Settings
 from kltest.sweeps.store import Failure, Row, Store, digest
@@ -144,10 +144,11 @@ class Experiment:
             finished = [store.result(configuration) for configuration in configurations]
         rows = claims_of.tidy([row for found in finished if isinstance(found, list) for row in found])
         claims, table = claims_of.claims(rows), records(rows)
+        cited = getattr(claims_of, "numbers", Numbers())(rows)
         data = {
             "settings": {"scale": request.scale, **self._grid(request)},
             self.name: table,
-            "numbers": [*records(claims_of.numbers(rows)), number("score", score(claims))],
+            "numbers": [*records(cited), number("score", score(claims))],
             "claims": [asdict(claim) for claim in claims],
             "failures": [asdict(failure) for failure in failures],
         }

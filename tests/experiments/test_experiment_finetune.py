@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from scipy import stats
 from trial import CHECKOUT, Trial
 
@@ -66,12 +67,23 @@ def end_of(task, variant, beta, seed):
     return found | {"kl": kl, "reward_held_out": reward, "gold_held_out": gold}
 
 
+def lacking_of(seeds):
+    """What final policies of k2 lack in such a world."""
+    for seed, task, beta in product(range(seeds), SETTINGS.TASKS, SETTINGS.BETAS):
+        variance = (5.0 if task == "free" else 0.5) * (1 + 0.01 * math.sin(3 * seed + 70 * beta))
+        found = {"kl": 2.0, "kl_variance": variance, "reward_variance": 0.5, "covariance": 0.1}
+        missed = {"missed": 1.0 if task == "free" else 0.3 + 0.01 * seed} if beta == SETTINGS.BETA else {}
+        yield {"seed": seed, "task": task, "beta": beta}, found | missed
+
+
 def synthetic(part="committed", seeds=4):
     found = []
     for one in SETTINGS.SETTINGS.configurations(SETTINGS.SETTINGS.grid("full", ["part=run"], seeds)):
         last = end_of(*(one[name] for name in ("task", "variant", "beta", "seed")))
         first = {**dict.fromkeys(last, 0.0), "gold_held_out": 0.3}
         found += [{**one, "part": part, "update": update, **row} for update, row in ((0, first), (32, last))]
+    if part == "committed":
+        found += [{**one, "part": "lacking", **row} for one, row in lacking_of(seeds)]
     return found
 
 
@@ -157,8 +169,6 @@ def test_a_run_is_as_its_settings_say():
 
 def test_as_many_updates_with_a_stale_sampler_are_fewer_rounds_and_the_reward_has_one_ratio():
     """The reward's part of the gradient is the same whatever the KL term is."""
-    import torch
-
     from kltest.finetune.objective import Fields, Objective
 
     one = Experiment(CHECKOUT, "finetune").configurations(Request(changes=SMALL))[0]
@@ -212,8 +222,8 @@ def test_the_recorded_runs_are_whole():
 
 def test_the_recorded_runs_show_the_predictions_that_are_claims_and_no_others():
     """One that they come to show, with more seeds, is to be moved to the claims; without rows nothing was run."""
-    (rows,) = compute_all(CHECKOUT, "finetune", [{"part": "committed", "_content": ""}])
-    frame = ANALYSIS.tidy(rows)
+    parts = compute_all(CHECKOUT, "finetune", [{"part": part, "_content": ""} for part in ("committed", "lacking")])
+    frame = ANALYSIS.tidy([row for rows in parts for row in rows])
     assert {claim.agrees for claim in ANALYSIS.findings(frame)} == {True}
     assert {claim.agrees for claim in ANALYSIS.not_shown(frame)} == {False}
     shown = [row["shown"] for row in ANALYSIS.tables(frame)["predictions"]]
@@ -233,7 +243,7 @@ def test_few_seeds_are_not_judged():
 def test_all_that_was_predicted_holds_where_it_is_true():
     rows = ANALYSIS.tidy(synthetic())
     assert {claim.agrees for claim in (*ANALYSIS.findings(rows), *ANALYSIS.not_shown(rows))} == {True}
-    assert len({claim.claim for claim in (*ANALYSIS.findings(rows), *ANALYSIS.not_shown(rows))}) == 13
+    assert len({claim.claim for claim in (*ANALYSIS.findings(rows), *ANALYSIS.not_shown(rows))}) == 16
 
 
 def test_without_transformers_only_committed_rows_are_there(monkeypatch):
@@ -329,7 +339,7 @@ def test_each_claim_about_runs_can_fail():
 
 
 def test_runs_made_again_are_held_to_the_recorded_ones():
-    again = [{**row, "part": "run"} for row in synthetic(seeds=1) if row["variant"] == "k2-loss"]
+    again = [{**row, "part": "run"} for row in synthetic(seeds=1) if row.get("variant") == "k2-loss"]
     TRIAL.claims_can_fail([*synthetic(), *again])
     sentence = next(iter(ANALYSIS.of_now.questions))[0]
     assert TRIAL.verdicts([*synthetic(), *again])[sentence] is True
@@ -341,3 +351,47 @@ def test_runs_made_again_are_held_to_the_recorded_ones():
 
 def test_each_claim_about_audits_can_fail(audits):
     TRIAL.claims_can_fail(audits, "audited")
+
+
+def test_what_final_policies_lack_is_measured_as_it_is_read(tmp_path, monkeypatch):
+    """After a few updates of hardly trained models; the reward is that of the task, and K sums to the KL."""
+    from kltest.files import as_csv
+
+    lacking = TRIAL.modules("lacking")[0]
+    monkeypatch.setitem(lacking.LACKING, "prompts", 16)
+    monkeypatch.setitem(lacking.LACKING, "units", 16)
+    few = {"updates": 16, "prompts": 2, "group_size": 2, "eval_prompts": 8, "reference_steps": 1}
+    rows = list(lacking.lacking(0, **few))
+    assert [(row["task"], row["beta"]) for row in rows] == list(product(SETTINGS.TASKS, SETTINGS.BETAS))
+    assert all(row["kl"] > 0 and row["kl_variance"] > 0 for row in rows)
+    assert all(row["covariance"] ** 2 <= row["kl_variance"] * row["reward_variance"] for row in rows)
+    assert {row["beta"] for row in rows if "missed" in row} <= {SETTINGS.BETA}
+    (tmp_path / "lacking.csv").write_text(as_csv(rows), encoding="utf-8")
+    monkeypatch.setitem(RUNS.TABLES, "lacking", tmp_path / "lacking.csv")
+    ((read, *_),) = compute_all(CHECKOUT, "finetune", [{"part": "lacking", "_content": ""}])
+    assert read == {"part": "lacking", **rows[0]}
+
+
+def test_second_moments_are_those_within_a_prompt():
+    """A difference among prompts counts for nothing; by numpy, prompt by prompt."""
+    (lacking,) = TRIAL.modules("lacking")
+    generator = np.random.default_rng(0)
+    summed, reward = generator.standard_normal((2, 6, 4)) + 10 * np.arange(6)[:, None]
+    found = lacking.second_moments(torch.tensor(summed).reshape(-1), torch.tensor(reward).reshape(-1), 4)
+    each = np.stack([np.cov(*pair) for pair in zip(summed, reward, strict=True)]).mean(axis=0)
+    assert found["kl_variance"] == pytest.approx(each[0, 0])
+    assert found["reward_variance"] == pytest.approx(each[1, 1])
+    assert found["covariance"] == pytest.approx(each[0, 1])
+
+
+def test_policies_that_were_measured_are_those_of_the_recorded_runs():
+    """KL and reward where runs made again end are the recorded ones, to what other rollouts and a processor change."""
+    recorded = {
+        (row["seed"], row["task"], row["beta"]): row for row in lines(RUNS.COMMITTED) if row["variant"] == "k2-loss"
+    }
+    measured = lines(RUNS.TABLES["lacking"])
+    assert len(measured) == len(recorded) == 2 * len(SETTINGS.BETAS) * SETTINGS.SEEDS
+    for row in measured:
+        before = recorded[row["seed"], row["task"], row["beta"]]
+        assert 0.7 < row["kl"] / before["kl"][-1] < 1.43
+        assert abs(row["reward"] - before["reward_held_out"][-1]) < 0.15

@@ -68,7 +68,8 @@ for name in names:
     files = {"claims.json": as_json([asdict(claim) for claim in analysis.claims(rows)])}
     tables = analysis.tables(rows) if hasattr(analysis, "tables") else {}
     files |= {f"{title}.md": as_markdown(lines) for title, lines in tables.items()}
-    print(json.dumps([name, records(analysis.numbers(rows)), files]))
+    numbers = records(analysis.numbers(rows)) if hasattr(analysis, "numbers") else []
+    print(json.dumps([name, numbers, files]))
 """
 
 
