@@ -40,7 +40,7 @@ class CutModel:
     @torch.no_grad()
     def _is_last(self) -> bool:
         """True if the layer, applied to what comes before it, gives the model's logits."""
-        ids = torch.tensor([[self.language.pad, self.language.end[0]]], device=self.language.device)
+        ids = torch.full((1, 2), self.language.pad, device=self.language.device)
         whole, _ = self.language.forward(ids, None, keep=2)
         with self.cut():
             hidden, _ = self.language.forward(ids, None, keep=2)

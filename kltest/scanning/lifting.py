@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from kltest.scanning.measured import (
 )
 from kltest.scanning.parts import LIMITS, NEGATIONS, Part, projected, sign
 from kltest.scanning.rows import UNMASKED
-from kltest.scanning.unfolding import MOST, Assumed, Case, Unfolding, excluded, text
+from kltest.scanning.unfolding import MOST, OPTIONS, Assumed, Case, Unfolding, excluded, text
 from kltest.symbolic.computed import UnknownError, evaluate, truth
 from kltest.symbolic.roles import INFINITE, MASK, MOVES, PADDING, own_name, parts_of
 from kltest.symbolic.values import (
@@ -50,8 +50,6 @@ COEFFICIENT = ("coef", "beta", "weight", "lambda", "lam", "ctl", "alpha", "penal
 REWARDS = ("reward", "advantage")
 MASKS = (MASK, PADDING)
 TOLERANCE = 1e-9
-OPTIONS = (INPUT, "attribute", "item")
-"""Operations that read an option."""
 TRIED = 6
 """Configurations of what becomes of a term that are tried until one can be computed."""
 
@@ -114,15 +112,16 @@ class Lifting:
             found = Lifted(case.assumed, others=case.others)
             self._assumed = case.assumed
             configurations = islice(self.unfolding.cases(whole, case.assumed), MOST)
-            outer = islice((one for one in configurations if _is_in({case.node, part.core}, one)), TRIED)
-            if (first := next(outer, None)) is None:
+            outer = list(islice((one for one in configurations if _is_in({case.node, part.core}, one)), TRIED))
+            if not outer:
                 continue
+            outer.sort(key=lambda one: len(contradicted(one.assumed, self.graph, self.settings)[0]))  # defaults first
             core = case.node if positive else self.graph.node("negated", case.node)
             try:
                 if place == "helper" and {False} in (self.roles.flows(core), self.roles.flows(part.root)):
                     raise NotLiftedError("it carries no gradient, and nothing says what becomes of it")
                 found.core = self.filled(core, [], selected=True)
-                self._place(found, core, chain([first], outer), place)
+                self._place(found, core, outer, place)
             except NotLiftedError as error:
                 found.refused = str(error)
             except UnknownError as error:
@@ -138,8 +137,11 @@ class Lifting:
             yield found
 
     def _place(self, found: Lifted, core: Node, outer: Iterable[Case], place: str) -> None:
-        """Lift what becomes of a term: the first of its configurations that can be computed; else the term alone."""
-        why, zero = "", None
+        """Lift what becomes of a term: the first of its configurations that can be computed; else the term alone.
+
+        One in which it has a gradient goes before those that cut it off.
+        """
+        why, zero, cut = "", None, None
         for one in outer:
             found.notes = []
             try:
@@ -149,18 +151,23 @@ class Lifting:
                     raise NotLiftedError("one number of all rollouts is a statistic, and none's reward")
                 if place in REWARDS and found.core and not _fields(found.core) <= _fields(found.node):
                     raise NotLiftedError("what is made of it does not say whose probabilities are which")
-                break
+                if place in REWARDS or computed_of(found.node, Rollouts(2)).requires_grad:
+                    break
+                cut = cut or (found.node, found.notes)
             except _ZeroError as error:
                 zero = error
             except (*FAILURES, NotLiftedError) as error:
                 why = why or (str(error) if isinstance(error, NotLiftedError) else _failed(error))
         else:
-            if zero and not why:
+            if cut:
+                found.node, found.notes = cut
+            elif zero and not why:
                 raise zero
-            if place in ("advantage", "logged"):  # of a token, or of all that follow it? of which number?
+            elif place in ("advantage", "logged"):  # of a token, or of all that follow it? of which number?
                 raise NotLiftedError(f"nothing says what becomes of it: {why}")
-            found.notes = [f"only the term itself, without what becomes of it: {why}"]
-            found.node, found.whole = self.filled(core, found.notes), False
+            else:
+                found.notes = [f"only the term itself, without what becomes of it: {why}"]
+                found.node, found.whole = self.filled(core, found.notes), False
         if place == "loss" and computed_of(found.node, Rollouts(2)).dim():
             found.whole = False
         if place in REWARDS:

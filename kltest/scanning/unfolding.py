@@ -13,6 +13,8 @@ MOST = 48
 """Configurations that are unfolded of one part."""
 DEEPEST = 3
 """Calls inside of calls that are written of a condition."""
+OPTIONS = frozenset({INPUT, "attribute", "item"})
+"""Operations that read an option."""
 COMPARED = frozenset({"==", "<", "<=", ">", ">=", "in", "is"})
 
 
@@ -104,10 +106,13 @@ class Unfolding:
 
     def _decide(self, condition: Node) -> bool | None:
         fact = self.roles.of(condition)
-        if self.roles.of(condition).is_field or fact.quantity in (MASK, PADDING):
-            return True
         if self.is_impossible(condition):
             return False
+        # An option may have "mask" or "token" in its name, and no tensor of more than one entry is true or false.
+        if condition.operation in OPTIONS and fact.quantity in (MASK, PADDING, TOKEN):
+            return None
+        if fact.is_field or fact.quantity in (MASK, PADDING):
+            return True
         if condition.operation == "is" and condition.arguments[1] is None:
             inner = self.roles.of(condition.arguments[0])
             return False if inner.is_field or inner.quantity in (MASK, PADDING, TOKEN) else None

@@ -352,7 +352,7 @@ class Roles:
 
     def _stated(self, node: Node) -> Fact:
         """Return what the names of a node say that nothing computes."""
-        if is_counter(node):
+        if is_counter(node) or isinstance(self.graph.defaults.get(node), bool | str):  # an option, whatever its name
             return NOTHING
         if node in self.graph.facts:
             return self.graph.facts[node]
