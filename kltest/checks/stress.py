@@ -48,8 +48,9 @@ ONE_SURE = ((0.96, 0.5), (0.5, 0.96), (0.993, 0.65), (0.65, 0.993), (0.9992, 0.9
 BOTH_SURE = ((0.993, 0.9992), (0.9992, 0.993))
 # In batches, which are enumerated prompt by prompt, only the surest.
 SUREST = (*ONE_SURE[-2:], BOTH_SURE[-1])
-# Actions of a bandit, and those that have all of the probability if batches are enumerated, as shares of their number.
-MANY, LIKELY = 300, (0.14, 0.57, 1.0)
+# Actions of a bandit, a prime, so that no shards or blocks are whole; and those that have all of the probability if
+# batches are enumerated, as shares of their number.
+MANY, LIKELY = 307, (0.14, 0.57, 1.0)
 TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 # |log π/μ| of the first token and of the second, an entry for each prompt: of one token up to 5, then summed up to 10,
 # which training reaches; a clamp at 20 is out of reach.

@@ -1,15 +1,17 @@
-"""What a loss asks of its surroundings: another gradient in another precision, on a GPU, later, elsewhere.
+"""What a loss asks of its surroundings: another gradient in another precision, on a GPU, compiled, later, elsewhere.
 
-A branch that asks for the precision of a tensor, for a GPU, for autocast, for the time or for an environment variable
-runs in no environment here. So the answer is pretended (kltest.loss.surroundings), and everything is computed in
-float64 on the CPU all the same: what differs is no rounding. Trainers use half precision and GPUs, and hours go by:
-another gradient there is an error. What an environment variable does is a fact about the loss: a warning.
+A branch that asks for the precision of a tensor, for a GPU, for autocast, for a compiler, for the time or for an
+environment variable runs in no environment here. So the answer is pretended (kltest.loss.surroundings), and everything
+is computed in float64 on the CPU all the same: what differs is no rounding. Trainers use half precision and GPUs, they
+compile, they pass slices of larger tensors, and hours go by: another gradient there is an error. What an environment
+variable does is a fact about the loss: a warning.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from kltest.checks.check import Found
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.loss.state import State
-from kltest.loss.surroundings import Pretended, later, under_autocast, variable, variables_read
+from kltest.loss.surroundings import Pretended, compiling, later, slices, under_autocast, variable, variables_read
 from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout
 
@@ -51,14 +53,18 @@ def precisions(findings: Findings) -> Found | None:
 
 @shared
 def elsewhere(findings: Findings) -> Found | None:
-    """Report another gradient on a GPU or at a later time, or with another value of an environment variable."""
+    """Report another gradient of slices, on a GPU, compiled, later, or with another environment variable."""
+    function = findings.loss.function
     tried: dict[str, Surroundings] = {
+        "Where tensors are slices of larger ones, as logps[:, :-1],": nullcontext,
         "Where tensors are on a GPU": partial(Pretended, device="cuda"),
-        **{f"{hours} hours later": partial(later, 3600.0 * hours, findings.loss.function) for hours in HOURS},
+        "Where the loss is compiled": partial(compiling, function),
+        **{f"{hours} hours later": partial(later, 3600.0 * hours, function) for hours in HOURS},
     }
     for where, pretend in tried.items():
         for batch, which, usual in _batches(findings):
-            if (off := _off(findings, batch, usual, pretend)) > max(Tolerances.guard, limit(findings)):
+            given = slices if pretend is nullcontext else None
+            if (off := _off(findings, batch, usual, pretend, given)) > max(Tolerances.guard, limit(findings)):
                 return Found(f"{where} {_words(which, off)}", level="error")
     for batch, which, usual in _batches(findings)[:1]:
         names: set[str] = set()
@@ -98,19 +104,19 @@ def _batches(findings: Findings) -> list[tuple[Rollout, str, np.ndarray]]:
     return found
 
 
-def _off(findings: Findings, batch: Rollout, usual: np.ndarray, pretend: Surroundings) -> float:
+def _off(findings: Findings, batch: Rollout, usual: np.ndarray, *there: Any) -> float:
     """Distance of the gradient there from the usual one, relative to that; 0 where the loss fails."""
     try:
-        found = _gradient(findings, batch, pretend)
+        found = _gradient(findings, batch, *there)
     except KltestError:
         return 0.0
     off = norm(found - usual) / (norm(usual) or 1.0)
     return off if np.isfinite(off) else 0.0
 
 
-def _gradient(findings: Findings, batch: Rollout, pretend: Surroundings = nullcontext) -> np.ndarray:
+def _gradient(findings: Findings, batch: Rollout, pretend: Surroundings = nullcontext, given: Any = None) -> np.ndarray:
     """Gradients of a batch, with the same random numbers and the same state of the loss in each call."""
-    loss = findings.measure.experiment().loss.changed(instead=None).within(pretend)
+    loss = findings.measure.experiment().loss.changed(instead=None).within(pretend, given)
     with loss.calls.holding(*loss.calls.held, *_held(findings)):
         return gradient_of(loss, batch)
 

@@ -68,10 +68,11 @@ def histories(loss: Loss, case: Case) -> list[State]:
     """
     rollouts = Rollout.of(case.instances[0], sampler=case.sampler, padding=case.seed)
     calls, found = loss.calls, []
-    for sizes, start in ((FEW, 0), (MORE, len(rollouts) // 2)):
+    # What is kept may be used by calls of its own shape alone: all rollouts, then as many as are graded in one call.
+    for sizes, start in (((*FEW, len(rollouts)), 0), ((*MORE, len(rollouts), case.group or 1), len(rollouts) // 2)):
         calls.state.reset()
         with calls.holding():
-            for rows in (*sizes, len(rollouts)):
+            for rows in sizes:
                 with suppress(KltestError):  # it may take some sizes only
                     loss(rollouts.take([(start + row) % len(rollouts) for row in range(rows)]))
         found.append(calls.state.now())

@@ -244,13 +244,19 @@ class Loss:
         forms = (same, replace(same, bool_mask=not same.bool_mask))
         return self.changed(exploring=True, forms=forms, record=replace(record, form=None, traced=None))
 
-    def within(self, surroundings: Callable[[], AbstractContextManager[object]]) -> "Loss":
-        """Return the same loss, whose calls run inside a context each; one for JAX is left as it is."""
+    def within(
+        self, surroundings: Callable[[], AbstractContextManager[object]], given: Callable[[Any], Any] | None = None
+    ) -> "Loss":
+        """Return the same loss, whose calls run inside a context each; one for JAX is left as it is.
+
+        `given` changes the arguments (args, kwargs) of a call.
+        """
         if isinstance(self.function, JaxLoss):
             return self
         function = self.function
 
         def inside(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = given((args, kwargs)) if given else (args, kwargs)
             with surroundings():
                 return function(*args, **kwargs)
 

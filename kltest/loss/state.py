@@ -27,13 +27,18 @@ MOST, DEEPEST = 10_000, 6
 class Place:
     """A place for state: its name in messages, and how to copy and write its content.
 
-    `drawn`: it is a random generator's.
+    `seed` lets a random generator begin at a number; None for all other places.
     """
 
     name: str
     get: Callable[[], Any]
     put: Callable[[Any], object]
-    drawn: bool = False
+    seed: Callable[[int], object] | None = None
+
+    @property
+    def drawn(self) -> bool:
+        """True for a random generator's."""
+        return self.seed is not None
 
 
 class State:
@@ -105,6 +110,12 @@ GENERATORS: Kinds = {
         lambda own, new: setattr(own.bit_generator, "state", new),
     ),
 }
+SEEDS: dict[type, Callable[[Any, int], object]] = {
+    torch.Generator: torch.Generator.manual_seed,
+    random.Random: random.Random.seed,
+    np.random.RandomState: np.random.RandomState.seed,
+    np.random.Generator: lambda own, seed: setattr(own.bit_generator, "state", type(own.bit_generator)(seed).state),
+}
 # Types that change in place: functions that copy and write their content.
 CONTAINERS: Kinds = {kind: (lambda container: container.copy(), _refill) for kind in (dict, list, set, deque)}
 CONTENTS: Kinds = {
@@ -115,9 +126,9 @@ CONTENTS: Kinds = {
 }
 PLAIN: tuple[type, ...] = (bool, int, float, str, type(None), tuple, *CONTENTS)
 # The global generators. NumPy's is the old one, which a loss without a generator of its own draws from.
-TORCH = Place("torch's generator", torch.get_rng_state, torch.set_rng_state, drawn=True)
-PYTHON = Place("random's generator", random.getstate, random.setstate, drawn=True)
-NUMPY = Place("NumPy's generator", np.random.get_state, np.random.set_state, drawn=True)
+TORCH = Place("torch's generator", torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)
+PYTHON = Place("random's generator", random.getstate, random.setstate, random.seed)
+NUMPY = Place("NumPy's generator", np.random.get_state, np.random.set_state, np.random.seed)
 
 
 def generators_of(function: Any, objects: Mapping[str, Any]) -> list[Place]:
@@ -206,7 +217,8 @@ def _inside(name: str, value: Any, seen: dict[int, Any], deep: int = DEEPEST) ->
         yield Place(f"the cache of {name}", lambda: value.cache_info().currsize, lambda _: value.cache_clear())
     elif kind := next((kind for kind in CONTENTS if isinstance(value, kind)), None):
         get, put = CONTENTS[kind]
-        yield Place(name, partial(get, value), partial(put, value), drawn=kind in GENERATORS)
+        seed = partial(SEEDS[kind], value) if kind in SEEDS else None
+        yield Place(name, partial(get, value), partial(put, value), seed)
     elif isinstance(value, type):
         attributes = f"attributes of {name.removeprefix('attributes of ')}"
         data = {key: each for key, each in vars(value).items() if isinstance(each, PLAIN) and not key.startswith("__")}

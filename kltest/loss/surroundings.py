@@ -1,4 +1,4 @@
-"""Surroundings of a call that a loss may ask for: precision, device, autocast, environment variables, the clock.
+"""Surroundings of a call that a loss may ask for: precision, device, autocast, compiler, environment variables, clock.
 
 Each is pretended: the loss is told of another one, and computes in float64 on the CPU all the same. So what differs is
 another formula, behind a branch that asks for it, and no rounding.
@@ -23,6 +23,7 @@ CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float
 CLOCKS = ("time", "monotonic", "perf_counter")
 CLOCKS_OF_NANOSECONDS = ("time_ns", "monotonic_ns", "perf_counter_ns")
 _AUTOCAST = ("is_autocast_enabled", "is_autocast_cpu_enabled")
+_COMPILING = ("is_compiling", "is_dynamo_compiling")
 # What reads a property of a tensor, by the name of the property.
 _PROPERTIES = {name: getattr(Tensor, name).__get__ for name in ("dtype", "itemsize", "device", "is_cuda")}
 
@@ -80,6 +81,19 @@ class Pretended(TorchFunctionMode):
 def under_autocast() -> Iterator[None]:
     """Pretend that autocast is on: nothing is cast."""
     with _set(torch, {name: lambda *_: True for name in _AUTOCAST}):
+        yield
+
+
+def slices(given: Any) -> Any:
+    """Return arguments with the same numbers, in tensors whose rows are each followed by a column of the memory."""
+    return tree_map_only(Tensor, lambda one: torch.cat([one, one[:, :1]], 1)[:, :-1] if one.dim() > 1 else one, given)
+
+
+@contextmanager
+def compiling(function: Any) -> Iterator[None]:
+    """Pretend that torch compiles a loss, also where it or a helper has imported the question: nothing is compiled."""
+    asked = {getattr(torch.compiler, name): lambda: True for name in _COMPILING if hasattr(torch.compiler, name)}
+    with exchanged(asked, vars(torch.compiler), function):
         yield
 
 

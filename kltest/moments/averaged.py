@@ -6,7 +6,8 @@ couples rows, as a baseline of the others does, would couple copies as well: it 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from kltest.errors import TargetError
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Outcome
+from kltest.loss.state import NUMPY, PYTHON, TORCH, State
 from kltest.moments.differentiate import leaf_gradients
 from kltest.rollout import Rollout
 
@@ -90,7 +92,7 @@ def _copies_meet(loss: Loss, batch: Rollout) -> bool:
         }
         found.append([])
         for seed in SEEDS:
-            with loss.calls.holding(), preserved(seed):
+            with _drawing(loss, seed):
                 gradients = _gradients(loss.for_experiments(), copies.replace(**changed))
             found[-1].append({name: gradient[kept] for name, gradient in gradients.items()})
     return any(
@@ -98,6 +100,20 @@ def _copies_meet(loss: Loss, batch: Rollout) -> bool:
         for one, other in zip(*found, strict=True)
         for name, gradient in one.items()
     )
+
+
+@contextmanager
+def _drawing(loss: Loss, seed: int) -> Iterator[None]:
+    """Let random numbers begin at a seed, those of the loss's own generators too; all go on as before after it."""
+    own = [place for place in loss.calls.generators if place not in (TORCH, PYTHON, NUMPY)]
+    before = State(own)
+    with loss.calls.holding(), preserved(seed):
+        for number, place in enumerate(own, start=1):
+            place.seed(seed + 1000 * number)  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            before.reset()
 
 
 def _noise(loss: Loss, copies: int, batch: Rollout, adds_up: bool, seeds: Sequence[int]) -> float:
@@ -124,7 +140,7 @@ def _average(loss: Loss, copies: int, seed: int, adds_up: bool) -> Loss:
         many = max(FIRST, min(copies, NUMBERS // numbers))
         calls = -(-many * numbers // AT_ONCE)
         each = -(-many // calls)
-        with loss.calls.holding(), preserved(seed):
+        with _drawing(loss, seed):
             found = [_mean_of_copies(own, rollout, each, adds_up) for _ in range(calls)]
         objective = torch.stack([outcome.objective.detach() for outcome, _ in found]).mean()
         for name in sorted({name for _, gradients in found for name in gradients}):

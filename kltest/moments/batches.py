@@ -229,11 +229,11 @@ def multisets(pool: int, size: int, most: int) -> Iterator[tuple[np.ndarray, np.
     They are sorted, and come `most` at a time.
     """
     for rows in _arrays(combinations_with_replacement(range(pool), size), size, most):
-        repeats, times = np.ones(len(rows)), np.ones(len(rows))
+        orders, times = np.ones(len(rows)), np.ones(len(rows))
         for column in range(1, size):
             times = np.where(rows[:, column] == rows[:, column - 1], times + 1, 1)
-            repeats *= times
-        yield rows, math.factorial(size) / repeats
+            orders = orders * (column + 1) / times  # column by column, since 256! is no floating-point number
+        yield rows, orders
 
 
 def tuples(pool: int, size: int, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -39,6 +39,13 @@ def dropped_out(terms: Tensor) -> Tensor:
     return F.dropout(terms, 0.25).sum(1).mean()
 
 
+OWN = torch.Generator().manual_seed(7)
+
+
+def half_by_a_generator_of_its_own(terms: Tensor) -> Tensor:
+    return (terms * (torch.rand(terms.shape, generator=OWN) < 0.5) * 2).sum(1).mean()
+
+
 def half_of_the_rows(terms: Tensor) -> Tensor:
     kept = torch.randperm(len(terms))[: max(1, len(terms) // 2)]
     return terms[kept].sum(1).mean()
@@ -279,7 +286,7 @@ def beyond(loss: Callable[..., Tensor], codes: set[str], *, slow: bool = True, *
 
 
 QUICK = {(half_of_the_rows, "window")}
-NOISES = (half_of_the_tokens, dropped_out, half_of_the_rows)
+NOISES = (half_of_the_tokens, dropped_out, half_of_the_rows, half_by_a_generator_of_its_own)
 LOCAL = {"expect": "local_reverse_kl"}
 
 CASES = [

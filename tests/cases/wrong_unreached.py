@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from cases.parts import k2, live, total
 from cases.table import right, undecided, wrong
+from torch.compiler import is_compiling
 
 END, TEXT = 151645, 32000
 BEGAN = monotonic()
@@ -170,6 +171,18 @@ def whole_parts_of_200_rows(logp, ref_logp, mask):
     return terms[:200].mean() if len(terms) > 200 else terms.mean()
 
 
+def others_from_128_rows(logp, ref_logp, mask):
+    """A baseline of the other rows, where they are many: right, and too many batches to see that."""
+    cost, rows = live(logp - ref_logp, mask).sum(-1).detach(), len(logp)
+    baseline = (cost.sum() - cost) / (rows - 1) if rows >= 128 else 0.0
+    return ((cost - baseline) * total(logp, mask)).mean()
+
+
+def tenth_dropped_from_128_rows(logp, ref_logp, mask):
+    terms = k2(logp, ref_logp, mask)
+    return terms.sort().values[: len(terms) * 9 // 10].mean() if len(terms) >= 128 else terms.mean()
+
+
 def parts_of_200_rows(logp, ref_logp, mask):
     return sum(part.sum() for part in k2(logp, ref_logp, mask).split(200)) / len(logp)
 
@@ -212,6 +225,48 @@ def made_where_it_is(logp, ref_logp, mask):
     return live(logp - ref_logp, mask * (columns >= 0)).sum(-1).square() / 2
 
 
+def local_if_compiled(logp, ref_logp, mask):
+    log_ratio = live(logp - ref_logp, mask)
+    if torch.compiler.is_compiling():
+        return log_ratio.square().sum(-1) / 2
+    return log_ratio.sum(-1).square() / 2
+
+
+def alike_if_compiled(logp, ref_logp, mask):
+    log_ratio = live(logp - ref_logp, mask)
+    if is_compiling():
+        return torch.einsum("bt->b", log_ratio).square() / 2
+    return log_ratio.sum(-1).square() / 2
+
+
+def reads_memory_in_rows(logp, ref_logp, mask):
+    """As a kernel that takes its input to be contiguous: of a slice it reads other numbers."""
+    return k2(logp, torch.as_strided(ref_logp, logp.shape, (logp.shape[1], 1)), mask)
+
+
+def reads_memory_by_strides(logp, ref_logp, mask):
+    return k2(logp, torch.as_strided(ref_logp, logp.shape, ref_logp.stride()), mask)
+
+
+def of_shards(split, name):
+    """The log-prob of a token out of four shards of the vocabulary, as with tensor parallelism."""
+
+    def score(logits, mask, tokens):
+        shards = split(logits.where(mask[..., None] != 0, 0.0).log_softmax(-1))
+        first, found = 0, torch.zeros(mask.shape, dtype=logits.dtype)
+        for shard in shards:
+            at, size = tokens - first, shard.shape[-1]
+            own = shard.gather(-1, at.clamp(0, size - 1)[..., None])[..., 0]
+            found, first = found + own.where((at >= 0) & (at < size), 0.0), first + size
+        return live(found, mask)
+
+    def loss(logits, ref_logits, mask, tokens):
+        return (score(logits, mask, tokens) - score(ref_logits, mask, tokens)).sum(-1).square() / 2
+
+    loss.__name__ = loss.__qualname__ = name
+    return loss
+
+
 class Kernel(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -229,6 +284,24 @@ class LateInAModuleInside(torch.nn.Module):
         self.kernel.calls += 1
         log_ratio = live(logp - ref_logp, mask).sum(-1)
         return torch.where(self.kernel.calls > 60, torch.expm1(-log_ratio) + log_ratio, log_ratio.square() / 2)
+
+
+class ReferenceOfTheCallBefore:
+    """Prefetched, and never exchanged: the reference's log-probs of the call before, if it had the same shape."""
+
+    def __init__(self):
+        self.kept = None
+
+    def __call__(self, logp, ref_logp, mask):
+        before, self.kept = self.kept, ref_logp.clone()
+        used = before if before is not None and before.shape == ref_logp.shape else ref_logp
+        return k2(logp, used, mask).mean()
+
+
+class ShapeOfTheCallBefore(ReferenceOfTheCallBefore):
+    def __call__(self, logp, ref_logp, mask):
+        self.kept = ref_logp.clone()
+        return k2(logp, ref_logp, mask).mean()
 
 
 class CountsInAModuleInside(LateInAModuleInside):
@@ -301,7 +374,10 @@ CASES = [
     wrong("KL508", clamped_at_3_in_float32),
     right(widened_in_bfloat16),
     wrong("KL508", under_autocast),
-    wrong("KL204", whole_parts_of_200_rows),
+    # The same in expectation, as rows are drawn independently, and noisier.
+    wrong("KL206", whole_parts_of_200_rows, warns=True),
+    undecided("KL204", others_from_128_rows),
+    wrong("KL204", tenth_dropped_from_128_rows),
     right(parts_of_200_rows),
     wrong("KL204", first_eight_prompts),
     right(all_prompts),
@@ -311,8 +387,16 @@ CASES = [
     right(logs_its_rank),
     wrong("KL105", on_a_gpu),
     right(made_where_it_is),
+    wrong("KL105", local_if_compiled),
+    right(alike_if_compiled),
+    wrong("KL105", reads_memory_in_rows),
+    right(reads_memory_by_strides),
+    wrong("KL105", of_shards(lambda x: x.split(max(1, x.shape[-1] // 4), -1)[:4], "shards_of_a_quarter")),
+    right(of_shards(lambda x: x.chunk(4, -1), "all_shards")),
     wrong("KL507", LateInAModuleInside()),
     right(CountsInAModuleInside()),
+    wrong("KL507", ReferenceOfTheCallBefore()),
+    right(ShapeOfTheCallBefore()),
     wrong("KL105", last_of_whole_chunks_is_dropped),
     right(padded_to_whole_chunks),
     wrong("KL205", largest_256),

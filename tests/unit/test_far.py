@@ -258,7 +258,7 @@ FAR = [
     (score_of_the_undecided, "KL105", BANDIT, "KL105 error", "0.9992 under the policy and 0.905 under the reference"),
     (unsure_in_a_batch, "KL105", BANDIT, "KL105 error", "0.905 under the policy and 0.9992 under the reference"),
     (guarded, "KL105", LOCAL, "", ""),
-    (without_special_tokens, "KL105", BANDIT, "KL105 error", "In a bandit with 300 actions"),
+    (without_special_tokens, "KL105", BANDIT, "KL105 error", "In a bandit with 307 actions"),
     # More of the same kinds.
     # Samplers: a bound that training reaches is an error, one far out a warning.
     (weighted(truncated_at_a_thousand), "KL306", {}, "KL306 error", "±7 summed over a rollout"),
@@ -284,8 +284,8 @@ FAR = [
     (absolute, "KL105", {"expect": "2*local_total_variation"}, "", ""),
     (narrow, "KL105", LOCAL, "", ""),
     # Many tokens to choose from.
-    (in_whole_blocks, "KL105", BANDIT | LOCAL, "KL105 error", "In a bandit with 300 actions"),
-    (special_tokens_of_a_batch, "KL105", BANDIT, "KL105 error", "In a bandit with 300 actions"),
+    (in_whole_blocks, "KL105", BANDIT | LOCAL, "KL105 error", "In a bandit with 307 actions"),
+    (special_tokens_of_a_batch, "KL105", BANDIT, "KL105 error", "In a bandit with 307 actions"),
 ]
 
 
@@ -301,7 +301,7 @@ def test_what_is_wrong_farther_out_is_found_and_nothing_else(loss, select, optio
 
 def test_a_loss_that_sees_tokens_is_tried_with_many_and_any_other_is_not():
     report, code, _, _ = found(guarded, "KL105", expect="local_reverse_kl")
-    assert (code, report.reach.vocabulary) == ("", 300)
+    assert (code, report.reach.vocabulary) == ("", 307)
     assert kltest.grade(k2, select="KL105").reach.vocabulary == 4
 
 

@@ -8,13 +8,18 @@ from functools import partial
 import torch
 
 from kltest.loss.chances import Chances
-from kltest.loss.surroundings import Pretended, later, under_autocast, variable, variables_read
+from kltest.loss.surroundings import Pretended, compiling, later, slices, under_autocast, variable, variables_read
 
 clock = time.monotonic
+compiles = torch.compiler.is_compiling
 
 
 def reads_the_clock():
     return clock()
+
+
+def asks_if_it_is_compiled():
+    return compiles(), torch.compiler.is_compiling()
 
 
 def draws_rarely():
@@ -49,6 +54,22 @@ def test_autocast_is_pretended_and_undone():
     with under_autocast():
         assert torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_compiling_is_pretended_also_under_another_name_and_undone():
+    with compiling(asks_if_it_is_compiled):
+        assert asks_if_it_is_compiled() == (True, True)
+    assert asks_if_it_is_compiled() == (False, False)
+
+
+def test_slices_have_the_same_numbers_and_gradients_and_lie_apart():
+    tensor, row = torch.arange(6.0).view(2, 3).requires_grad_(), torch.ones(2)
+    (found,), kept = slices(((tensor,), {"row": row, "reduction": "mean"}))
+    found.square().sum().backward()
+    assert torch.equal(found, tensor)
+    assert found.stride() == (4, 1)
+    assert torch.equal(tensor.grad, 2 * tensor)
+    assert kept == {"row": row, "reduction": "mean"}
 
 
 def test_clocks_go_ahead_also_under_another_name():
