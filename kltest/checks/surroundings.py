@@ -55,16 +55,15 @@ def precisions(findings: Findings) -> Found | None:
 def elsewhere(findings: Findings) -> Found | None:
     """Report another gradient of slices, on a GPU, compiled, later, or with another environment variable."""
     function = findings.loss.function
-    tried: dict[str, Surroundings] = {
-        "Where tensors are slices of larger ones, as logps[:, :-1],": nullcontext,
-        "Where tensors are on a GPU": partial(Pretended, device="cuda"),
-        "Where the loss is compiled": partial(compiling, function),
-        **{f"{hours} hours later": partial(later, 3600.0 * hours, function) for hours in HOURS},
+    tried: dict[str, tuple[Any, ...]] = {
+        "Where tensors are slices of larger ones, as logps[:, :-1],": (nullcontext, slices),
+        "Where tensors are on a GPU": (partial(Pretended, device="cuda"),),
+        "Where the loss is compiled": (partial(compiling, function),),
+        **{f"{hours} hours later": (partial(later, 3600.0 * hours, function),) for hours in HOURS},
     }
-    for where, pretend in tried.items():
+    for where, there in tried.items():
         for batch, which, usual in _batches(findings):
-            given = slices if pretend is nullcontext else None
-            if (off := _off(findings, batch, usual, pretend, given)) > max(Tolerances.guard, limit(findings)):
+            if (off := _off(findings, batch, usual, *there)) > max(Tolerances.guard, limit(findings)):
                 return Found(f"{where} {_words(which, off)}", level="error")
     for batch, which, usual in _batches(findings)[:1]:
         names: set[str] = set()
