@@ -9,8 +9,8 @@ from typing import Any
 from kltest.scanning.measured import leaves, source_of, vanishes
 from kltest.scanning.unfolding import Assumed, Unfolding
 from kltest.symbolic.operations import CONDITIONS, words_of
-from kltest.symbolic.roles import MOVES, parts_of
-from kltest.symbolic.values import CHOICE, INPUT, Graph, Node, nodes_in, walked
+from kltest.symbolic.roles import MOVES, is_carried, parts_of
+from kltest.symbolic.values import CHOICE, Graph, Node, nodes_in, walked
 from kltest.symbolic.words import POLICY
 
 LINEAR = (
@@ -307,7 +307,7 @@ def projected(graph: Graph, part: Part) -> tuple[Any, Assumed]:
             return node
         if node.operation in ("+", "-", "add", "sub"):
             first, second = node.arguments[:2]
-            if part.holds(first) != part.holds(second) and not (_is_carried(first) or _is_carried(second)):
+            if part.holds(first) != part.holds(second) and not (is_carried(first) or is_carried(second)):
                 kept = first if part.holds(first) else second
                 minus = node.operation in ("-", "sub") and part.holds(second)
                 return graph.node("negated", kept) if minus else kept
@@ -345,11 +345,6 @@ def _are_passed(part: Part, nodes: set[Node]) -> bool:
 def _is_zero(value: Any) -> bool:
     """Return True for the number zero, and a tensor of it."""
     return value.operation == "tensor" and _is_zero(value.arguments[0]) if isinstance(value, Node) else value == 0
-
-
-def _is_carried(value: Any) -> bool:
-    """Return True for what a loop has added up before the present pass."""
-    return isinstance(value, Node) and value.operation == INPUT and value.arguments[0] == "carried"
 
 
 def _entries(value: Any) -> list[Any]:

@@ -35,7 +35,8 @@ FUNCTIONS = words_of(
 )
 # Other names of the same: of methods, and of NumPy, JAX and optax.
 ALIASES = {
-    **{"stop_gradient": "detach", "empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"},
+    **dict.fromkeys(("stop_gradient", "item", "tolist"), "detach"),
+    **{"empty": "zeros", "empty_like": "zeros_like", "new_empty": "new_zeros"},
     **{"negative": "neg", "multiply": "mul", "subtract": "sub", "divide": "div", "true_divide": "div", "power": "pow"},
     **{"equal": "eq", "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"},
     **{"concatenate": "cat", "expand_dims": "unsqueeze", "swapaxes": "transpose", "take_along_axis": "take_along_dim"},
@@ -52,7 +53,7 @@ ARRAYS = {
 SAME = words_of(
     """
     astype bfloat16 block_until_ready checkpoint compile contiguous cpu cuda device_get device_put double float float32
-    float64 full_tensor half item jit numpy pmap remat requires_grad_ to to_local tolist type type_as
+    float64 full_tensor half jit numpy pmap remat requires_grad_ to to_local type type_as
     with_sharding_constraint
     """
 )

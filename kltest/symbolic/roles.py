@@ -271,7 +271,7 @@ class Roles:
             one = stack[-1]
             if one in self._flows:
                 stack.pop()
-            elif one.operation == "detach":
+            elif one.operation == "detach" or is_carried(one):  # what a loop begins with is a part of its own
                 self._flows[one] = frozenset({False})
             elif is_opaque(one):
                 self._flows[one] = frozenset({True})
@@ -577,7 +577,12 @@ def _origin(node: Any) -> list[str]:
 
 def is_counter(node: Node) -> bool:
     """Return True for an input that a loop fills: its index, or what a pass carries to the next."""
-    return node.operation == INPUT and node.arguments[0] in ("item", "carried")
+    return is_carried(node) or (node.operation == INPUT and node.arguments[0] == "item")
+
+
+def is_carried(value: Any) -> bool:
+    """Return True for what a pass of a loop has from the one before."""
+    return isinstance(value, Node) and value.operation == INPUT and value.arguments[0] == "carried"
 
 
 def is_opaque(node: Node) -> bool:

@@ -26,7 +26,8 @@ _NO_SIDE = words_of(
     """
 )
 METRICS = words_of(
-    "info infos log logged logs metric metrics monitor report reported stat statistics stats summary wandb"
+    "eval evaluation info infos log logged logs metric metrics monitor report reported stat statistics stats summary "
+    "validation wandb"
 )
 # Of preference pairs, and of rewards that a model is trained to give, whose log-ratios are no penalties.
 _PREFERENCE = words_of("chosen rejected preferred dispreferred win lose winner loser implicit")

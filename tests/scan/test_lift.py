@@ -49,7 +49,9 @@ def test_what_is_lifted_computes_what_the_function_does(name: str, tmp_path: Pat
     formula, text = SECTIONS[name]
     _, its = found(tmp_path, text)[-1]
     (only,) = [one for one in its if one.called]
-    torch.testing.assert_close(computed(only), eval(formula, vars(reading))(rollouts()))
+    expected, value = eval(formula, vars(reading))(rollouts()), computed(only)
+    torch.testing.assert_close(value, expected)
+    assert value.requires_grad is expected.requires_grad
 
 
 REFUSED_NOT_YET = {
