@@ -14,7 +14,6 @@ from .settings import AUDITS
 THEORY = "the atlas, exact"
 MARGIN = AUDITS["margin"]
 TOGETHER = "all intervals of an audit hold together with 99 %"
-ENDS: dict[str, dict[str, str]] = {"": {}, "_low": {"bound": "low"}, "_high": {"bound": "high"}}
 
 claims, numbers = Claims("finetune"), Numbers()
 
@@ -91,9 +90,4 @@ def _of_audits(rows: pd.DataFrame) -> Cited:
     for name in ("date", "torch"):
         yield number(f"audits: {name}", AUDITS[name])
     yield number("audit margin", MARGIN)
-    yield number("audited kl", found["kl"].iloc[0])
     yield number("most audited rollouts", found["rollouts"].max())
-    for row in records(found):
-        for end, bound in ENDS.items():
-            if f"distance{end}" in row:
-                yield number("audited distance", row[f"distance{end}"], estimator=row["estimator"], **bound)
