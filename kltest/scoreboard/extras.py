@@ -20,7 +20,7 @@ def extras(job: Job, report: Report) -> dict[str, Any]:
     """Return fields of a row: laws of coefficients by name, limits of batches, if the sampler's log-probs matter.
 
     They are measured in a child of this process. A loss that ends it, or that was not graded, has none of what was not
-    measured before.
+    measured before. Of a policy part, laws alone are measured.
     """
     found: dict[str, Any] = {"laws": {}, "limits": [], "reads_sampler": False}
     if report.gradients:
@@ -37,19 +37,19 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
     import torch
 
     from kltest.checks.off_policy.ratios import sampler_has_influence
-    from kltest.grading.grader import plan
+    from kltest.grading.grader import part_of, plan
     from kltest.grading.options import Options
-    from kltest.identify.graded import kl_part
     from kltest.loss.resolve import resolve
     from kltest.scoreboard.laws import laws
     from kltest.scoreboard.limits import keeps_groups_apart, limits
+    from kltest.truth import is_of_groups
 
     torch.set_num_threads(1)
     options = Options(**job.given)
 
     def build(arguments: Mapping[str, Any]) -> Loss:
         mine = replace(options, arguments={**options.arguments, **arguments})
-        return kl_part(resolve(job.target, mine.call), mine.expect, mine.seed, mine.group_size)
+        return part_of(resolve(job.target, mine.call), mine)
 
     findings = plan(build({}), options)
     rows = ""
@@ -57,9 +57,13 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
         rows = GROUP if keeps_groups_apart(build({})) else BATCH
     found: dict[str, str] = {}
     # A law of the smallest batch is that of a rollout.
+    # Utilities of success rates are those of one group size.
     for each in sorted(report.gradients, key=lambda row: row.batch):
-        if each.environment == "sequence" and each.identified:
+        if each.environment == "sequence" and each.identified and not is_of_groups(each.identified):
             found = laws(build, each.identified, each.sampler, each.batch, report.dtype, rows) | found  # type: ignore[arg-type]
+    if options.part != "kl":
+        yield {"laws": found}
+        return
     taken = findings.observed.uses & SAMPLER_FIELDS
     try:
         moves = taken and sampler_has_influence(findings, "sequence")
