@@ -66,7 +66,8 @@ CLASSES = {
     "utility": Class(
         "∇U_G, a utility of the success rate",
         "Of the policy part, ascended: on-policy, in groups of G with rewards of 0 and 1, the gradient of an expected "
-        "utility of each prompt's success rate, times a positive factor.",
+        "utility of each prompt's success rate: that of advantages over a group's deviation times a positive factor, or "
+        "a combination with ∇E[R].",
     ),
     "another": Class(
         "another named gradient",
@@ -182,12 +183,12 @@ def _ascended(identified: Mapping[str, float] | None) -> str:
     """The class of one gradient of a policy part."""
     if identified is None:
         return "unnamed"
-    name, *others = identified
-    if name == "zero":
+    rest = [name for name in identified if name != REWARDED[1]]
+    if rest == ["zero"]:
         return "none"
-    if others or identified[name] < 0:
+    if max(identified.values()) < 0 or not all(is_of_groups([name]) for name in rest):
         return "another"
-    return "reward" if name == REWARDED[1] else "utility" if is_of_groups([name]) else "another"
+    return "utility" if rest else "reward"
 
 
 def _kind(identified: Mapping[str, float] | None, near: float) -> str:

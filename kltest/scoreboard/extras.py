@@ -41,7 +41,7 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
     from kltest.grading.options import Options
     from kltest.loss.resolve import resolve
     from kltest.scoreboard.laws import laws
-    from kltest.scoreboard.limits import keeps_groups_apart, limits
+    from kltest.scoreboard.limits import EXACT, keeps_groups_apart, limits
     from kltest.truth import is_of_groups
 
     torch.set_num_threads(1)
@@ -57,10 +57,11 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
         rows = GROUP if keeps_groups_apart(build({})) else BATCH
     found: dict[str, str] = {}
     # A law of the smallest batch is that of a rollout.
-    # Utilities of success rates are those of one group size.
+    # Utilities of success rates are those of one group size, and ∇E[R] is that of every size.
     for each in sorted(report.gradients, key=lambda row: row.batch):
         if each.environment == "sequence" and each.identified and not is_of_groups(each.identified):
-            found = laws(build, each.identified, each.sampler, each.batch, report.dtype, rows) | found  # type: ignore[arg-type]
+            batch = each.batch if options.part == "kl" else min(each.batch, EXACT[0])
+            found = laws(build, each.identified, each.sampler, batch, report.dtype, rows) | found  # type: ignore[arg-type]
     if options.part != "kl":
         yield {"laws": found}
         return

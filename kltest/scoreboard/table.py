@@ -201,7 +201,9 @@ def _ascends(each: BoardRow) -> str:
     kind = finite_class(each)
     found = {row["environment"]: row["identified"] for row in _current(each) if row["environment"] in FIXED}
     words = _class_words(kind, "").replace("U_G", f"U_{each['options']['group_size']}")
-    if kind in ("reward", "utility"):
+    if any(len(terms or ()) > 1 for terms in found.values()):
+        words += f": {_found(each, 'current', FIXED)}"
+    elif kind in ("reward", "utility"):
         by = [factor(each, *next(iter(terms.items())), place) for place, terms in found.items()]
         if len(set(by)) > 1 and not each["laws"]:
             by = [f"{number or 1} for {tokens}" for number, tokens in zip(by, ("one token", "two"), strict=True)]
