@@ -394,6 +394,23 @@ def libraries() -> list[dict[str, str]]:
     return summary(recorded.read()).drop(columns=SUMMARY["policy"]).to_dict("records")
 
 
+def policy_parts() -> list[dict[str, str]]:
+    """What libraries ascend without their KL term, in groups of four."""
+    from kltest.scoreboard import recorded
+    from kltest.scoreboard.table import frame
+
+    return [
+        {
+            "library": f"{line['title']}<br>`{line['setting']}`",
+            "one token": line["one_step"],
+            "sequences": line["sequences"],
+            "as": f"`{line['row']['ascends']}`" if line["row"]["ascends"] else "–",
+            "law": line["row"]["laws"].get("expected_reward", "–"),
+        }
+        for line in frame(recorded.read(parts=["policy"]), programs=False).to_dict("records")
+    ]
+
+
 # Pages.
 
 
@@ -525,6 +542,7 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         pins_commits,
         pins_months,
         libraries,
+        policy_parts,
     )
 }
 

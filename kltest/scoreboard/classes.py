@@ -66,8 +66,8 @@ CLASSES = {
     "utility": Class(
         "∇U_G, a utility of the success rate",
         "Of the policy part, ascended: on-policy, in groups of G with rewards of 0 and 1, the gradient of an expected "
-        "utility of each prompt's success rate: that of advantages over a group's deviation times a positive factor, or "
-        "a combination with ∇E[R].",
+        "utility of each prompt's success rate: U_G, of advantages over a group's deviation, times a positive factor, "
+        "or a combination with ∇E[R].",
     ),
     "another": Class(
         "another named gradient",

@@ -170,7 +170,7 @@ def test_another_derivation_is_noticed(target):
 
 def test_a_sum_over_tokens_has_its_name_at_unequal_lengths_and_a_mean_has_none():
     for target, each in ROWS.items():
-        advantage, averaged = DERIVED[target]
+        averaged = DERIVED[target][1]
         (ragged,) = [one for one in each["gradients"] if one["environment"] == "ragged"]
         counts_tokens = averaged or "opo" in target or "reinforce_plus_plus" in target
         assert (ragged["identified"] is None) == counts_tokens, target
