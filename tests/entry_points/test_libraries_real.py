@@ -1,8 +1,8 @@
 """Real libraries, installed and measured by `kltest libraries`, are what is recorded of them.
 
 Two that need torch alone are installed without dependencies, in seconds, and measured by a setting of each: a whole
-loss and a lifted function, with the programs that show them, and the policy part of a loss that scores groups. With `-m scheduled` every setting of every library is
-measured, in hours.
+loss and a lifted function, with the programs that show them, and the policy part of a loss that scores groups. With
+`-m scheduled` every setting of every library is measured, in hours.
 """
 
 import json
