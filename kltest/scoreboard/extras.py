@@ -56,13 +56,17 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
     if report.reduction == "coupled":
         rows = GROUP if keeps_groups_apart(build({})) else BATCH
     found: dict[str, str] = {}
+    kl = options.part == "kl"
+    named = [each for each in report.gradients if each.environment == "sequence" and each.identified]
+    if not kl:
+        # A group of one is none, and a utility of success rates is that of one group size.
+        largest = max((each.batch for each in named), default=1)
+        named = [each for each in named if each.batch == largest and not is_of_groups(each.identified or ())]
     # A law of the smallest batch is that of a rollout.
-    # Utilities of success rates are those of one group size, and ∇E[R] is that of every size.
-    for each in sorted(report.gradients, key=lambda row: row.batch):
-        if each.environment == "sequence" and each.identified and not is_of_groups(each.identified):
-            batch = each.batch if options.part == "kl" else min(each.batch, EXACT[0])
-            found = laws(build, each.identified, each.sampler, batch, report.dtype, rows) | found  # type: ignore[arg-type]
-    if options.part != "kl":
+    for each in sorted(named, key=lambda row: row.batch):
+        batch, terms = each.batch if kl else min(each.batch, EXACT[0]), each.identified or {}
+        found = laws(build, terms, each.sampler, batch, report.dtype, rows) | found  # type: ignore[arg-type]
+    if not kl:
         yield {"laws": found}
         return
     taken = findings.observed.uses & SAMPLER_FIELDS
@@ -71,5 +75,5 @@ def _extras(job: Job, report: Report) -> Iterator[dict[str, Any]]:
     except KltestError:
         moves = taken
     yield {"laws": found, "reads_sampler": bool(moves)}
-    named = [name for each in report.gradients for name in each.identified or ()]
-    yield {"limits": limits(build({}), findings.measure, rows, report.dtype, named) if rows else []}
+    names = [name for each in report.gradients for name in each.identified or ()]
+    yield {"limits": limits(build({}), findings.measure, rows, report.dtype, names) if rows else []}
