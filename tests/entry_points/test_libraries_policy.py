@@ -78,10 +78,10 @@ def over_deviation_of_the_others(success, successes, tokens):
 
 
 def weight(advantage, rate, tokens=1, averaged=False):
-    """w(p), divided by the tokens of a rollout if they are averaged."""
+    """w(p), divided by the tokens of a rollout if they are averaged, or by a constant."""
     chances = (math.comb(SIZE - 1, k) * rate**k * (1 - rate) ** (SIZE - 1 - k) for k in range(SIZE))
     total = sum(chance * (advantage(1, k + 1, tokens) - advantage(0, k, tokens)) for k, chance in enumerate(chances))
-    return total / tokens if averaged else total
+    return total / (tokens if averaged is MEAN else averaged or 1)
 
 
 STD = over_deviation()
@@ -100,6 +100,8 @@ REGISTERED = {
 # Of each recorded row its advantages, and if tokens are averaged or added up; why, in the library's own code.
 DERIVED = {
     "trl:grpo/defaults": (over_deviation(1e-4), MEAN),  # loss_type="dapo"
+    "trl:grpo/loss_type=dr_grpo": (over_deviation(1e-4), 512),  # scale_rewards="group", max_completion_length=512
+    "trl:grpo/groups,loss_type=luspo,scale_rewards=none": (centred, SUM),
     "trl:rloo/defaults": (of_the_others, SUM),  # a ratio of whole sequences
     "verl:kl_in_reward/gae": (whitened(1), MEAN),  # γ = λ = 1 and values of 0: the reward, whitened
     "verl:kl_in_reward/grpo": (over_deviation(1e-6), MEAN),
@@ -172,7 +174,7 @@ def test_a_sum_over_tokens_has_its_name_at_unequal_lengths_and_a_mean_has_none()
     for target, each in ROWS.items():
         averaged = DERIVED[target][1]
         (ragged,) = [one for one in each["gradients"] if one["environment"] == "ragged"]
-        counts_tokens = averaged or "opo" in target or "reinforce_plus_plus" in target
+        counts_tokens = averaged is MEAN or "opo" in target or "reinforce_plus_plus" in target
         assert (ragged["identified"] is None) == counts_tokens, target
         if not counts_tokens:
             assert ragged["identified"] == found(each, "bandit")[0], target
