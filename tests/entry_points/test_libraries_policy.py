@@ -126,8 +126,9 @@ DERIVED = {
     "areal:kl_in_reward/defaults": (raw, MEAN),
     "tinker-cookbook:rl/defaults": (centred, SUM),
 }
-# Libraries add up to 1e-6 to a deviation of one half, and some compute in float32.
-CLOSE = 1e-5
+# Libraries add up to 1e-6 to a deviation of one half, some compute in float32, and two coefficients of six digits may
+# leave a tenth of their size.
+CLOSE = 3e-5
 
 
 def recorded_weight(identified, rate):
@@ -251,7 +252,7 @@ def test_the_page_shows_policy_parts_in_the_same_table_and_beside_the_defaults()
     assert cells["trl 1.16.0<br>`rloo/defaults`"] == "∇E[R]; advantages of reinforce-leave-one-out"
     assert cells["trl 1.16.0<br>`gkd/defaults`"] == "–"
     for text in (markdown(table), html(table)):
-        assert text.count("advantages of dr-grpo") == 2
+        assert text.count("advantages of dr-grpo") == 3
         assert "without its KL" in text
     # Those of the KL term are what they were without them.
     assert frame(recorded.read(), programs=False)["follows"].tolist() == [
