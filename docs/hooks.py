@@ -389,9 +389,26 @@ def scan_variants() -> list[dict[str, str]]:
 def libraries() -> list[dict[str, str]]:
     """What each library follows by default, and what to set for ∇KL(π‖ref) instead."""
     from kltest.scoreboard import recorded
-    from kltest.scoreboard.table import summary
+    from kltest.scoreboard.table import SUMMARY, summary
 
-    return summary(recorded.read()).to_dict("records")
+    return summary(recorded.read()).drop(columns=SUMMARY["policy"]).to_dict("records")
+
+
+def policy_parts() -> list[dict[str, str]]:
+    """What libraries ascend without their KL term, in groups of four."""
+    from kltest.scoreboard import recorded
+    from kltest.scoreboard.table import frame
+
+    return [
+        {
+            "library": f"{line['title']}<br>`{line['setting']}`",
+            "one token": line["one_step"],
+            "sequences": line["sequences"],
+            "as": f"`{line['row']['ascends']}`" if line["row"]["ascends"] else "–",
+            "law": line["row"]["laws"].get("expected_reward", "–"),
+        }
+        for line in frame(recorded.read(parts=["policy"]), programs=False).to_dict("records")
+    ]
 
 
 # Pages.
@@ -443,8 +460,9 @@ def library_pages() -> dict[str, str]:
     """The scoreboard of real libraries, with the program of each setting, and what past releases followed."""
     from kltest.scoreboard import recorded, timeline
     from kltest.scoreboard.pages import files
+    from kltest.scoreboard.rows import PARTS
 
-    made = files(recorded.read()) | timeline.files()
+    made = files(recorded.read(parts=PARTS)) | timeline.files()
     made["libraries.md"] = f"---\nhide: [toc]\n---\n{made['libraries.md']}"  # its tables take the width
     return {f"libraries/{'index.md' if name == 'libraries.md' else name}": content for name, content in made.items()}
 
@@ -524,6 +542,7 @@ TABLES: dict[str, Callable[[], list[dict[str, str]]]] = {
         pins_commits,
         pins_months,
         libraries,
+        policy_parts,
     )
 }
 

@@ -38,6 +38,8 @@ DEPTHS: dict[Depth, str] = {
 }
 # Options for losses of whole groups: every group is called, some several times; groups of two keep that to seconds.
 PAIRS = {"group_size": 2, "timeout": 300}
+# Of a call that makes advantages of rewards as it is.
+SCORES: tuple[str, Mapping[str, Any]] = ("", {})
 # From four rollouts on a group's standard deviation moves with the success rate.
 WHOLE_GROUP = 4
 # For those that take log-probs of the sampler.
@@ -66,8 +68,10 @@ class Setting:
         note: one neutral sentence on what had to be assumed.
         since: the first release that has what the setting is about; older ones are not graded in it.
         brought: the releases that brought arguments, or values of them; `variant` reads `since` from it.
-        policy: target and further arguments with which the library makes advantages of rewards itself, for the policy
-            part; None if it is only called with advantages that are given to it.
+        policy: target, "" for its own, and further arguments with which the library makes advantages of rewards itself,
+            for the policy part; None if it is only called with advantages that are given to it.
+        ascends: the registered policy loss whose advantages its policy part has, "" if none is registered; None if the
+            scoreboard has no row of that part.
     """
 
     name: str
@@ -83,6 +87,7 @@ class Setting:
     coefficient: str = ""
     brought: Mapping[str, str] = field(default_factory=dict)
     policy: tuple[str, Mapping[str, Any]] | None = None
+    ascends: str | None = None
 
     @classmethod
     def of(
@@ -123,6 +128,10 @@ class Setting:
         arguments = {**self.arguments, **(others.get("arguments") or {})}
         return {**self.options, **others, **({"arguments": arguments} if arguments else {})}
 
+    def has_row(self, part: str) -> bool:
+        """Return True if the scoreboard has a row of this part of the loss, "kl" or "policy"."""
+        return part == "kl" or self.ascends is not None
+
     def for_part(self, part: str) -> Self:
         """Return the setting by which a part of the loss is graded; UsageError if its policy part cannot be."""
         if part == "kl":
@@ -135,7 +144,7 @@ class Setting:
             )
         target, arguments = self.policy
         options = {**self.options, "group_size": WHOLE_GROUP}
-        return replace(self, target=target, arguments={**self.arguments, **arguments}, options=options)
+        return replace(self, target=target or self.target, arguments={**self.arguments, **arguments}, options=options)
 
 
 def numbers(version: str) -> list[int]:

@@ -4,7 +4,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-from kltest.adapters import STEP_OF_TOKENS, Adapter, Setting
+from kltest.adapters import SCORES, STEP_OF_TOKENS, Adapter, Setting
 from kltest.adapters.installed import loaded
 from kltest.adapters.standalone import program
 
@@ -44,7 +44,7 @@ def kl_in_reward(logp, old_logp, ref_logp, mask, reward, beta, kl_estimator="k1"
     return actor_loss(actor, logp, {name: value[:, :width] for name, value in data.items() if value.ndim == 2})
 
 
-REWARD = Setting.of(kl_in_reward, options=STEP_OF_TOKENS, source=SOURCE)
+REWARD = Setting.of(kl_in_reward, options=STEP_OF_TOKENS, source=SOURCE, policy=SCORES, ascends="reinforce")
 TEACHER = Setting.of(
     distilled, name="teacher", options=STEP_OF_TOKENS, source=SOURCE, note="The reference is the teacher."
 )

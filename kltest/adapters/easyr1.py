@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from kltest.adapters import STEP, Adapter, Setting
+from kltest.adapters import SCORES, STEP, Adapter, Setting
 from kltest.adapters.installed import found
 
 COMMIT = "b44b311b66"
@@ -49,7 +49,9 @@ ADAPTER = Adapter.cloned(
     ALGORITHMS,
     module=ALGORITHMS,
     settings=(
-        Setting.of(kl_in_reward, options=STEP, source=SOURCE).by_default("verl.trainer.config:AlgorithmConfig.kl_coef"),
+        Setting.of(kl_in_reward, options=STEP, source=SOURCE, policy=SCORES, ascends="dapo").by_default(
+            "verl.trainer.config:AlgorithmConfig.kl_coef"
+        ),
         LOSS.variant(name="defaults", note="`use_kl_loss` is on, and nothing else is set."),
         *(LOSS.variant({"kl_penalty": "low_var_kl", "loss_avg_mode": mode}) for mode in ("token", "seq")),
         *(FUNCTION.variant({"kl_penalty": kind}, kind) for kind in KINDS),

@@ -40,6 +40,15 @@ def clipped(logp, old_logp, ref_logp, mask, advantage, beta, **settings):
     return loss, {"kl": metrics["kl_penalty"]} if beta else {}
 
 
+def scored(logp, old_logp, ref_logp, mask, reward, group, beta, **settings):
+    """`GRPOAdvantageEstimator` at its configuration's defaults, which computes in float32, and `ClippedPGLossFn`."""
+    module = "nemo_rl.algorithms.advantage_estimator"
+    configuration = found(module, "AdvEstimatorConfig", UNUSED)()
+    estimator = found(module, "GRPOAdvantageEstimator", UNUSED)(configuration, None)
+    advantages = estimator.compute_advantage(group[:, None], reward.float(), mask).to(logp.dtype)
+    return clipped(logp, old_logp, ref_logp, mask, advantages[:, 0], beta, **settings)
+
+
 def distilled(logits, ref_logits, mask, topk, **settings):
     """`DistillationLossFn` on the top k of the teacher, the reference, as a worker prepares them."""
     data = {"token_mask": shifted(mask), "sample_mask": mask.new_ones(len(mask)), "input_ids": mask}
@@ -78,7 +87,13 @@ def opd(logp, old_logp, ref_logp, mask):
 
 
 TREE = f"{HOME}/blob/{COMMIT}"
-LOSS = Setting.of(clipped, name="clipped_pg", options=STEP_OF_TOKENS, source=f"{TREE}/docs/guides/grpo.md")
+LOSS = Setting.of(
+    clipped,
+    name="clipped_pg",
+    options=STEP_OF_TOKENS,
+    source=f"{TREE}/docs/guides/grpo.md",
+    policy=(f"{__name__}:scored", {}),
+)
 DISTILLATION = Setting.of(
     distilled,
     {"topk": 2},
@@ -100,7 +115,7 @@ ADAPTER = Adapter.cloned(
     installs=(("--no-deps", "pydantic==2.13.4", "pydantic-core==2.46.4", *PYDANTIC),),
     module="nemo_rl",
     settings=(
-        LOSS.by_default(f"{MODULE}:ClippedPGLossConfig.reference_policy_kl_penalty"),
+        LOSS.by_default(f"{MODULE}:ClippedPGLossConfig.reference_policy_kl_penalty", ascends=""),
         LOSS.variant({"reference_policy_kl_type": "k1"}),
         LOSS.variant({"use_on_policy_kl_approximation": True}),
         DISTILLATION.by_default("the loss itself"),

@@ -1,5 +1,6 @@
 """prime-rl: `compute_loss` with its KL to the sampler, and with its on-policy distillation."""
 
+import asyncio
 from functools import partial
 from types import SimpleNamespace
 
@@ -28,8 +29,23 @@ def packed_loss(logp, old_logp, ref_logp, mask, advantage, beta, kind="default")
     )[0]
 
 
+def scored(logp, old_logp, ref_logp, mask, reward, group, beta):
+    """`GRPOAlgorithm.score_group` of each group, without its penalty of lengths, and `packed_loss`."""
+    algorithm = loaded("prime_rl.orchestrator.algo.grpo", (*UNUSED, "prime_rl.transports")).GRPOAlgorithm
+    nodes = [SimpleNamespace(mask=[True], token_ids=[0]) for _ in mask]
+    for number in group.unique():
+        traces = [
+            SimpleNamespace(reward=value, has_error=False, agent=SimpleNamespace(trainable=True), nodes=[node])
+            for value, own, node in zip(reward.tolist(), group, nodes, strict=True)
+            if own == number
+        ]
+        asyncio.run(algorithm.score_group(SimpleNamespace(length_penalty=None), [SimpleNamespace(traces=traces)]))
+    advantage = reward.new_tensor([node.advantages[0] for node in nodes])
+    return packed_loss(logp, old_logp, ref_logp, mask, advantage, beta)
+
+
 SOURCE = f"{HOME}/blob/{COMMIT}/src/prime_rl/trainer/rl/loss.py"
-LOSS = Setting.of(packed_loss, name="loss", options=STEP_OF_TOKENS, source=SOURCE)
+LOSS = Setting.of(packed_loss, name="loss", options=STEP_OF_TOKENS, source=SOURCE, policy=(f"{__name__}:scored", {}))
 NONE = "no KL to a reference"
 
 ADAPTER = Adapter.cloned(
@@ -41,7 +57,9 @@ ADAPTER = Adapter.cloned(
     module="prime_rl",
     folder="src",
     settings=(
-        LOSS.by_default(NONE, note="Its KL is that to the sampler; there is none to a reference."),
+        LOSS.by_default(
+            NONE, note="Its KL is that to the sampler; there is none to a reference.", ascends="grpo-without-std"
+        ),
         LOSS.by_default(NONE, {"kind": "ref_kl"}, note="On-policy distillation: the reference is the teacher."),
     ),
 )

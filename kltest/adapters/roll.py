@@ -25,6 +25,13 @@ def actor_loss(logp, old_logp, ref_logp, mask, advantage, beta, **settings):
     return loss, {"kl": metrics["actor/kl_loss@sum"]}
 
 
+def scored(logp, old_logp, ref_logp, mask, reward, group, beta, **settings):
+    """`reward_norm` of whole groups, as `adv_estimator=grpo` sets it, and `actor_loss`."""
+    order, size = group.argsort(stable=True), len(group) // len(group.unique())
+    normalised = found(FUNCTIONS, "reward_norm")(reward[order], size, norm_mean_type="group", norm_std_type="group")
+    return actor_loss(logp, old_logp, ref_logp, mask, normalised[order.argsort()], beta, **settings)
+
+
 def acted(logp, old_logp, ref_logp, mask, advantages, beta, **settings):
     """The loss and the metrics of a worker, with advantages of tokens."""
     worker = found("roll.pipeline.rlvr.actor_worker", "ActorWorker")
@@ -69,7 +76,13 @@ def opd(logp, old_logp, ref_logp, mask, beta):
     return acted(logp, old_logp, ref_logp, mask, advantages.to(logp.dtype), beta, use_kl_loss=False)[0]
 
 
-LOSS = Setting.of(actor_loss, options=STEP_OF_TOKENS, source=f"{TREE}/configs/base_config.py")
+LOSS = Setting.of(
+    actor_loss,
+    options=STEP_OF_TOKENS,
+    source=f"{TREE}/configs/base_config.py",
+    policy=(f"{__name__}:scored", {}),
+    ascends="grpo",
+)
 FUNCTION = Setting.of(
     f"{FUNCTIONS}:compute_approx_kl",
     {"log_probs": "@logp", "log_probs_base": "@ref_logp", "action_mask": "@mask"},

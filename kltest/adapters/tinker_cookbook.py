@@ -47,6 +47,15 @@ def charged(logp, old_logp, ref_logp, mask, advantage, beta, module="rl.metrics"
     return serviced(logp, old_logp, [datum.loss_fn_inputs["advantages"].to_torch() for datum in data], mask)
 
 
+def scored(logp, old_logp, ref_logp, mask, reward, group, beta, **settings):
+    """`compute_advantages` of each group, and `charged`."""
+    advantages_of, advantage = loaded("tinker_cookbook.rl.data_processing").compute_advantages, reward.clone()
+    for number in group.unique():
+        rows = group == number
+        advantage[rows] = advantages_of([SimpleNamespace(get_total_rewards=reward[rows].tolist)])[0].to(reward.dtype)
+    return charged(logp, old_logp, ref_logp, mask, advantage, beta, **settings)
+
+
 def stand_ins():
     """Stand for the classes of the service's client."""
 
@@ -115,7 +124,9 @@ def serviced(logp, old_logp, advantages, mask):
 
 
 NOTE = "The loss of the service, which is not part of the library, is that of its documentation."
-REINFORCED = Setting.of(charged, name="rl", options=STEP, source=f"{TREE}/rl/train.py", note=NOTE)
+REINFORCED = Setting.of(
+    charged, name="rl", options=STEP, source=f"{TREE}/rl/train.py", note=NOTE, policy=(f"{__name__}:scored", {})
+)
 DISTILLED = Setting.of(
     charged,
     {"module": "distillation.train_on_policy"},
@@ -143,7 +154,7 @@ ADAPTER = Adapter(
     module="tinker_cookbook",
     homepage="https://github.com/thinking-machines-lab/tinker-cookbook",
     settings=(
-        REINFORCED.by_default("tinker_cookbook.rl.train:Config.kl_penalty_coef"),
+        REINFORCED.by_default("tinker_cookbook.rl.train:Config.kl_penalty_coef", ascends="dr-grpo"),
         DISTILLED.by_default("tinker_cookbook.distillation.train_on_policy:Config.kl_penalty_coef"),
         DISTILLED.variant({"kl_discount_factor": 1.0}),
         SELF_DISTILLED.by_default("the loss itself"),

@@ -11,20 +11,20 @@ from typing import Annotated
 import typer
 
 from kltest.adapters import find, split
-from kltest.errors import UsageError
+from kltest.errors import UsageError, did_you_mean
 from kltest.grading.forms import seconds
 from kltest.render.tables import wrap
 from kltest.render.words import one_line
 from kltest.scoreboard import recorded
 from kltest.scoreboard.history import history
 from kltest.scoreboard.measurement import Measurement, check_patterns, libraries, requested
-from kltest.scoreboard.rows import matches, summary
+from kltest.scoreboard.rows import PARTS, matches, summary
 from kltest.scoreboard.table import frame, right
 
 
 def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
     """Print the known settings, or those that fit patterns, and what was last recorded of them."""
-    known = recorded.read()
+    known, policies = recorded.read(), recorded.read(parts=["policy"])
     libraries = [find(name) for name, _ in requested(names)]
     check_patterns(settings, [setting.name for library in libraries for setting in library.settings])
     for library in libraries:
@@ -44,6 +44,9 @@ def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
             words = f"(since {setting.since}) " if setting.since else ""
             words += one_line(summary(rows[setting.name])) if setting.name in rows else "–"
             print(*wrap(words, indent=" " * 6), sep="\n")
+            for row in policies:
+                if (row["library"], row["setting"]) == (library.name, setting.name):
+                    print(*wrap(f"without its KL: {one_line(summary(row))}", indent=" " * 6), sep="\n")
     return 0
 
 
@@ -117,6 +120,12 @@ def command(
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="The longest that a setting may take [default: its own]")
     ] = None,
+    part: Annotated[
+        str,
+        typer.Option(
+            metavar="kl|policy", help="The part of each loss: its KL term, or what is ascended in whole groups without."
+        ),
+    ] = PARTS[0],
     more: Annotated[
         list[str] | None,
         typer.Option("--with", metavar="PACKAGE", help="Install this package beside the library as well; repeatable."),
@@ -143,7 +152,11 @@ def command(
     if list_only:
         return listing(names or [], setting or [])
     longest = None if timeout is None else seconds(timeout, "--timeout")
-    request = Measurement(tuple(setting or ()), longest, again, tuple(more or ()), releases, checkout)
+    if part not in PARTS:
+        raise UsageError(f"--part {part}: {did_you_mean(part, PARTS)}there are {' and '.join(PARTS)}")
+    if releases and part != PARTS[0]:
+        raise UsageError("--history measures KL terms; `kltest libraries NAME==VERSION --part policy` grades a release")
+    request = Measurement(tuple(setting or ()), longest, again, tuple(more or ()), releases, checkout, part)
     if releases and diff:
         raise UsageError("--history measures releases one by one; --diff compares them without it: trl==0.16 trl==0.20")
     if releases:

@@ -251,10 +251,7 @@ class Grading:
         assert self.loss is not None
         options = self.options = _with_group_size(self.loss, self.options)
         self.loss = with_rows_of_the_batch(self.loss, options.seed)
-        if options.part == "kl":
-            self.loss = kl_part(self.loss, options.expect, options.seed, options.group_size)
-        else:
-            self.loss = ascent(self.loss, options.part, options.seed)
+        self.loss = part_of(self.loss, options)
         self.findings = findings = plan(self.loss, options)
         for environment in findings.environments:
             for sampler in findings.samplers:
@@ -347,6 +344,13 @@ def plan(loss: Loss, options: Options) -> Findings:
     findings = Findings(declared, loss.placement, options.environment, samplers, measure)
     findings.notes += notes
     return findings
+
+
+def part_of(loss: Loss, options: Options) -> Loss:
+    """Return what is graded of a loss: its KL part, or the direction in which another part of it ascends."""
+    if options.part == "kl":
+        return kl_part(loss, options.expect, options.seed, options.group_size)
+    return ascent(loss, options.part, options.seed)
 
 
 def _with_group_size(loss: Loss, options: Options) -> Options:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kltest.scoreboard.rows import BATCH, MARGIN, PROPORTION, REWARDED
-from kltest.truth import is_of_lengths
+from kltest.scoreboard.rows import BATCH, MARGIN, PARTS, PROPORTION, REWARDED, part_of
+from kltest.truth import is_of_groups, is_of_lengths
 
 WHOLE, PART = "reverse_kl", "local_reverse_kl"
 OTHERS = frozenset({"forward_kl", "local_forward_kl"})
@@ -59,6 +59,15 @@ CLASSES = {
     "mixed": Class(
         "∇KL(π‖ref) and something else",
         "On-policy, in at least one environment the gradient of KL(π‖ref) or its next-token part plus something else.",
+    ),
+    "reward": Class(
+        "∇E[R]", "Of the policy part, ascended: on-policy, the gradient of the expected reward times a positive factor."
+    ),
+    "utility": Class(
+        "∇U_G, a utility of the success rate",
+        "Of the policy part, ascended: on-policy, in groups of G with rewards of 0 and 1, the gradient of an expected "
+        "utility of each prompt's success rate: U_G, of advantages over a group's deviation, times a positive factor, "
+        "or a combination with ∇E[R].",
     ),
     "another": Class(
         "another named gradient",
@@ -112,6 +121,9 @@ def finite_class(row: Mapping[str, Any]) -> str:
     named = [each for each in _current(row) if not (fixed_only and each["environment"] == "ragged")]
     one = {_kind(each["identified"], near) for each in named if each["environment"] == "bandit"}
     several = {_kind(each["identified"], near) for each in named if each["environment"] != "bandit"}
+    if part_of(row) != PARTS[0] and several:
+        ascended = {_ascended(each["identified"]) for each in named}
+        return ascended.pop() if len(ascended) == 1 else "unnamed" if "unnamed" in ascended else "another"
     return _class(several, row, one, fixed_only) if several else "open"
 
 
@@ -165,6 +177,18 @@ def _of_unequal_lengths(each: Mapping[str, Any], row: Mapping[str, Any]) -> bool
     """True for an unnamed gradient of rollouts of several lengths if that of rollouts of one length has a name."""
     fixed = [other["identified"] for other in _current(row) if other["environment"] == "sequence"]
     return each["environment"] == "ragged" and each["identified"] is None and bool(fixed) and None not in fixed
+
+
+def _ascended(identified: Mapping[str, float] | None) -> str:
+    """The class of one gradient of a policy part."""
+    if identified is None:
+        return "unnamed"
+    rest = [name for name in identified if name != REWARDED[1]]
+    if rest == ["zero"]:
+        return "none"
+    if max(identified.values()) < 0 or not all(is_of_groups([name]) for name in rest):
+        return "another"
+    return "utility" if rest else "reward"
 
 
 def _kind(identified: Mapping[str, float] | None, near: float) -> str:

@@ -19,9 +19,11 @@ from kltest.counterexample.environment import measure
 from kltest.environments import Instance, sequence
 from kltest.errors import KltestError
 from kltest.identify.identification import independent
+from kltest.identify.instances import with_ties
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.moments import exact_batches
+from kltest.scoreboard.rows import REWARDED
 from kltest.truth import gradient, support_named
 
 TOKENS, WIDTH = "T", "padded width"
@@ -119,7 +121,7 @@ def _coefficients(
 ) -> dict[str, float] | None:
     """Coefficients of a loss's gradient in small sequences; None if names depend on each other, or miss it."""
     length, columns, rows = size
-    instance = Instance.draw(sequence(vocabulary(names), length), SEED)
+    instance = _drawn(names, length)
     known = {name: gradient(name, instance).ravel() for name in names}
     if len(independent(known)) < len(names):
         return None
@@ -132,9 +134,15 @@ def _coefficients(
     return dict(zip(names, map(float, fit), strict=True))
 
 
+def _drawn(names: Iterable[str], length: int) -> Instance:
+    """An instance of rollouts of one length, with rewards of 0 and 1 if the gradient is the reward's."""
+    instance = Instance.draw(sequence(vocabulary(names), length), SEED)
+    return with_ties(instance, SEED) if set(names) == {REWARDED[1]} else instance
+
+
 def _adds_up(loss: Loss, names: tuple[str, ...], sampler: Sampler, batch: int) -> bool:
     """True if a loss adds the rows of a batch up: its gradient is divided by their number, as in grading."""
-    instance = Instance.draw(sequence(vocabulary(names), SHORT), SEED)
+    instance = _drawn(names, SHORT)
     with suppress(KltestError), preserved(SEED):
         return exact_batches(loss, instance, sampler, batch, logs=False).added_up
     return False

@@ -19,7 +19,7 @@ from kltest.render.tables import wrap
 from kltest.render.words import one_line, time_spent
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import NEWEST, exact_version, install
-from kltest.scoreboard.rows import BoardRow, absent, changes, graded, matches
+from kltest.scoreboard.rows import PARTS, BoardRow, absent, changes, graded, matches, part_of
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 
@@ -39,6 +39,7 @@ class Measurement:
         again: repeat finished ones.
         more: packages to install beside a library.
         history: only the settings that are measured in each release.
+        part: the part of each loss, "kl" or "policy".
         checkout: where git clones the library from, in place of its own address.
     """
 
@@ -48,6 +49,7 @@ class Measurement:
     more: tuple[str, ...] = ()
     history: bool = False
     checkout: str | None = None
+    part: str = PARTS[0]
 
 
 def libraries(
@@ -61,7 +63,7 @@ def libraries(
     """Measure the libraries (all, or those named, `NAME==VERSION`), write the scoreboard, print what was found."""
     if record:
         check_checkout()
-    wanted = requested(names)
+    wanted = requested(names, request.part)
     if request.checkout and not (len(wanted) == 1 and find(wanted[0][0]).repository):
         cloned = ", ".join(name for name in NAMES if find(name).repository)
         raise UsageError(f"--checkout is for one library that is cloned: {cloned}, or an adapter of your own")
@@ -79,8 +81,9 @@ def libraries(
     if not failed:
         check_patterns(request.settings, [each["setting"] for each in rows])
     _show(rows, [*store.all_rows(), *failed], folder)
-    changed = _changed(wanted, found, request.settings, folder) if diff else []
-    refused = {(each["library"], each["setting"]) for each in recorded.read() if each["error"]}
+    known = recorded.read(parts=[request.part])
+    changed = _changed(wanted, found, known, request.settings, folder) if diff else []
+    refused = {(each["library"], each["setting"]) for each in known if each["error"]}
     if record:
         recorded.record(rows, whole=not request.settings)
     ungraded = [each for each in rows if not graded(each) and (each["library"], each["setting"]) not in refused]
@@ -88,13 +91,17 @@ def libraries(
 
 
 def _changed(
-    wanted: Sequence[Requested], found: Mapping[Requested, list[BoardRow]], settings: Sequence[str], folder: Path
+    wanted: Sequence[Requested],
+    found: Mapping[Requested, list[BoardRow]],
+    known: Sequence[BoardRow],
+    settings: Sequence[str],
+    folder: Path,
 ) -> list[str]:
     """Print and write differences from the record, or between the releases of a library that is measured in several."""
     changed = []
     for name in dict.fromkeys(name for name, _ in wanted):
         rows = [found[each] for each in wanted if each[0] == name]
-        for before, after in pairwise(rows) if len(rows) > 1 else [(recorded.read(), rows[0])]:
+        for before, after in pairwise(rows) if len(rows) > 1 else [(known, rows[0])]:
             changed += changes(before, after, settings)
     head = "What changed" if changed else "Nothing changed"
     print("\n".join(["", head + ".", *changed]))
@@ -120,11 +127,16 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
         )
 
 
-def requested(names: Sequence[str]) -> list[Requested]:
-    """Adapters and versions, each checked before any work is done."""
-    pairs = [name.partition("==") for name in dict.fromkeys(names or NAMES)]
+def requested(names: Sequence[str], part: str = PARTS[0]) -> list[Requested]:
+    """Adapters and versions, each checked before any work is done; without names, those that can grade this part."""
+    able = [name for name in NAMES if any(setting.has_row(part) for setting in find(name).settings)]
+    pairs = [name.partition("==") for name in dict.fromkeys(names or able)]
     for name, equals, version in pairs:
         library = find(name)
+        if not any(setting.has_row(part) for setting in library.settings):
+            raise UsageError(
+                f"--part {part} needs settings that score rewards: {', '.join(able)} have some, {name} none"
+            )
         if equals and not version:
             raise UsageError(f"{name}==: no version is given; write {name}=={library.version}")
         if equals and version != NEWEST:
@@ -148,10 +160,11 @@ def measured(each: Requested, store: Store, request: Measurement, within: Path |
         there = install(library, version, request.more, within=within)
         # Settings that could not be graded are tried once more.
         stored = [] if request.again else store.all_rows()
-        here = [row for row in stored if (row["library"], row["version"]) == (library.name, version)]
+        asked_for = (library.name, version, request.part)
+        here = [row for row in stored if (row["library"], row["version"], part_of(row)) == asked_for]
         done = {row["setting"]: row for row in here if graded(row)}
         path = str(Path(name).resolve()) if name.endswith(".py") else name
-        work = {"settings": request.settings, "timeout": request.timeout, "history": request.history}
+        work = {name: getattr(request, name) for name in ("part", "settings", "timeout", "history")}
         asked = json.dumps({"library": path, **work, "done": list(done)})
         answers = map(json.loads, there.lines("-m", "kltest.scoreboard.worker", asked))
         first = next(answers)
@@ -165,7 +178,8 @@ def measured(each: Requested, store: Store, request: Measurement, within: Path |
             for row in answers:
                 done[row["setting"]] = row
                 try:
-                    store.add([({"library": library.name, "version": version, "setting": row["setting"]}, [row])])
+                    names_of_row = {"library": library.name, "version": version, "setting": row["setting"]}
+                    store.add([({**names_of_row, "part": request.part}, [row])])
                 except KltestError as error:
                     unkept = str(error)
                 progress.advance(row["setting"])  # once it is stored

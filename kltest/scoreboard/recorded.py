@@ -1,8 +1,8 @@
 """The results that kltest ships with: the last measurement of each library, readable without installing any.
 
 `recorded.jsonl` has a line for each library and version, with the versions of the packages beside it, and below it a
-line for each setting, with numbers and codes alone. How a setting is called stands in its adapter, what a check means
-in the check; both are filled in when the file is read.
+line for each setting and part of its loss, with numbers and codes alone. How a setting is called stands in its adapter,
+what a check means in the check; both are filled in when the file is read.
 """
 
 import json
@@ -14,11 +14,24 @@ from typing import Any
 
 from kltest.adapters import NAMES, find
 from kltest.files import write
-from kltest.scoreboard.rows import DESCRIBED, GRADIENT, LEAKED, LIMIT, LOOKED_AT, VALUE, BoardRow, described, leaked
+from kltest.scoreboard.rows import (
+    DESCRIBED,
+    GRADIENT,
+    LEAKED,
+    LIMIT,
+    LOOKED_AT,
+    PARTS,
+    VALUE,
+    BoardRow,
+    described,
+    leaked,
+    part_of,
+)
 
 PATH = Path(__file__).parent / "recorded.jsonl"
 # Fields that are written only if they are otherwise.
 USUAL: Mapping[str, Any] = {
+    "part": PARTS[0],
     "expect": "reverse_kl",
     "placement": "loss",
     "credit": None,
@@ -29,13 +42,12 @@ USUAL: Mapping[str, Any] = {
 }
 METHOD = "exact"
 HEAD = ("library", "version", "released", "versions")
-_key = itemgetter("library", "version", "setting")
 # The one note that is stored: the function was lifted out of a file that cannot be imported.
 LIFTED = "lifted"
 
 
-def read(path: Path | None = None) -> list[BoardRow]:
-    """Return all recorded rows, by library, version and setting; none if nothing was recorded yet."""
+def read(path: Path | None = None, *, parts: Sequence[str] = PARTS[:1]) -> list[BoardRow]:
+    """Return recorded rows of these parts, by library, version and setting; none if nothing was recorded yet."""
     path = path or PATH
     rows: list[BoardRow] = []
     head: BoardRow = {}
@@ -45,21 +57,22 @@ def read(path: Path | None = None) -> list[BoardRow]:
             head = found
         else:
             rows.append(_expanded(found, head))
-    return rows
+    return [each for each in rows if each["part"] in parts]
 
 
 def record(rows: Sequence[BoardRow], path: Path | None = None, *, whole: bool = True) -> None:
-    """Replace what is recorded of these libraries in these versions, or, not `whole`, of these settings alone.
+    """Replace what is recorded of these parts of these libraries in these versions, or, not `whole`, of these settings.
 
     Left out are rows of libraries that failed, of settings that were not finished, and of those that now fail and did
     not before; what is recorded of them stays.
     """
-    there = {_key(each) for each in read(path) if not each["error"]}
+    known = read(path, parts=PARTS)
+    there = {_key(each) for each in known if not each["error"]}
     done = [each for each in rows if each["setting"] and not each.get("unfinished")]
     new = {_key(each): each for each in done if not (each["error"] and _key(each) in there)}
     failed = {each["library"] for each in rows if _key(each) not in new}
-    replaced = {(library, version) for library, version, _ in new if whole and library not in failed}
-    kept = {_key(each): each for each in read(path) if (each["library"], each["version"]) not in replaced}
+    replaced = {(*key[:2], key[-1]) for key in new if whole and key[0] not in failed}
+    kept = {key: each for each in known for key in [_key(each)] if (*key[:2], key[-1]) not in replaced}
     order = sorted((kept | new).values(), key=_place)
     lines: list[BoardRow] = []
     for _, group in groupby(order, key=itemgetter("library", "version")):
@@ -70,11 +83,15 @@ def record(rows: Sequence[BoardRow], path: Path | None = None, *, whole: bool = 
     write(path or PATH, "".join(text))
 
 
+def _key(row: BoardRow) -> tuple[str, str, str, str]:
+    return row["library"], row["version"], row["setting"], part_of(row)
+
+
 def _place(row: BoardRow) -> tuple[Any, ...]:
-    """Libraries in the order of their adapters, then others; newest versions first."""
+    """Libraries in the order of their adapters, then others; newest versions first; KL terms before policy parts."""
     library, version = row["library"], row["version"].split(".")
     order = NAMES.index(library) if library in NAMES else len(NAMES)
-    return order, library, [-int(part) for part in version if part.isdigit()]
+    return order, library, [-int(part) for part in version if part.isdigit()], PARTS.index(part_of(row))
 
 
 def _shortened(row: BoardRow, head: BoardRow) -> BoardRow:
@@ -108,5 +125,6 @@ def _expanded(line: BoardRow, head: BoardRow) -> BoardRow:
 def _usual(row: BoardRow, head: BoardRow) -> BoardRow:
     """Defaults of a row; if the adapter knows the setting, they say how it is called as well."""
     known = find(head["library"]).known.get(row["setting"]) if head["library"] in NAMES else None
-    usual = {**USUAL, **(described(known) if known else {}), "versions": head["versions"], "known": True}
-    return {**usual, "program_of_adapter": bool(row["gradients"])}
+    part = part_of(row)
+    usual = {**USUAL, **(described(known.for_part(part)) if known else {}), "versions": head["versions"], "known": True}
+    return {**usual, "program_of_adapter": bool(row["gradients"]) and part == PARTS[0]}

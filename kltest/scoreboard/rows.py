@@ -18,7 +18,9 @@ GRADIENT = ("environment", "sampler", "batch", "identified", "relative_bias", "c
 VALUE = ("environment", "sampler", "matches")
 LIMIT = ("environment", "of", "terms", "rate", "lengths", "exact", "sampled", "beside_reward")
 # Fields of a setting that a row repeats.
-DESCRIBED = ("target", "arguments", "options", "depth", "default", "recipe", "source", "note")
+DESCRIBED = ("target", "arguments", "options", "depth", "default", "recipe", "source", "note", "ascends")
+# Parts of a loss that have rows: its KL term, and what advantage, ratio and normalisation follow without it.
+PARTS = ("kl", "policy")
 # Fields of a report that a row repeats.
 REPORTED = ("expect", "placement", "credit", "verdict", "reduction", "dtype", "unfinished")
 # Fields in which two versions of a library are compared.
@@ -60,7 +62,7 @@ def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> 
             "setting": setting.name,
             **described(setting),
             **{name: found[name] for name in REPORTED},
-            "gradients": [{key: each[key] for key in GRADIENT} for each in found["gradients"]],
+            "gradients": [{key: each[key] for key in GRADIENT} for each in _whole_groups(found["gradients"], others)],
             "value": [{key: each[key] for key in VALUE} for each in found["value"]],
             "failed": [{"code": check.code, "message": check.message} for check in report.failed],
             "inconclusive": [check.code for check in report.checks if check.status == "inconclusive"],
@@ -72,6 +74,17 @@ def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> 
         },
         _rounded,
     )
+
+
+def part_of(each: Mapping[str, Any]) -> str:
+    """Return the part of the loss that a row is about, one of PARTS."""
+    return each.get("part", PARTS[0])
+
+
+def _whole_groups(gradients: Sequence[BoardRow], about: Mapping[str, Any]) -> list[BoardRow]:
+    """Gradients of a row; of a policy part those of whole groups, the largest batches of an environment."""
+    largest = {each["environment"]: each["batch"] for each in sorted(gradients, key=lambda one: one["batch"])}
+    return [each for each in gradients if part_of(about) == PARTS[0] or each["batch"] == largest[each["environment"]]]
 
 
 def _leak(report: "Report") -> list[int | float]:

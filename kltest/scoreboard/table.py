@@ -21,7 +21,7 @@ from kltest.scoreboard.classes import (
     names_one_length_only,
     off_policy,
 )
-from kltest.scoreboard.rows import BATCH, GROUP, MARGIN, BoardRow, combination, factor, leaked
+from kltest.scoreboard.rows import BATCH, GROUP, MARGIN, PARTS, BoardRow, combination, factor, leaked, part_of
 
 # Columns of the scoreboard and their headings.
 COLUMNS = {
@@ -41,6 +41,7 @@ SUMMARY = {
     "stale": "off-policy",
     "instead": "for ∇KL(π‖ref)",
     "unset": "if nothing is set",
+    "policy": "without its KL",
 }
 # Columns of `frame` that `defaults` has too.
 KEPT = ("library", "version", "setting", "kind", "follows", "stale", "unset", "row")
@@ -52,6 +53,8 @@ TONES = {"whole": "right", "on-policy": "near", "scaled": "near", "part": "near"
 # What grows, the largest size of it that is sampled, and a factor on a limit that differs between policies.
 GROWING = {BATCH: "B grows", GROUP: "the group grows"}
 LARGEST = 128
+# Environments of rollouts of one length.
+FIXED = ("bandit", "sequence")
 VARIES = "const"
 VALUES = {
     "kl": "KL",
@@ -69,7 +72,7 @@ def frame(rows: Sequence[BoardRow], *, programs: bool = True) -> DataFrame:
         programs: write the standalone programs, which takes longer than all the rest.
 
     Returns:
-        A data frame with the columns of `COLUMNS` in words, and with library, version, family, mark ("default",
+        A data frame with the columns of `COLUMNS` in words, and with library, version, part, family, mark ("default",
         "recipe" or ""), kind (a key of `CLASSES`), exactly (that of enumerated batches), tone (how near it is),
         follows, stale and unset (as `defaults` has them), grows (what large batches come to), command (what measures
         the row again), program and file (the standalone program and its name, "" if there is none), row (the row
@@ -86,19 +89,22 @@ def defaults(rows: Sequence[BoardRow]) -> DataFrame:
 
     Returns:
         A data frame with the columns library, version, setting; follows (the class of its gradient and the factor on
-        it), stale, unset (what happens if nothing at all is set), each in words; kind (a key of `CLASSES`); row (the
-        row itself); and instead, the lines of `frame` that follow ∇KL(π‖ref): those of the same family of settings
-        (`grpo/…`), with the first default those of families without a default, and ours last.
+        it), stale, unset (what happens if nothing at all is set), policy (what its policy part ascends), each in words;
+        kind (a key of `CLASSES`); row (the row itself); and instead, the lines of `frame` that follow ∇KL(π‖ref): those
+        of the same family of settings (`grpo/…`), with the first default those of families without a default, and ours
+        last.
     """
     found = []
     for _, group in frame(rows, programs=False).groupby("title", sort=False):
-        lines = group[group["mark"] == "default"].to_dict("records")
+        policies = {line["setting"]: line["follows"] for line in group[group["part"] != PARTS[0]].to_dict("records")}
+        lines = group[(group["mark"] == "default") & (group["part"] == PARTS[0])].to_dict("records")
         families = [line["family"] for line in lines]
         for number, line in enumerate(lines):
             right = following(group, off_policy=line["kind"] == "on-policy").to_dict("records")
             open_to = {line["family"]} if number else {line["family"], *(set(group["family"]) - set(families))}
             instead = [each for each in right if each["family"] in open_to]
-            found.append({**{name: line[name] for name in KEPT}, "instead": instead})
+            also = {"instead": instead, "policy": policies.get(line["setting"], "–")}
+            found.append({**{name: line[name] for name in KEPT}, **also})
     return DataFrame(found)
 
 
@@ -109,7 +115,7 @@ def summary(rows: Sequence[BoardRow]) -> DataFrame:
         instead = [_named({**each, "setting": f"`{each['setting']}`"}) for each in line["instead"]]
         shown = ", ".join(instead[:MOST]) + " …" * (len(instead) > MOST)
         cells = (f"{line['library']} {line['version']}<br>`{line['setting']}`", line["follows"], line["stale"])
-        found.append(dict(zip(SUMMARY.values(), (*cells, shown or "–", line["unset"]), strict=True)))
+        found.append(dict(zip(SUMMARY.values(), (*cells, shown or "–", line["unset"], line["policy"]), strict=True)))
     return DataFrame(found)
 
 
@@ -121,6 +127,8 @@ def following(table: DataFrame, *, off_policy: bool = False) -> DataFrame:
 
 def right(table: DataFrame) -> str:
     """Say in a sentence which lines of one library's table follow ∇KL(π‖ref)."""
+    if set(table["part"]) == {"policy"}:
+        return "what is ascended with β = 0"
     lines = following(table).to_dict("records")
     if not lines:
         return "no setting follows ∇KL(π‖ref)"
@@ -137,17 +145,20 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
     kind = class_of(each)
     one_step = f"not graded: {each['error']}" if each["error"] else _found(each, "current", ("bandit",))
     setting = f" --setting {shlex.quote(each['setting'])}" if each["setting"] else ""
+    part = "" if part_of(each) == PARTS[0] else f" --part {part_of(each)}"
+    groups = f", groups of {each['options']['group_size']}" if part else ""
     return {
         "library": each["library"],
         "version": each["version"],
         "title": f"{each['library']} {each['version']}",
         "setting": each["setting"],
+        "part": part_of(each),
         "mark": "default" if each.get("default") else "recipe" if each.get("recipe") else "",
         "family": each["setting"].partition("/")[0],
         "kind": kind,
         "exactly": finite_class(each),
         "tone": TONES.get(kind, "far"),
-        "follows": _follows(each),
+        "follows": _ascends(each) if part else _follows(each),
         "grows": as_batches_grow(each),
         "stale": off_policy(each),
         "unset": _unset(each),
@@ -156,9 +167,9 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
         "off_policy": _off_policy(each),
         "checks": _codes(each),
         "logged": _logged(each),
-        "measured": f"{each['depth']}, {each['dtype']}" if there else "",
+        "measured": f"{each['depth']}, {each['dtype']}{groups}" if there else "",
         "leak": leaked(each["leak"]) if each.get("leak") else "",
-        "command": f"kltest libraries {each['library']}=={each['version']}{setting}",
+        "command": f"kltest libraries {each['library']}=={each['version']}{part}{setting}",
         "program": program,
         "file": f"{each['library']}-{each['version']}-{name}.py" if program else "",
         "row": each,
@@ -185,9 +196,26 @@ def _follows(each: BoardRow) -> str:
     return f"{grows}; at B = {_enumerated(each)}: {words}"
 
 
+def _ascends(each: BoardRow) -> str:
+    """The class of a policy part, its law or its factors at one token and at several, and the registered loss."""
+    kind = finite_class(each)
+    found = {row["environment"]: row["identified"] for row in _current(each) if row["environment"] in FIXED}
+    words = _class_words(kind, "").replace("U_G", f"U_{each['options']['group_size']}")
+    if any(len(terms or ()) > 1 for terms in found.values()):
+        words += f": {_found(each, 'current', FIXED)}"
+    elif kind in ("reward", "utility"):
+        by = [factor(each, *next(iter(terms.items())), place) for place, terms in found.items()]
+        if len(set(by)) > 1 and not each["laws"]:
+            by = [f"{number or 1} for {tokens}" for number, tokens in zip(by, ("one token", "two"), strict=True)]
+        words += "".join(f", × {number}" for number in dict.fromkeys(by) if number)
+    words += f", {EQUAL_LENGTHS}" * names_one_length_only(each)
+    return f"{words}; advantages of {each['ascends']}" if each["ascends"] else words
+
+
 def _in_small_batches(each: BoardRow) -> str:
     """The class in enumerated batches, the factor on it where all rollouts have one length, and if lengths matter."""
-    found: Mapping = next((row["identified"] for row in _current(each, "sequence") if row["identified"]), {})
+    there = [row["identified"] for row in _current(each) if row["environment"] == "sequence"]
+    found: Mapping = next(filter(None, there), {})
     by = factor(each, *next(iter(found.items()))) if len(found) == 1 and "zero" not in found else ""
     return _class_words(finite_class(each), by) + f", {EQUAL_LENGTHS}" * names_one_length_only(each)
 
@@ -248,8 +276,8 @@ def _unset(each: BoardRow) -> str:
     return f"{'KL on' if value else 'no KL'}, {name} = {value}"
 
 
-def _current(each: BoardRow, environment: str) -> list[Mapping]:
-    return [row for row in each["gradients"] if (row["environment"], row["sampler"]) == (environment, "current")]
+def _current(each: BoardRow) -> list[Mapping]:
+    return [row for row in each["gradients"] if row["sampler"] == "current"]
 
 
 def _off_policy(each: BoardRow) -> str:

@@ -2,9 +2,9 @@
 
     python -m kltest.scoreboard.worker REQUEST
 
-REQUEST is JSON: {"library": "trl", "settings": [], "done": [], "timeout": null, "history": false}. `kltest libraries`
-runs this inside a library's environment. A row is printed as soon as it is finished: none is lost if the library takes
-this process down. What the library itself prints goes to standard error.
+REQUEST is JSON: {"library": "trl", "part": "kl", "settings": [], "done": [], "timeout": null, "history": false}.
+`kltest libraries` runs this inside a library's environment. A row is printed as soon as it is finished: none is lost if
+the library takes this process down. What the library itself prints goes to standard error.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from kltest.grading.isolated import TRACES, Child, Children, Step, cores, termin
 from kltest.grading.jobs import Job, failed, graded
 from kltest.scoreboard.extras import extras
 from kltest.scoreboard.programs import program
-from kltest.scoreboard.rows import BoardRow, matches, row
+from kltest.scoreboard.rows import PARTS, BoardRow, matches, row
 
 # Packages whose versions may matter for the results.
 COMPANIONS = ("torch", "transformers", "accelerate", "jax", "tensordict", "numpy")
@@ -53,7 +53,7 @@ def _measured(request: SimpleNamespace) -> Iterator[dict[str, Any]]:
         yield {"settings": [], "unimportable": f"{type(error).__name__}: {error}", "missing": missing}
         return
     there = installed_settings(library, history=request.history)
-    chosen = [setting for setting in there if matches(setting.name, request.settings)]
+    chosen = [setting for setting in there if setting.has_row(request.part) and matches(setting.name, request.settings)]
     yield {"settings": [setting.name for setting in chosen]}
     left = [setting for setting in chosen if setting.name not in request.done]
     # Imported once, before children are forked; each setting reports a failed import when it is graded.
@@ -90,10 +90,11 @@ def _rows(request: SimpleNamespace, setting: Setting, folder: str) -> Iterator[B
 
 def _row(request: SimpleNamespace, library: Adapter, setting: Setting, lost: str = "") -> BoardRow:
     """The row of a setting, with the program that shows its gradient but for histories; or that its result is lost."""
-    shows, started = not (request.history or lost), time.monotonic()
+    shows, started, kl = not (request.history or lost), time.monotonic(), request.part == PARTS[0]
     # Under a stale sampler too, whatever log-probs a setting takes; a recipe for fresh rollouts is held to these alone.
-    both = shows and not (setting.recipe and "sampler" in setting.options)
-    given: dict[str, Any] = {"sampler": "both"} if both else {}
+    both = kl and shows and not (setting.recipe and "sampler" in setting.options)
+    given: dict[str, Any] = {"part": request.part}
+    given |= {"sampler": "both"} if both else {} if kl else {"sampler": "current"}
     given |= {} if request.timeout is None else {"timeout": request.timeout}
     (job,) = Job.all_of(f"{request.library}:{setting.name}", given)
     try:
@@ -102,15 +103,16 @@ def _row(request: SimpleNamespace, library: Adapter, setting: Setting, lost: str
         report = failed(job, str(error))
     others: dict[str, Any] = {"program": "", "program_of_adapter": False}
     if shows:
-        others = program(library, setting, report) | extras(job, report)
+        others = (program(library, setting, report) if kl else others) | extras(job, report)
     return row(
         library,
-        setting,
+        setting.for_part(request.part),
         report,
+        part=request.part,
         version=_version(library.distribution) or "?",
         versions=report.versions | {package: found for package in COMPANIONS if (found := _version(package))},
         known=setting in library.settings,
-        unset=unset(setting.coefficient),
+        unset=unset(setting.coefficient) if kl else [],
         seconds=round(time.monotonic() - started, 1),
         calls=report.calls,
         calling=round(report.calling, 1),

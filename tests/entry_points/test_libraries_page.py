@@ -127,7 +127,7 @@ def test_a_loss_that_couples_rows_is_classed_by_its_limit_beside_that_of_small_b
 
 def test_the_first_row_says_what_is_followed_what_happens_unset_and_what_to_set_instead():
     text = re.sub(r"<[^>]+>", " ", html(frame(ROWS)))
-    first = " ".join(text.partition("if nothing is set")[2].split())
+    first = " ".join(text.partition("without its KL")[2].split())
     assert first.startswith("one 1.0 penalty/square next-token part of ∇KL(π‖ref), × 1/T")
     assert first.index("penalty/whole (ours)") < first.index("no KL, beta = 0.0") < 200
 

@@ -10,7 +10,7 @@ from derived_distillation import DISTILLED
 
 from kltest.adapters import NAMES, find
 from kltest.scoreboard import recorded
-from kltest.scoreboard.rows import changes
+from kltest.scoreboard.rows import PARTS, changes
 from kltest.scoreboard.table import summary
 
 DERIVED = {**FIRST, **CLONED, **DISTILLED}
@@ -25,12 +25,15 @@ SETTINGS = {f"{name}:{setting.name}": setting for name in NAMES for setting in f
 def test_the_record_is_a_row_a_line_and_reads_back(tmp_path):
     """Written again it is the same to the byte: nothing in it is lost, and nothing is there that can be filled in."""
     copy = tmp_path / "recorded.jsonl"
-    recorded.record(recorded.read(), copy)
+    rows = recorded.read(parts=PARTS)
+    recorded.record(rows, copy)
     assert copy.read_bytes() == recorded.PATH.read_bytes()
     lines = copy.read_text(encoding="utf-8").splitlines()
-    assert len(lines) == len(recorded.read()) + len(NAMES)
+    assert len(lines) == len(rows) + len(NAMES)
     assert copy.stat().st_size < 1200 * len(lines)
-    assert changes(recorded.read(), recorded.read(copy)) == []
+    for part in PARTS:
+        assert changes(recorded.read(parts=[part]), recorded.read(copy, parts=[part])) == []
+    assert recorded.read() == recorded.read(parts=["kl"]) == [row for row in rows if row["part"] == "kl"] != rows
 
 
 def test_numbers_are_read_as_they_were_recorded():

@@ -5,7 +5,7 @@ import types
 from functools import partial
 from typing import Any
 
-from kltest.adapters import PAIRS, Adapter, Setting, label
+from kltest.adapters import PAIRS, SCORES, Adapter, Setting, label
 from kltest.adapters.installed import called, found, loaded
 from kltest.adapters.openrlhf.recipes import sequence_kl, sums_over_tokens
 from kltest.adapters.standalone import program
@@ -15,6 +15,12 @@ DOCUMENTED = "https://openrlhf.readthedocs.io/en/latest/rl.html"
 KINDS = ("k1", "k2", "k3")
 CORRECTED = {"unbiased_gradient": True}
 ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
+# Registered policy losses with the advantages of these, where there is one prompt in a batch.
+ASCENDS = {
+    **dict.fromkeys(("gae", "reinforce", "reinforce_baseline"), "reinforce-plus-plus"),
+    **dict.fromkeys(("dr_grpo", "flash_reinforce"), "grpo-without-std"),
+    **{"rloo": "reinforce-leave-one-out", "group_norm": "dapo"},
+}
 # The releases that brought `aggregate_loss`, and arguments and values of them.
 AGGREGATED = "0.10.3"
 BROUGHT = {"token_level_loss": AGGREGATED, "unbiased_gradient": "0.11.1", "flash_reinforce": "0.11.2"}
@@ -115,13 +121,16 @@ CHARGED = Setting.of(
     source=DOCUMENTED,
     note=f"{ALONE} A critic's values are zero.",
     brought=BROUGHT,
+    policy=SCORES,
 )
 
 
 def charged(estimator: str, kind: str = "k1", **others: object) -> Setting:
     """The KL in the reward under an advantage estimator."""
     name = estimator if kind == "k1" else f"{estimator},{kind}"
-    return CHARGED.variant({"estimator": estimator, "kl_estimator": kind}, name, **others)
+    # The estimator of the KL is none of the policy part's.
+    ascends = ASCENDS.get(estimator, "") if kind == "k1" else None
+    return CHARGED.variant({"estimator": estimator, "kl_estimator": kind}, name, ascends=ascends, **others)
 
 
 def loss(kind: str, **settings: object) -> Setting:

@@ -18,6 +18,9 @@ SINCE = {
     **{"use_bias_correction_kl": "0.26", "importance_sampling_level": "0.20"},
     **dict.fromkeys(("RLOO", "SequenceKLGRPOTrainer"), "0.22"),
 }
+# Registered policy losses with the advantages of these.
+ASCENDS = {**dict.fromkeys(("dapo", "bnpo"), "dapo"), **dict.fromkeys(("grpo", "dr_grpo", "luspo", "sapo"), "grpo")}
+ASCENDS |= {"cispo": "cispo", "vespo": "", "group": "grpo", "batch": "grpo", "none": "dr-grpo"}
 BETA = (
     "The documented default of beta is 0, which leaves the term out: what is graded is what beta multiplies "
     "once it is not 0."
@@ -28,6 +31,7 @@ ADDS_UP: dict[str, Any] = {"loss_type": "luspo"}
 # The padding cannot be NaN (KL502): a trainer computes what stands there with the model itself. KL701 and KL703 are
 # checked with one loss type only: they take a vocabulary of thousands, and all loss types share that code.
 OPTIONS = {"ignore": ("KL502", "KL701", "KL703"), "timeout": 900}
+WIDE = {"ignore": ("KL502",)}
 # Whole groups are called one by one; there are a third as many of three as of four.
 GROUPS = {**OPTIONS, "group_size": 3}
 ON_POLICY, BOTH = {"sampler": "current"}, {"sampler": "both"}
@@ -151,8 +155,8 @@ ADAPTER = Adapter(
     imports=("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer", "datasets", "tokenizers"),
     homepage="https://github.com/huggingface/trl",
     settings=(
-        GRPO.by_default("trl:GRPOConfig.beta"),
-        RLOO.by_default("trl:RLOOConfig.beta"),
+        GRPO.by_default("trl:GRPOConfig.beta", ascends="dapo"),
+        RLOO.by_default("trl:RLOOConfig.beta", ascends="reinforce-leave-one-out"),
         *distils("distillation", {"mixture": 0.0}, {"mixture": 0.5}, since="1.1"),
         *distils("gkd", {"mixture": 0.0}, {"mixture": 1.0}, since="1.16"),
         *distils("gold", since="1.16"),
@@ -166,7 +170,10 @@ ADAPTER = Adapter(
         *distils("sdft", {"mixture": 1.0}, {"mixture": 1.0, "distillation_add_tail": True}, since="1.10", topk=2),
         *distils("sdpo", since="1.10"),
         # One of them is checked with a vocabulary of thousands as well.
-        *(of(GRPO, options={"ignore": ("KL502",)} if name == "grpo" else {}, loss_type=name) for name in LOSS_TYPES),
+        *(
+            replace(of(GRPO, options=WIDE if name == "grpo" else {}, loss_type=name), ascends=ASCENDS[name])
+            for name in LOSS_TYPES
+        ),
         *corrected(False),
         *corrected(True),
         of(GRPO, STALE, BOTH, **ADDS_UP, steps_per_generation=2),
@@ -185,6 +192,7 @@ ADAPTER = Adapter(
                 target=RLOO.target,
                 options={**GROUPS, **ON_POLICY},
                 note=SCORED,
+                ascends=ASCENDS[scaled],
             )
             for scaled in ("group", "batch", "none")
         ),

@@ -5,7 +5,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from kltest.adapters import PAIRS, Adapter, Setting, label
+from kltest.adapters import PAIRS, SCORES, Adapter, Setting, label
 from kltest.adapters.standalone import program
 from kltest.adapters.verl import calls
 from kltest.adapters.verl.recipes import OVERRIDES
@@ -29,6 +29,13 @@ SINCE = {
     # Up to 0.7.1 their forward pass takes the whole name for that of an estimator, and there is none.
     **dict.fromkeys(ENDED, "0.8"),
 }
+# Registered policy losses with the advantages of these, where there is one prompt in a batch.
+ASCENDS = {
+    **dict.fromkeys(("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), "reinforce-plus-plus"),
+    **dict.fromkeys(("grpo", "grpo_vectorized"), "dapo"),
+    **dict.fromkeys(("rloo", "rloo_vectorized"), "reinforce-leave-one-out"),
+    **{"remax": "reinforce", "opo": "opo"},
+}
 PACKED = "Log-probs come packed, after a prompt of one token; one mini-batch in one micro-batch on one device."
 CHARGES = "A critic's values and the rewards of greedy rollouts are zero where they are asked for; one device."
 # The function alone, per token, as a loss.
@@ -44,13 +51,20 @@ DISTILLED = Setting.of(
     since="0.8",
 )
 CHARGED = Setting.of(
-    calls.kl_in_reward, options={**PAIRS, "sampler": "current"}, source=DOCUMENTED, note=CHARGES, brought=SINCE
+    calls.kl_in_reward,
+    options={**PAIRS, "sampler": "current"},
+    source=DOCUMENTED,
+    note=CHARGES,
+    brought=SINCE,
+    policy=SCORES,
 )
 BOTH, SUMMED = {"sampler": "both"}, {"loss_agg_mode": "seq-mean-token-sum"}
 
 
 def charged(estimator: str, settings: Mapping[str, Any] = MappingProxyType({}), **others: Any) -> Setting:
     """The KL in the reward under an advantage estimator."""
+    centred = "dr-grpo" if settings.get("norm_adv_by_std_in_grpo") is False else None
+    others["ascends"] = centred or ASCENDS.get(estimator, "")
     if estimator.endswith("token_baseline"):
         others["target"] = f"{CHARGED.target}_with_probabilities"
     return CHARGED.variant({"adv_estimator": estimator, **settings}, label(estimator, **settings), **others)
@@ -84,6 +98,7 @@ def recipe() -> Setting:
         "sequence-corrected",
         options=BOTH,
         recipe=True,
+        ascends=None,
         since="0.6.1",
         source="https://verl.readthedocs.io/en/latest/algo/rollout_corr.html",
         note="Settings alone, with one update a batch; it costs the variance of the ratio of whole sequences.",
