@@ -123,12 +123,14 @@ def test_a_slow_loss_keeps_what_was_reached_and_says_what_was_not():
     assert [check["message"] for check in found["checks"]][-1] == "not reached within 5 s"
 
 
+@pytest.mark.scheduled
 def test_a_slow_loss_that_is_wrong_in_what_was_reached_is_refuted():
     found, _ = timed_out("slow_and_wrong", 5, 1)
     assert found["unfinished"]
     assert {row["agrees"] for row in found["gradients"]} == {False}
 
 
+@pytest.mark.scheduled
 def test_a_loss_that_hangs_in_one_branch_keeps_the_rows_before(hurried):
     found, shown = timed_out("deaf_in_a_branch", 2, 3)
     assert found["verdict"] == "error"
@@ -321,6 +323,7 @@ def test_a_full_disk_is_said_and_is_no_bug(arguments):
     assert run.stderr == "kltest: standard output cannot be written: No space left on device\n"
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(
     "closed", [">&-", *(pytest.param(each, marks=pytest.mark.scheduled) for each in ("2>&- <&-", ">&- 2>&- <&-"))]
 )
@@ -335,6 +338,7 @@ def test_closed_streams_are_as_good_as_none(folder, closed):
     assert run.stderr == ""
 
 
+@pytest.mark.scheduled
 def test_a_terminal_that_knows_no_unicode_still_gets_json():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     run = ran(sys.executable, "-m", "kltest.cli", "list", "--json", env=environment, encoding="utf-8", check=True)

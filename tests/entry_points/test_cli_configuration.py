@@ -51,6 +51,7 @@ def test_targets_and_defaults_are_taken_and_each_target_may_differ(project):
     assert found[2]["gradients"][0]["identified"]["reverse_kl"] == pytest.approx(3, rel=1e-9)
 
 
+@pytest.mark.scheduled
 def test_the_command_line_wins_and_its_targets_replace_the_configured(project):
     project('[tool.kltest]\nenvironment = "mdp"\nseed = 5\nquiet = true\ntargets = ["no-such-name"]\n')
     given = ("losses.py:truth", "--environment", "bandit")

@@ -94,6 +94,7 @@ def pages():
     return hooks.check_pages()
 
 
+@pytest.mark.scheduled
 def test_pages_say_everything_and_are_listed_once_in_their_family(pages):
     assert pages.keys() == {f"checks/{name}.md" for name in (*CHECKS, "index")}
     index = pages["checks/index.md"]

@@ -54,6 +54,7 @@ def run(project, *command, **environment):
     return ran(*command, cwd=project, env={**given, **environment}, encoding="utf-8")
 
 
+@pytest.mark.scheduled
 def test_the_projects_own_tests_pass_and_fail_as_they_should(project):
     command = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
     done = run(project, *command)
@@ -178,6 +179,7 @@ def test_the_action_takes_targets_and_options_a_line_each(action):
     assert "file=tiny_rl/losses.py" in done.stdout
 
 
+@pytest.mark.scheduled
 def test_the_action_scans_a_tree_and_leaves_a_file_for_code_scanning(project, action):
     change(project, BREAKS)
     done = action(install="none", scan="tiny_rl\n", options="--no-cache")
@@ -279,6 +281,7 @@ def test_the_guide_of_the_scan_calls_the_action_and_the_hook_as_they_are():
     assert not made["pass_filenames"]
 
 
+@pytest.mark.scheduled
 def test_the_workflow_without_the_action_annotates_and_writes_the_summary(project, tmp_path):
     *_, flow = SCAN_BLOCKS
     (steps,) = [job["steps"] for job in flow["jobs"].values()]
@@ -319,6 +322,7 @@ def walked(steps, project, tmp_path, checkout):
     return codes
 
 
+@pytest.mark.scheduled
 def test_the_pages_workflow_holds_the_line_and_writes_the_summary(project, tmp_path):
     steps, _ = workflows()
     assert walked(steps, project, tmp_path, lambda given: None) == [0]
@@ -326,6 +330,7 @@ def test_the_pages_workflow_holds_the_line_and_writes_the_summary(project, tmp_p
     assert summary.count("confirmed") >= 2
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("adopting", first(1, [False, True]), ids=["graded before", "the pull request that begins it"])
 def test_the_pages_workflow_says_what_a_pull_request_changes(project, tmp_path, adopting):
     _, steps = workflows()
@@ -345,6 +350,7 @@ def test_the_pages_workflow_says_what_a_pull_request_changes(project, tmp_path, 
     assert ("| verdict | confirmed | refuted |" in summary) == (not adopting)
 
 
+@pytest.mark.scheduled
 def test_the_pages_commands_run(project):
     """Every `kltest …` of the page's shell blocks, in the example project; each says how it ends."""
     commands = re.findall(r"^(kltest grade.*?)(?: +# exit (\d))?$", PAGE, flags=re.MULTILINE)

@@ -86,6 +86,7 @@ def test_an_excuse_that_changes_nothing_is_noted_only(loss, code, options, note)
     assert not note or any(note in each for each in report.notes)
 
 
+@pytest.mark.scheduled
 def test_no_excuse_covers_a_loss_that_crashes_or_cannot_be_judged():
     def broken(logp):
         raise ValueError("no")

@@ -107,6 +107,7 @@ def test_of_a_right_checkout_no_failure_is_expected(checkout):
     assert not (checkout / "kltest-scan.json").exists()
 
 
+@pytest.mark.scheduled
 def test_a_dry_run_shows_and_writes_nothing(checkout):
     before = tree(checkout)
     code, result = ran("--dry-run", "--repository", "https://example.com/kltest", "--revision", "v1")
@@ -133,6 +134,7 @@ def test_only_yes_writes(checkout, answers, monkeypatch):
     assert "nothing was written" in result.stdout
 
 
+@pytest.mark.scheduled
 def test_without_the_expected_failures_it_is_red(checkout, monkeypatch):
     answering(monkeypatch, "n", "y")
     code, result = ran()
@@ -163,6 +165,7 @@ def test_nothing_that_stands_is_changed(checkout):
     assert (code, tree(checkout)) == (0, before)
 
 
+@pytest.mark.scheduled
 def test_hooks_that_stand_are_left_alone_and_the_lines_are_shown(checkout):
     (checkout / ".pre-commit-config.yaml").write_text("repos: []\n", encoding="utf-8")
     _, result = ran("--dry-run")
@@ -214,6 +217,7 @@ def test_a_checkout_that_cannot_be_written(checkout, monkeypatch):
     assert "--dry-run" in result.stderr
 
 
+@pytest.mark.scheduled
 def test_a_file_that_cannot_be_written_is_named_with_those_that_were(checkout):
     (checkout / ".github").write_text("no folder", encoding="utf-8")
     code, result = ran("--yes")
@@ -234,6 +238,7 @@ def test_an_interrupt_says_what_was_written(checkout, when, monkeypatch):
     assert f"interrupted; {left}" in result.stderr
 
 
+@pytest.mark.scheduled
 def test_what_a_comment_declares_is_declared_and_nothing_that_was_merely_found(checkout):
     text = WRONG.replace("    kl =", "    # kltest: expect=local_forward_kl\n    kl =").replace("wrong", "meant")
     (checkout / "losses.py").write_text(f"{WRONG}\n\n{text}", encoding="utf-8")

@@ -43,6 +43,7 @@ def measured(name, settings, folder):
     assert notes <= {"", UNNAMED}, "each program prints what was found, if that has a name"
 
 
+@pytest.mark.scheduled
 @pytest.mark.real
 @pytest.mark.parametrize("name", FEW)
 def test_what_is_measured_is_what_is_recorded(name, tmp_path):

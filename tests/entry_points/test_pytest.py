@@ -156,6 +156,7 @@ def test_what_fails_is_what_is_not_expected(project, pytester, decoration, argum
     assert xfailed == {f"token_level-{name}" for name in expected}
 
 
+@pytest.mark.scheduled
 def test_an_expected_failure_that_passes_is_a_failure_unless_that_is_allowed(project, pytester):
     project(f'[right], {SHORT}, expected_failed_checks={{"KL201": "was so once"}}')
     assert failed(outcomes(pytester)) == {"right-KL201"}
@@ -208,6 +209,7 @@ def test_what_only_warns_warns_and_an_excuse_silences_it(project, pytester, monk
     pytester.runpytest_inprocess("-k", "KL802").assert_outcomes(xfailed=1, warnings=0)
 
 
+@pytest.mark.scheduled
 def test_an_excuse_that_meets_no_check_gives_a_warning(project, pytester):
     with pytest.warns(KltestWarning, match="KL201 is expected to fail"):
         parametrize_with_checks(["k2-loss"], expected_failed_checks={"KL201": "x"}, select="KL1")
@@ -264,11 +266,13 @@ def test_losses_of_one_name_are_told_apart_and_a_param_keeps_its_id_and_marks():
     assert [bool(parameter.marks) for parameter in parameters[::2]] == [False, False, True, False]
 
 
+@pytest.mark.scheduled
 def test_another_loss_made_by_the_test_is_graded_as_well_and_not_taken_for_the_first(project, pytester):
     project('[right], select="KL1"', body="check(lambda logp, ref_logp: forward(logp, ref_logp))")
     assert {"right-gradient", "right-KL102"} <= failed(outcomes(pytester))
 
 
+@pytest.mark.scheduled
 def test_items_carry_the_marker_and_the_header_and_summary_say_what_was_graded(project, pytester):
     """Losses of one name in two functions have a line each."""
     project('[right, forward], environment="bandit", select="KL1"')

@@ -65,6 +65,7 @@ def graded(*arguments: str):
     return result.exit_code, result
 
 
+@pytest.mark.scheduled
 def test_a_method_that_wants_a_model_is_read(checkout):
     code, result = graded("trainer.py:Trainer.compute_loss", "--expect", "local_forward_kl")
     assert code == 0, result.output
@@ -177,6 +178,7 @@ def test_the_default_variant_decides(configured, default, text, code):
     assert f"does not count (config.kl_kind is {default} by default)" in words or "does not count (kl_kind" in words
 
 
+@pytest.mark.scheduled
 def test_what_does_not_decide_is_one_line_each_and_in_the_json(configured):
     configured("'k2'")
     formats = ("--quiet", "--output", "text", "--output", "json:found")
@@ -187,6 +189,7 @@ def test_what_does_not_decide_is_one_line_each_and_in_the_json(configured):
     assert len(result.stdout.splitlines()) == 1
 
 
+@pytest.mark.scheduled
 def test_without_a_default_every_variant_decides_and_that_is_said(configured):
     configured("None", "class Config:\n    pass  # {default}\n")
     code, result = graded("configured.py:Trainer.compute_loss", *LOSS)
@@ -208,6 +211,7 @@ def test_a_variant_that_a_call_site_uses_decides(checkout, call, code):
     assert ("used by policy_loss, losses.py:4" in " ".join(result.stdout.split())) == ("k3" in call)
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(("own", "code"), first(1, [("'k2'", 0), ("'k3'", 1)]))
 def test_a_call_site_that_leaves_it_open_uses_no_variant(configured, own, code):
     configured("None", "class Config:\n    pass  # {default}\n")
@@ -294,6 +298,7 @@ def test_python_reads_a_method_that_it_cannot_call(configured, default, verdict,
     assert len(report.variants) == 2
 
 
+@pytest.mark.scheduled
 def test_python_takes_read_and_call_as_the_command_line_does(checkout):
     both = loaded(Path("both.py"))
     assert kltest.grade(both.k2, **OPTIONS).read == ""

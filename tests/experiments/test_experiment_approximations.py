@@ -42,6 +42,7 @@ def test_the_push_of_a_head_by_autograd():
     np.testing.assert_allclose(found[0], logits.grad.numpy(), atol=1e-15)
 
 
+@pytest.mark.scheduled
 def test_where_a_head_drifts(rows):
     """Eight tokens with 0.8 of the mass: 0.8/(0.8 + 0.2e), and the KL between the two, written out."""
     row = row_of(rows, part="drift", k=8, form="top-k")

@@ -153,6 +153,7 @@ def test_the_noise_at_the_optimum_by_brute_force(estimator, batch):
     assert (second < 1e-25) == (estimator == "leave-one-out")
 
 
+@pytest.mark.scheduled
 def test_all_five_fixed_points_are_reached_and_apart():
     configurations = [{"part": "fixed-points", "estimator": name, "seed": 0} for name in MODULE.IN_FIXED_POINTS]
     rows = [row for found in compute_all(CHECKOUT, "coefficients", configurations) for row in found]

@@ -197,6 +197,7 @@ def test_where_the_noise_is_equal_it_is(rows):
     assert loss == pytest.approx(reward, rel=1e-9)
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_each_can_fail(rows):
     TRIAL.may_lack_parts(rows)
     TRIAL.claims_can_fail(rows)

@@ -73,6 +73,7 @@ def of_all(logp, logits, ref_logits, reward, mask):
     return ((RUNS.NOISE_BETA * kl - reward[:, None] * logp) * mask).sum(-1)
 
 
+@pytest.mark.scheduled
 def test_variances_are_those_of_the_losses_as_graded(rows):
     """By kltest's own enumeration, with the baselines added to the reward."""
     environment, student, teacher = RUNS.drawn(2, "peaked", 1)

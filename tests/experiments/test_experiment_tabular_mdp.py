@@ -23,6 +23,7 @@ def rows() -> list[dict]:
     ]
 
 
+@pytest.mark.scheduled
 def test_rest_points_of_going_on_by_hand(rows):
     """One state, so the reward and the KL of a policy are one over the chance of ending: differences of their sums."""
     reference, step = 0.02, 1e-4

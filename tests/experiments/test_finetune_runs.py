@@ -69,6 +69,7 @@ def command(*arguments):
     return [sys.executable, "-m", "kltest.cli", "finetune", *ARGUMENTS, *arguments]
 
 
+@pytest.mark.scheduled
 def test_what_is_written_down(finished):
     records = of_file(finished)
     assert [record["step"] for record in records] == list(range(7))

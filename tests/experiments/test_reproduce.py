@@ -295,6 +295,7 @@ def test_if_nothing_has_changed_nothing_is_made_again(checkout, monkeypatch, cap
     assert len((tmp_path / "calls").read_text().split()) == 12, "rows that are there are not computed again"
 
 
+@pytest.mark.scheduled
 def test_a_change_of_what_is_asked_for_or_of_a_library_is_a_change(checkout, monkeypatch, capsys):
     assert reproduce(output="out") == 0
     assert reproduce(output="out", request=Request(scale="full")) == 0
@@ -370,6 +371,7 @@ def test_killed_twenty_times_at_random_moments_nothing_is_lost_and_nothing_done_
     assert len(calls.read_text().split()) <= 12 + 20 * 4
 
 
+@pytest.mark.scheduled
 def test_workers_do_not_outlive_a_killed_parent(checkout, tmp_path):
     calls = tmp_path / "calls"
     process = start(checkout, tmp_path / "out", 2, CALLS=str(calls), PAUSE="0.2")
@@ -394,6 +396,7 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(checkout, tmp_pat
     assert 3 <= (tmp_path / "out/roots/runs.jsonl").read_bytes().count(b"\n") < 12
 
 
+@pytest.mark.scheduled
 def test_a_killed_worker_is_a_failed_experiment_and_the_rest_is_kept(checkout, tmp_path):
     process = start(checkout, tmp_path / "out", 2, DIE="8")
     _, err = process.communicate(timeout=60)
@@ -495,6 +498,7 @@ def test_tables_keep_all_digits_and_escape_what_would_break_them():
     assert as_markdown([{"a": "π|ref"}]) == "| a |\n| --- |\n| π\\|ref |\n"
 
 
+@pytest.mark.scheduled
 def test_figures_and_paper_are_the_same_bytes_when_made_again_in_another_process(checkout):
     assert run("roots") == 0
     code = "import sys; from kltest.reproduce import figures, paper; sys.exit(figures() or paper())"

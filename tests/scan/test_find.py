@@ -700,6 +700,7 @@ print([(row.to_dict(), row.against) for row in Search(list(contents(map(Path, sy
 """
 
 
+@pytest.mark.scheduled
 def test_our_own_estimators_are_found() -> None:
     """All but those that weigh a rollout's score by its worth in its group, have a tail bucket, or call full-loss."""
     rows = Search(list(contents([PACKAGE / "estimators"], [])), Store(None))
@@ -718,6 +719,7 @@ def loss(logp, ref_logp, mask, weight=0.0, scale=0.0, offset=0.0):
 """
 
 
+@pytest.mark.scheduled
 def test_what_is_found_does_not_depend_on_how_words_are_hashed(tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(OF_THREE, encoding="utf-8")
     folders = (PACKAGE / "checks" / "sequences", PACKAGE / "adapters" / "trl", tmp_path)

@@ -844,6 +844,7 @@ def test_a_file_that_is_no_python_and_one_that_is_missing(tree, tmp_path):
     assert (code, text) == (2, "kltest: there is no file or folder missing\n")
 
 
+@pytest.mark.scheduled
 def test_a_long_generated_file_is_read(tree):
     Path("code.py").write_text("".join(f"x_{n} = 1\n" for n in range(50_000)) + K2)
     (row,) = rows()

@@ -291,6 +291,7 @@ def test_a_textbook_ppo_is_green_and_is_told_what_stale_rollouts_would_do(small:
 DIRECTIONS = [("-", "against ∇KL(π‖ref), cosine down to -"), ("", "cosine with ∇KL(π‖ref) at least 0.")]
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(("sign", "told"), first(1, DIRECTIONS))
 def test_a_gradient_without_a_name_has_a_direction(small: Path, sign: str, told: str) -> None:
     lines = ["def kl_loss(logp, ref_logp, mask):", "    kl = (logp - ref_logp) ** 4"]

@@ -104,6 +104,7 @@ def test_a_head_in_the_reward_shows_in_sequences_only():
     assert "bandit" not in found["KL701"]
 
 
+@pytest.mark.scheduled
 def test_heads_that_do_no_harm_are_let_alone():
     """The head's log-ratio detached and the tail sampled: exactly the local gradient, for any k."""
     for k in (2, 20):
@@ -121,6 +122,7 @@ def test_heads_that_do_no_harm_are_let_alone():
     assert "KL701" not in failing(over_the_length)
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("precision", first(1, [torch.float64, torch.float32]))
 def test_what_looks_at_everything_has_no_head(precision):
     def exact(logits, ref_logits):

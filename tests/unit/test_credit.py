@@ -90,6 +90,7 @@ def test_full_credit_own_credit_and_weighted_own_credit_are_no_discount(factor):
     assert "KL205" not in {check.code for check in kltest.grade(credited(factor)).failed}
 
 
+@pytest.mark.scheduled
 def test_a_discount_shows_behind_prefix_ratios_too():
     def loss(logp, ref_logp, old_logp, mask):
         ratio = (logp - old_logp).where(mask != 0, 0.0).cumsum(-1).exp().detach()

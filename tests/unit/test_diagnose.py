@@ -73,6 +73,7 @@ def test_intervals_hold_what_is_computed_by_recursion(name):
     assert seen >= 8
 
 
+@pytest.mark.scheduled
 def test_the_recursion_is_the_mean_of_many_draws():
     """An independent route to the truths: 80,000 rollouts, a tenth of a percent or five standard errors."""
     one, logs = tables(), drawn(tables(), 20_000, np.random.default_rng(2))

@@ -61,11 +61,13 @@ def whole_and_clamped(logits, ref_logits):
     return (log_ref.exp() * (log_ref - log_pi)).sum(-1).clamp_min(0.0)
 
 
+@pytest.mark.scheduled
 def test_near_the_reference_a_clamp_shows_over_any_number_of_tokens_and_never_of_a_divergence():
     assert "KL504" in codes(clamped_over_four, select="KL504")
     assert "KL504" not in codes(whole_and_clamped, select="KL504")
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("loss", first(1, [with_a_floor_below_all, "forward-kl-topk", "reverse-kl-topk"]))
 def test_a_truncated_sum_as_it_is_has_no_dead_zone_and_is_no_divergence(loss):
     failed = codes(loss, select="KL504,KL701")
@@ -110,6 +112,7 @@ def tailed(topk_logp, ref_topk_logp, k=3):
     return summed(topk_logp, ref_topk_logp) + ref_outside * (ref_outside.log() - outside.log())
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("expect", first(1, ["local_forward_kl_top4", "reverse_kl"]))
 def test_a_sum_over_the_tokens_that_is_divided_by_their_number_is_another_multiple_for_each_number(expect):
     failed = codes(averaged, expect=expect)
@@ -119,6 +122,7 @@ def test_a_sum_over_the_tokens_that_is_divided_by_their_number_is_another_multip
     assert failed.keys() <= {"KL106", "KL701"}
 
 
+@pytest.mark.scheduled
 def test_a_loss_that_was_written_for_one_number_of_tokens_is_refuted():
     failed = codes(of_four, expect="local_forward_kl_top4")
     assert "2 times as much over 1" in failed["KL701"].message
@@ -275,6 +279,7 @@ def of_whole_rollouts(logp, ref_logp, mask):
     return weight.detach() * (logp * mask).sum(-1)
 
 
+@pytest.mark.scheduled
 def test_a_divergence_of_whole_rollouts_is_confirmed_where_it_is_declared_and_its_local_form_is_not():
     for name, verdict in {"jensen_shannon": "confirmed", "local_jensen_shannon": "refuted"}.items():
         report = kltest.grade(of_whole_rollouts, environment="bandit,ragged", expect=name, select="KL1,KL2")

@@ -313,6 +313,7 @@ def drawn_from_the_vocabulary(logits, ref_logits, mask):
     return ((policy - reference).gather(-1, drawn) ** 2 / 2).mean(-1) * (mask != 0)
 
 
+@pytest.mark.scheduled
 def test_what_may_be_noise_refutes_nothing():
     report = kltest.grade(drawn_from_the_vocabulary, expect="local_reverse_kl", environment="bandit", select="KL105")
     (check,) = report.checks

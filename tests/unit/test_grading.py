@@ -462,6 +462,7 @@ def k1_over_length(logp, ref_logp, mask):
     return ((logp - ref_logp) * mask).sum(-1) / mask.sum(-1)
 
 
+@pytest.mark.scheduled
 def test_k1_over_each_length_follows_the_inverse_length_and_no_divergence():
     """At one length it is zero, or a push away from the sampler; declared, it is confirmed."""
     report = grade(k1_over_length, sampler="both")
@@ -478,6 +479,7 @@ def k1_over_all_tokens(logp, ref_logp, mask):
     return ((logp - ref_logp) * mask).sum() / mask.sum()
 
 
+@pytest.mark.scheduled
 def test_k1_over_the_tokens_of_a_batch_follows_the_inverse_of_their_number():
     report = grade(k1_over_all_tokens, sampler="both")
     of_two = {row.sampler: row.identified for row in report.gradients if row.batch == 2}
@@ -488,6 +490,7 @@ def test_k1_over_the_tokens_of_a_batch_follows_the_inverse_of_their_number():
     assert of_three[-1].identified == pytest.approx({"inverse_length_of3": 1.0})
 
 
+@pytest.mark.scheduled
 def test_it_does_for_groups_of_one_prompt():
     def beside_a_centred_reward(logp, ref_logp, mask, reward, beta):
         advantage = (reward - reward.mean())[:, None]

@@ -157,6 +157,7 @@ def test_a_loss_of_pairs_is_graded_in_pairs():
     assert [row.batch for row in report.gradients] == [2]
 
 
+@pytest.mark.scheduled
 def test_a_sum_over_the_rows_of_a_group_is_divided_by_them_and_said_to_be():
     def added(logp, ref_logp, mask, group):
         return leave_one_out(logp, ref_logp, mask, group).sum()
@@ -288,6 +289,7 @@ def test_a_loss_for_batches_of_one_size_is_not_said_to_be_a_sum():
     assert exact_batches(bind(lambda logp, ref_logp: 3 * of_three(logp, ref_logp)), Instance.draw(bandit(3), 0), size=3)
 
 
+@pytest.mark.scheduled
 def test_blocks_of_rows_are_groups_though_no_reward_is_read():
     def block(size):
         def loss(logp, ref_logp, mask, num_generations=size):

@@ -362,6 +362,7 @@ def noisy_in_large_batches(draw):
     return loss
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("kind", first(1, ["numpy", "torch", "own"]))
 def test_noise_that_begins_late_cancels_in_the_kl_part_and_moves_nobodys_generator(kind):
     """Although NumPy's generator is saved only once a loss was seen to draw from it."""
@@ -447,6 +448,7 @@ def drawn_beside(logp, ref_logp, mask, beta):
     return torch.rand(()) + beta * (0.5 * (logp - ref_logp) ** 2 * mask).sum(-1).mean()
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("chance", first(1, [5e-4, 1e-9]))
 def test_what_rare_random_numbers_do_is_never_passed(chance):
     report = grade(turned(chance), expect="local_reverse_kl")
@@ -454,6 +456,7 @@ def test_what_rare_random_numbers_do_is_never_passed(chance):
     assert report == grade(turned(chance), expect="local_reverse_kl"), "the same numbers are drawn in every grading"
 
 
+@pytest.mark.scheduled
 def test_random_numbers_that_cancel_in_the_kl_part_are_none_of_it():
     # Those that the difference of two coefficients takes away are no matter of the KL part.
     assert grade(drawn_beside, expect="local_reverse_kl").verdict == "confirmed"

@@ -200,6 +200,7 @@ def test_the_names_are_those_of_the_atlas():
     assert not {*SUFFIXES, *STALE_SUFFIXES} & set(ATLAS)
 
 
+@pytest.mark.scheduled
 def test_two_values_of_an_argument_are_two_settings(folder):
     printed = pin("losses.py:kl", "--arg", "kind=k2", "--arg", "kind=k3", "--output", "test_kl.py")
     assert "losses.py:kl kind=k2 follows 0.1 × local_reverse_kl\n" in printed
@@ -398,6 +399,7 @@ def cost(logp, ref_logp, kind="k1"):
 """
 
 
+@pytest.mark.scheduled
 def test_a_value_without_a_gradient_is_pinned_as_a_cost_in_the_reward(folder):
     """Another value is red, and so is a gradient that the value gets."""
     (folder / "losses.py").write_text(BLOCKED, encoding="utf-8")
@@ -455,6 +457,7 @@ def used_elsewhere(x: Base):
 """
 
 
+@pytest.mark.scheduled
 def test_a_function_of_a_file_that_cannot_be_imported_is_lifted(folder):
     """A missing package, or another function of the file that changes, is no alarm; a gradient that moves is one."""
     (folder / "losses.py").write_text(LIFTED, encoding="utf-8")
@@ -469,6 +472,7 @@ def test_a_function_of_a_file_that_cannot_be_imported_is_lifted(folder):
     assert "can no longer be called" in run(folder, text, LIFTED.replace("clamp(logp", "Base(logp"))
 
 
+@pytest.mark.scheduled
 def test_batches_of_one_and_of_groups_stand_in_one_file(folder):
     """They have environments of other sizes, and tolerances of their own."""
     (folder / "losses.py").write_text(OTHERS, encoding="utf-8")

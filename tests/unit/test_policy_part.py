@@ -109,6 +109,7 @@ def test_every_policy_code_has_losses_that_fail_it(code):
     assert len({row[0] for row in LOSSES if code in row[3]} - {CHECKS[code].wrong}) >= 2
 
 
+@pytest.mark.scheduled
 def test_kl_and_policy_codes_never_mix():
     of_kl, of_policy = (kltest.grade(LOSSES[1][0], part=part) for part in ("kl", "policy"))
     assert {check.code for check in of_policy.checks} == {code for code in CHECKS if code.startswith("KL9")}
@@ -158,6 +159,7 @@ def test_what_has_no_policy_part_is_refused_by_name(target, options, words):
         kltest.grade(target, part="policy", **options)
 
 
+@pytest.mark.scheduled
 def test_the_asymmetry_is_that_of_the_jacobian():
     """By hand: the field Σ_y π(y)·Σ_t ½^(L−t)·R·g_t at the logits of a sequence, and its Jacobian by autograd."""
     instance = instances("sequence", 0)[0]

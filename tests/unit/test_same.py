@@ -320,6 +320,7 @@ def test_a_tolerance_is_obeyed(compare):
         compare("squares", "in_float32", tolerance=-1.0)
 
 
+@pytest.mark.scheduled
 def test_arguments_of_both_and_of_one(compare):
     assert compare("clipped", "clipped", arguments={"most": 2.0}, arguments_b={"most": 1.0}).verdict == "differ"
     assert compare("in_chunks", "in_chunks", arguments_b={"chunk": 3}).verdict == "same"
@@ -385,6 +386,7 @@ def test_the_command_compares_two_checkouts_of_one_file(folder, tmp_path):
     assert call(f"{both[0]}:kl", f"{both[0]}:kl").exit_code == 0
 
 
+@pytest.mark.scheduled
 def test_exit_codes_of_the_command(folder):
     losses = f"{folder}/losses.py"
     assert call(f"{losses}:squares", f"{losses}:nothing").exit_code == 2

@@ -181,6 +181,7 @@ def test_an_environment_with_too_many_logits_is_refused():
         compared(bind(squared), Instance.draw(sequence(8, 5), 0))
 
 
+@pytest.mark.scheduled
 def test_batches_that_are_too_many_are_sampled_by_themselves():
     report = kltest.grade("token-mean", batch_size=8, environment="ragged", select="KL2")
     alone, batched = report.gradients if len(report.gradients) == 2 else (None, report.gradients[0])
@@ -238,6 +239,7 @@ def sum_with_a_baseline(logp, ref_logp, mask):
     return ((cost - others) * logp.where(mask != 0, 0.0).sum(-1)).sum()
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("loss", cut.first(2, [square_of_the_mean, sum_with_a_baseline, squared_sum_of_the_batch]))
 def test_sums_are_told_from_means_in_expectation_as_the_exact_route_does(loss):
     instance = first("bandit")
@@ -255,6 +257,7 @@ def noisy_square(logp, ref_logp, mask):
     return (total(logp - ref_logp, mask).sum() + 0.1 * torch.randn(())).square() / (2 * len(logp))
 
 
+@pytest.mark.scheduled
 def test_where_samples_do_not_tell_a_sum_from_a_mean_nothing_is_said(monkeypatch):
     monkeypatch.setattr(drawing, "MOST_COMPARED", 256)
     report = kltest.grade(noisy_square, environment="bandit", select="KL106")
@@ -298,6 +301,7 @@ def test_few_samples_say_nothing():
     jsonschema.validate(report.to_dict(), SCHEMA)
 
 
+@pytest.mark.scheduled
 def test_the_error_rate_is_shared_among_rows_and_instances(monkeypatch):
     rates = []
 

@@ -26,6 +26,7 @@ def of_each_class():
     return {(row["library"], class_of(row), row["reads_sampler"]): row for row in ROWS}.values()
 
 
+@pytest.mark.scheduled
 def test_settings_of_every_class_and_library_have_their_facts_and_a_program():
     for row in of_each_class():
         text = facts(row)

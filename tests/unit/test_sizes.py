@@ -68,6 +68,7 @@ def graded(loss, **options):
     return kltest.grade(loss, call=True, **options)
 
 
+@pytest.mark.scheduled
 def test_a_stated_batch_size_is_the_rows_of_the_batch_and_said():
     for loss in (over_the_stated_size, viewed, viewed_without_batches):
         report = graded(loss)
@@ -84,11 +85,13 @@ def test_a_size_that_was_given_is_kept():
     assert {check.code for check in report.errors} == {"KL106"}
 
 
+@pytest.mark.scheduled
 def test_a_size_in_an_object_is_the_rows_of_the_batch():
     assert graded(Trainer.loss).verdict == "confirmed"
     assert graded(Trainer.half).verdict == "refuted"
 
 
+@pytest.mark.scheduled
 def test_parts_keep_their_size_and_are_judged_at_more_rows():
     right = graded(in_parts)
     assert right.verdict == "confirmed"

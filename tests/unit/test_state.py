@@ -191,6 +191,7 @@ class Baseline:
         return score
 
 
+@pytest.mark.scheduled
 def test_a_baseline_of_earlier_batches_changes_no_expectation():
     report = kltest.grade(Baseline(), environment="bandit,ragged", select="KL1,KL2,KL5")
     assert (report.verdict, [check.code for check in report.warnings]) == ("confirmed", ["KL507"])
@@ -206,6 +207,7 @@ def test_a_wrong_gradient_is_wrong_with_a_baseline_too():
     assert "KL103" in [check.code for check in report.errors]
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("call", first(1, ["of_losses.MEAN.centred", "centred", "of_losses.centred", "MEAN.centred"]))
 def test_state_in_another_module_of_the_project_is_seen(call, tmp_path, monkeypatch):
     (tmp_path / "of_losses.py").write_text(

@@ -173,6 +173,7 @@ def test_options_of_each_run():
     assert np.abs(ended.logits[0] - ended.logits[2]).max() > 1e-3
 
 
+@pytest.mark.scheduled
 def test_the_baseline_study_of_the_lambda_family():
     """Aribandi 2026, at learning rate 5: median KL .46 for λ = 0 and .32 for λ = 1, to ±.05, start 2.43."""
     generator = np.random.default_rng(0)
