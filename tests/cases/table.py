@@ -127,27 +127,24 @@ def right(
     return Case(_name(loss), loss, True, **(options or {}), exactly=True, logs=logs, slow=slow)
 
 
-RIGHT_OF_A_FILE = 2
-
-
 def cases() -> list[Case]:
     """Return all rows, with names that are numbered if a loss stands in several rows with different options.
 
-    A file is a kind of mechanism. Of its rows that are not slow, the first wrong one of each code and the first two
-    right ones are graded on every push.
+    Graded on every push, of the rows that are not slow: the first wrong one of each code, and the first right one of
+    each file.
     """
     files = [file.stem for kind in ("wrong", "right") for file in sorted(FOLDER.glob(f"{kind}_*.py"))]
     seen: Counter[str] = Counter()
     found = []
+    pushed: set[str] = set()
     for file in (*files, "unseen"):
-        pushed: Counter[str] = Counter()
         for case in import_module(f"cases.{file}").CASES:
             seen[case.name] += 1
             name = case.name if seen[case.name] == 1 else f"{case.name}-{seen[case.name]}"
-            if quick := not case.slow and file != "unseen":
-                pushed[case.defect] += 1
-            most = 1 if case.defect else RIGHT_OF_A_FILE
-            found.append(replace(case, name=name, pushed=quick and pushed[case.defect] <= most))
+            kind = case.defect or file
+            now = not case.slow and file != "unseen" and kind not in pushed
+            pushed |= {kind} if now else set()
+            found.append(replace(case, name=name, pushed=now))
     return found
 
 

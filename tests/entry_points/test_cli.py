@@ -88,7 +88,7 @@ def hurried(monkeypatch):
     monkeypatch.setattr(jobs, "TO_REPORT", 1.0)
 
 
-@pytest.mark.parametrize("loss", ["never", "floods"])
+@pytest.mark.parametrize("loss", first(1, ["never", "floods"]))
 def test_a_loss_that_never_returns_is_ended_in_time_and_says_where_it_was(loss, hurried):
     started = time.monotonic()
     found = graded(f"losses.py:{loss}", *BANDIT, "--timeout", "2", code=3)
@@ -248,7 +248,8 @@ def test_a_bug_of_kltest_in_the_child_says_so_and_spares_the_other_targets(monke
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("number", first(1, [signal.SIGINT, signal.SIGTERM]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_children_and_keeps_what_is_finished(folder, number):
     (folder / "slow.py").write_text(
         "import os, time\ndef f(logp):\n    open('started', 'w').write(str(os.getpid()))\n    time.sleep(300)\n"
@@ -315,7 +316,7 @@ def test_a_closed_pipe_ends_quietly():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-@pytest.mark.parametrize("arguments", ["--help", "grade --help", "list"])
+@pytest.mark.parametrize("arguments", first(1, ["list", "--help", "grade --help"]))
 def test_a_full_disk_is_said_and_is_no_bug(arguments):
     command = f"{sys.executable} -m kltest.cli {arguments} > /dev/full"
     run = ran("bash", "-c", command)
@@ -324,9 +325,7 @@ def test_a_full_disk_is_said_and_is_no_bug(arguments):
 
 
 @pytest.mark.scheduled
-@pytest.mark.parametrize(
-    "closed", [">&-", *(pytest.param(each, marks=pytest.mark.scheduled) for each in ("2>&- <&-", ">&- 2>&- <&-"))]
-)
+@pytest.mark.parametrize("closed", [">&-", "2>&- <&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_as_good_as_none(folder, closed):
     """Left closed, the pipes to the process that grades would take the place of standard output."""
     targets = "k1-reward k3-loss --environment bandit --select KL1"

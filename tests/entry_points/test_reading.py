@@ -93,7 +93,7 @@ def test_both_ways_exclude_each_other(checkout):
     assert graded("both.py:k3", "--read", "--call")[0] == 2
 
 
-@pytest.mark.parametrize("name", first(2, ["k3", "per_row_mean", "k1", "k2", "squared"]))
+@pytest.mark.parametrize("name", first(1, ["k3", "per_row_mean", "k1", "k2", "squared"]))
 def test_what_is_read_and_what_is_called_agree(checkout, name):
     def rows(*arguments):
         found = json.loads(graded(f"both.py:{name}", "--output", "json", "--sampler", "current", *arguments)[1].stdout)
@@ -167,7 +167,7 @@ def configured(checkout):
 
 
 @pytest.mark.parametrize("text", first(1, [CONFIG, ARGUMENTS]), ids=["dataclass", "argparse"])
-@pytest.mark.parametrize(("default", "code"), [("'k2'", 0), ("'k3'", 1)])
+@pytest.mark.parametrize(("default", "code"), first(1, [("'k2'", 0), ("'k3'", 1)]))
 def test_the_default_variant_decides(configured, default, text, code):
     configured(default, text)
     found, result = graded("configured.py:Trainer.compute_loss", *LOSS)
@@ -199,7 +199,7 @@ def test_without_a_default_every_variant_decides_and_that_is_said(configured):
 
 
 @pytest.mark.parametrize(
-    ("call", "code"), first(2, [("", 0), ("penalty(logprobs, ref, 'k3')", 1), ("penalty(logprobs, ref)", 0)])
+    ("call", "code"), first(1, [("penalty(logprobs, ref, 'k3')", 1), ("", 0), ("penalty(logprobs, ref)", 0)])
 )
 def test_a_variant_that_a_call_site_uses_decides(checkout, call, code):
     (checkout / "pyproject.toml").write_text("", encoding="utf-8")
@@ -212,7 +212,7 @@ def test_a_variant_that_a_call_site_uses_decides(checkout, call, code):
 
 
 @pytest.mark.scheduled
-@pytest.mark.parametrize(("own", "code"), first(1, [("'k2'", 0), ("'k3'", 1)]))
+@pytest.mark.parametrize(("own", "code"), [("'k2'", 0), ("'k3'", 1)])
 def test_a_call_site_that_leaves_it_open_uses_no_variant(configured, own, code):
     configured("None", "class Config:\n    pass  # {default}\n")
     Path("penalties.py").write_text(PENALTY.replace('kind="k1"', f"kind={own}"), encoding="utf-8")
@@ -251,7 +251,7 @@ class Config:
 
 
 @pytest.mark.scheduled
-@pytest.mark.parametrize(("default", "code"), first(1, [("0", 1), ("1", 0)]))
+@pytest.mark.parametrize(("default", "code"), [("0", 1), ("1", 0)])
 def test_its_own_default_decides_where_nothing_says_what_it_is_given(checkout, default, code):
     (checkout / "jsd.py").write_text(JSD.replace("DEFAULT", default), encoding="utf-8")
     found, result = graded("jsd.py:Distilling.divergence", "--read", *LOSS)

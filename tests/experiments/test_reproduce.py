@@ -335,7 +335,7 @@ def start(checkout: Path, output: Path, workers: int = 1, **environment: str) ->
     )
 
 
-@pytest.mark.parametrize(("workers", "kills"), [(1, (4,)), (2, (1, 8))])
+@pytest.mark.parametrize(("workers", "kills"), first(1, [(1, (4,)), (2, (1, 8))]))
 def test_killed_and_started_again_the_results_are_those_of_an_undisturbed_run(checkout, tmp_path, workers, kills):
     undisturbed, disturbed, calls = tmp_path / "undisturbed", tmp_path / "disturbed", tmp_path / "calls"
     assert start(checkout, undisturbed).wait() == 0
@@ -384,7 +384,7 @@ def test_workers_do_not_outlive_a_killed_parent(checkout, tmp_path):
     assert calls.read_text() == before
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", first(1, [1, 2]))
 def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(checkout, tmp_path, workers):
     process = start(checkout, tmp_path / "out", workers, PAUSE="0.1")
     until(written, tmp_path / "out/roots/runs.jsonl", 3)

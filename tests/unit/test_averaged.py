@@ -130,6 +130,7 @@ def test_noise_that_is_not_averaged_is_left_open_after_few_batches(loss):
     assert "share" in row.note or "of noise is left" in row.note
 
 
+@pytest.mark.scheduled
 def test_few_batches_still_refute():
     assert row_of(wrong_sign)[0].agrees is False
 

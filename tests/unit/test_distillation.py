@@ -68,7 +68,7 @@ def test_near_the_reference_a_clamp_shows_over_any_number_of_tokens_and_never_of
 
 
 @pytest.mark.scheduled
-@pytest.mark.parametrize("loss", first(1, [with_a_floor_below_all, "forward-kl-topk", "reverse-kl-topk"]))
+@pytest.mark.parametrize("loss", [with_a_floor_below_all, "forward-kl-topk", "reverse-kl-topk"])
 def test_a_truncated_sum_as_it_is_has_no_dead_zone_and_is_no_divergence(loss):
     failed = codes(loss, select="KL504,KL701")
     assert set(failed) == {"KL701"}
@@ -76,14 +76,14 @@ def test_a_truncated_sum_as_it_is_has_no_dead_zone_and_is_no_divergence(loss):
 
 
 @pytest.mark.parametrize(
-    "name", spread(2, ["forward-kl-topk-tail", "reverse-kl-topk-tail", "jensen-shannon", "full-loss"])
+    "name", first(1, ["jensen-shannon", "forward-kl-topk-tail", "reverse-kl-topk-tail", "full-loss"])
 )
 def test_what_is_named_may_be_declared(name):
     expect = kltest.estimators.find(name).spec.expectation("sequence", "current")
     assert kltest.grade(name, expect=next(iter(expect)), select="KL1,KL5,KL7").verdict == "confirmed"
 
 
-@pytest.mark.parametrize("k", spread(2, [1, 2, 3, 4, 64]))
+@pytest.mark.parametrize("k", first(1, [2, 1, 3, 4, 64]))
 def test_a_support_of_any_size_is_named_by_it(k):
     report = kltest.grade("reverse-kl-topk-tail", arguments={"k": k}, environment="bandit,sequence", select="KL701")
     for row in report.gradients:
@@ -113,7 +113,7 @@ def tailed(topk_logp, ref_topk_logp, k=3):
 
 
 @pytest.mark.scheduled
-@pytest.mark.parametrize("expect", first(1, ["local_forward_kl_top4", "reverse_kl"]))
+@pytest.mark.parametrize("expect", ["local_forward_kl_top4", "reverse_kl"])
 def test_a_sum_over_the_tokens_that_is_divided_by_their_number_is_another_multiple_for_each_number(expect):
     failed = codes(averaged, expect=expect)
     assert "4 times as much over 1, 2 times as much over 2 and 1.333 times as much over 3" in failed["KL701"].message
@@ -254,7 +254,7 @@ def skewed_the_other_way(logits, ref_logits):
 @pytest.mark.parametrize(
     ("loss", "name"),
     spread(
-        3,
+        1,
         [
             (with_a_weight, "local_jensen_shannon35"),
             (skewed, "local_skewed_forward_kl20"),
@@ -305,7 +305,7 @@ def test_columns_that_are_read_from_a_batch_are_named_as_well():
 @pytest.mark.parametrize(
     "name",
     first(
-        2,
+        1,
         [
             "forward_kl_own2",
             "reverse_kl_top1",

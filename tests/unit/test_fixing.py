@@ -113,7 +113,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", first(3, KINDS))
+@pytest.mark.parametrize("kind", first(2, KINDS))
 def test_a_fix_of_each_kind(tmp_path, kind):
     source, declared, line = KINDS[kind]
     report = fixed(written(tmp_path, source), expect=declared)
@@ -224,8 +224,8 @@ def test_a_change_that_other_options_share_says_so(tmp_path):
 
 
 @pytest.mark.scheduled
-@pytest.mark.parametrize("factor", first(1, ["SCALE", "0.001"]))
-@pytest.mark.parametrize("estimator", first(1, ["(ref_logp - logp).exp() - (ref_logp - logp) - 1", "logp - ref_logp"]))
+@pytest.mark.parametrize("factor", ["SCALE", "0.001"])
+@pytest.mark.parametrize("estimator", ["(ref_logp - logp).exp() - (ref_logp - logp) - 1", "logp - ref_logp"])
 def test_a_constant_coefficient_stays(tmp_path, factor, estimator):
     source = f"""SCALE = 0.001
 

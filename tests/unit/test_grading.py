@@ -273,7 +273,7 @@ TABLE = {
 @pytest.mark.parametrize(
     ("loss", "options", "facts"),
     spread(
-        24,
+        8,
         [
             pytest.param(*row, id=f"{sentence}-{getattr(row[0], '__name__', number)}")
             for sentence, rows in TABLE.items()
@@ -358,7 +358,7 @@ def scaled(logp, ref_logp, factor):
     ("loss", "options", "words"),
     [
         (raising, {}, "no such thing"),
-        (endless, {"timeout": 0.5}, "0.5 s"),
+        pytest.param(endless, {"timeout": 0.5}, "0.5 s", marks=pytest.mark.scheduled),
         (sparse, BANDIT, "sparse"),
         (functools.partial(functools.partial(scaled), factor="x"), BANDIT, "scaled raised TypeError"),
     ],

@@ -230,7 +230,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", first(1, REFUSED))
 def test_what_cannot_be_pinned_is_refused_and_nothing_is_written(folder, name):
     text, words = REFUSED[name]
     (folder / "losses.py").write_text(f"import torch\n{text}\n", encoding="utf-8")
@@ -344,7 +344,8 @@ FOLLOWED = {
 }
 
 
-@pytest.mark.parametrize("name", first(2, FOLLOWED))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("name", FOLLOWED)
 def test_other_forms_of_losses_are_pinned(folder, name):
     options, words, (before, after) = FOLLOWED[name]
     (folder / "losses.py").write_text(OTHERS, encoding="utf-8")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from weekly import first
 
 import kltest
 from benchmarks.preflight import BETA, CASES, adapted, found_by, k3, loop, per_token, policy, runs_models, unmasked
@@ -349,7 +350,7 @@ def fsdp2(model):
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use", "ignore:.*no_shard", "ignore::FutureWarning")
-@pytest.mark.parametrize("wrap", [fsdp, fsdp2, nn.parallel.DistributedDataParallel])
+@pytest.mark.parametrize("wrap", first(1, [fsdp, fsdp2, nn.parallel.DistributedDataParallel]))
 @pytest.mark.parametrize("whole", [False, True])
 def test_weights_that_devices_share(one_process, wrap, whole):
     one = loop()

@@ -95,11 +95,11 @@ def test_shares_are_those_of_least_squares_whatever_the_units():
 
 
 # Rollouts that end include those that do not, and a stale sampler ratios of every kind.
-PLACES = [("ragged", "stale"), ("bandit", "current"), *product(("sequence",), ("current", "stale"))]
+PLACES = [("bandit", "current"), ("ragged", "stale"), *product(("sequence",), ("current", "stale"))]
 PLACES += [("ragged", "current"), ("bandit", "stale")]
 
 
-@pytest.mark.parametrize(("environment", "sampler"), cut.first(2, PLACES))
+@pytest.mark.parametrize(("environment", "sampler"), cut.first(1, PLACES))
 def test_the_whole_registry_agrees_with_exact_gradients(environment, sampler):
     """The interval holds the exact bias, a verdict is on its side of the margin, and most are given."""
     instance, margin, decided = first(environment), 0.1, []
@@ -133,7 +133,7 @@ def test_groups_agree_with_exact_groups(name):
     assert not off(found, truth.gradient)
 
 
-@pytest.mark.parametrize("name", cut.first(2, ["k1-reward", "k3-loss", "k2-loss", "abs-loss"]))
+@pytest.mark.parametrize("name", cut.first(1, ["k3-loss", "k1-reward", "k2-loss", "abs-loss"]))
 def test_verdicts_are_those_of_exact_grading(name):
     """Confirmed and refuted stay what they are; a bias below the margin may pass within it, and only then."""
     options = {"sampler": "both", "environment": ("bandit", "ragged"), "select": "KL101"}
@@ -217,7 +217,7 @@ def wrong_dropout(logp, ref_logp, mask):
 @pytest.mark.parametrize(
     ("loss", "reduction", "verdict"),
     cut.first(
-        2, [(dropout, "mean", "confirmed"), (wrong_dropout, "mean", "refuted"), (dropout_sum, "sum", "confirmed")]
+        1, [(dropout, "mean", "confirmed"), (wrong_dropout, "mean", "refuted"), (dropout_sum, "sum", "confirmed")]
     ),
 )
 def test_a_losss_own_randomness_is_averaged_over(loss, reduction, verdict):
@@ -240,7 +240,7 @@ def sum_with_a_baseline(logp, ref_logp, mask):
 
 
 @pytest.mark.scheduled
-@pytest.mark.parametrize("loss", cut.first(2, [square_of_the_mean, sum_with_a_baseline, squared_sum_of_the_batch]))
+@pytest.mark.parametrize("loss", [square_of_the_mean, sum_with_a_baseline, squared_sum_of_the_batch])
 def test_sums_are_told_from_means_in_expectation_as_the_exact_route_does(loss):
     instance = first("bandit")
     whole = exact_batches(bind(loss), instance, size=2)

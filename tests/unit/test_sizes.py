@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from weekly import first
 
 import kltest
 
@@ -128,7 +127,8 @@ def test_sizes_are_advised_only_where_one_of_them_runs(loss, hint):
     assert "--batch-size" not in error
 
 
-@pytest.mark.parametrize("size", first(2, [2, 3, 5, 6, 8]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("size", [2, 3, 5, 6, 8])
 def test_parts_of_every_size_that_is_asked_for_can_be_made(size):
     def centred(logp, ref_logp, mask):
         u = ((logp - ref_logp) * mask).sum(-1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from training_problems import problem
-from weekly import spread
+from weekly import first, spread
 
 from kltest.environments import bandit
 from kltest.environments.policies import table
@@ -68,7 +68,7 @@ ESTIMATORS = ("k2-loss", "k1-reward", "k3-loss", "full-loss", "group-mean", "gro
 
 
 @pytest.mark.parametrize(
-    "settings", spread(5, [{"batch_size": 8}, {"batch_size": 8, "group_size": 4}, {"batch_size": None}])
+    "settings", first(1, [{"batch_size": 8, "group_size": 4}, {"batch_size": 8}, {"batch_size": None}])
 )
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_a_run_ends_at_the_same_bits_in_any_company(environment, settings):
