@@ -130,20 +130,19 @@ def right(
 def cases() -> list[Case]:
     """Return all rows, with names that are numbered if a loss stands in several rows with different options.
 
-    Graded on every push, of the rows that are not slow: the first wrong one of each code, and the first right one of
-    each file.
+    A file is a kind of mechanism. On every push the first wrong and the first right one of its rows that are not slow
+    are graded.
     """
     files = [file.stem for kind in ("wrong", "right") for file in sorted(FOLDER.glob(f"{kind}_*.py"))]
     seen: Counter[str] = Counter()
     found = []
-    pushed: set[str] = set()
+    pushed: set[tuple[str, bool]] = set()
     for file in (*files, "unseen"):
         for case in import_module(f"cases.{file}").CASES:
             seen[case.name] += 1
             name = case.name if seen[case.name] == 1 else f"{case.name}-{seen[case.name]}"
-            kind = case.defect or file
-            now = not case.slow and file != "unseen" and kind not in pushed
-            pushed |= {kind} if now else set()
+            now = not case.slow and file != "unseen" and (file, case.right) not in pushed
+            pushed |= {(file, case.right)} if now else set()
             found.append(replace(case, name=name, pushed=now))
     return found
 

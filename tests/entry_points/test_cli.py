@@ -107,6 +107,7 @@ def timed_out(loss, seconds, code):
     return found, result.stdout
 
 
+@pytest.mark.scheduled
 def test_a_slow_loss_keeps_what_was_reached_and_says_what_was_not():
     found, _ = timed_out("slow", 5, 4)  # on a busy machine two seconds are over before the first environment
     assert (found["verdict"], found["error"]) == ("inconclusive", "")
@@ -141,6 +142,7 @@ def test_a_loss_that_hangs_in_one_branch_keeps_the_rows_before(hurried):
     assert f"::error file=losses.py,line={line}," in shown
 
 
+@pytest.mark.scheduled
 def test_a_file_that_is_slow_to_import_is_named_at_its_line(folder):
     (folder / "slow_import.py").write_text("import time\ntime.sleep(300)\ndef f(logp, ref_logp): return logp\n")
     error = graded("slow_import.py:f", "--timeout", "1", code=3)["error"]
@@ -154,6 +156,7 @@ def test_what_a_loss_prints_stays_out_of_the_report_but_is_counted():
     assert "to standard output" not in json.dumps(found)
 
 
+@pytest.mark.scheduled
 def test_the_first_screen_is_short_and_the_rest_is_there_when_it_is_requested():
     short = call("grade", "losses.py:k3", *BANDIT).stdout
     assert len(short.splitlines()) <= 25
@@ -308,6 +311,7 @@ def test_no_option_may_take_its_name_from_its_metavar(module, name):
                 assert written.default == f"--{one.name}"
 
 
+@pytest.mark.scheduled
 def test_a_closed_pipe_ends_quietly():
     command = f"{sys.executable} -m kltest.cli list | head -n 1"
     run = ran("bash", "-c", command, check=True)

@@ -7,6 +7,7 @@ import doors
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weekly import examples
 
 from kltest.checks import CHECKS
 from kltest.errors import UsageError
@@ -212,7 +213,7 @@ def damaged():
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(damaged() | ANYTHING, max_size=2))
 def test_no_file_gives_anything_but_a_comparison_or_a_usage_error(tmp_path_factory, old):
     path = tmp_path_factory.getbasetemp() / "old.json"

@@ -25,6 +25,7 @@ def test_what_may_be_left_out_may_be_none():
     assert kltest.grade(right, environment="bandit", **none) == kltest.grade(right, environment="bandit")
 
 
+@pytest.mark.scheduled
 def test_coefficients_are_taken_to_the_last_digit_and_said_so():
     factor = 1 / 3 + 1e-7
 
@@ -38,6 +39,7 @@ def test_coefficients_are_taken_to_the_last_digit_and_said_so():
     assert kltest.grade(scaled, environment="bandit", expect={"reverse_kl": 0.3333}).verdict == "refuted"
 
 
+@pytest.mark.scheduled
 def test_a_logged_nan_is_graded_without_a_warning():
     def logs_nan(logp, ref_logp, mask):
         return right(logp, ref_logp, mask), {"kl": math.nan}

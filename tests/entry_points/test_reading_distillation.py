@@ -177,7 +177,7 @@ ROWS = {
 NEGATIVE = ("undistil", "in_place_added", "into_batch_added")
 
 
-@pytest.mark.parametrize("row", spread(2, ROWS))
+@pytest.mark.parametrize("row", spread(1, ROWS))
 def test_what_trainers_write_is_named(row: str, tmp_path, monkeypatch) -> None:
     text, parts, wanted, target = ROWS[row]
     monkeypatch.chdir(tmp_path)

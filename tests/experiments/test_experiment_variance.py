@@ -208,6 +208,7 @@ def test_the_record_is_consistent():
             assert shares[0] > 0
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_each_can_fail(rows):
     assert TRIAL.agree(rows)
     TRIAL.claims_can_fail(rows)

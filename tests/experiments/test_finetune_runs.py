@@ -183,7 +183,7 @@ def test_out_of_memory_says_what_to_lower(monkeypatch):
 @pytest.mark.parametrize(
     "changes",
     first(
-        3,
+        1,
         [
             {"inner_epochs": 2},
             {"algorithm": "grpo", "kl": "auto", "inner_epochs": 2},
@@ -218,6 +218,7 @@ def proxy():
 """
 
 
+@pytest.mark.scheduled
 def test_a_gold_score_is_measured_and_not_trained_on(tmp_path, finished):
     """On the rollouts of the evaluation, whatever these are: there it is the reward's own function."""
     (tmp_path / "own.py").write_text(PROXY)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scan import reading
 from scan.reading import HEAD, found, sections, value_of
+from weekly import examples
 
 # A random term in random pieces of a loss
 
@@ -148,7 +149,7 @@ def gradients(value: torch.Tensor, fields: dict[str, Any]) -> list[torch.Tensor]
     return list(torch.autograd.grad(value, inputs, retain_graph=True, materialize_grads=True))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(losses())
 def test_a_random_term_is_found_once_and_its_program_computes_it(loss: tuple[str, set[str], bool]) -> None:
     text, functions, optional = loss

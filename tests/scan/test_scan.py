@@ -239,6 +239,7 @@ def test_padding_is_held_against_nobody_whose_caller_may_leave_it_out(masks: str
     assert filled(only, report).status == ("finding" if told else "passed")
 
 
+@pytest.mark.scheduled
 def test_comments_declare_and_excuse(small: Path) -> None:
     text = SMALL.replace(
         "    log_ratio = logprobs - ref_logprobs", "    # kltest: expect=zero\n    log_ratio = logprobs - ref_logprobs"

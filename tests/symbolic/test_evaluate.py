@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from weekly import examples
 
 from kltest.symbolic.computed import UnknownError, evaluate
 from kltest.symbolic.evaluate import Evaluator, TooLargeError
@@ -129,7 +130,7 @@ def programs(draw):
     return "\n".join(["import torch", *above, f"def loss({FIELDS}):", *body, f"    return beta * ({total})"])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_a_random_program_that_is_read_gives_what_it_gives_when_it_is_run(source):
     assert same(read(source), run(source)), source

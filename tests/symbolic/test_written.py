@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from symbolic.test_evaluate import CONSTRUCTS, OPTIONS, fields, programs, read, run, same
+from weekly import examples
 
 from kltest.symbolic.computed import UnknownError, evaluate
 from kltest.symbolic.evaluate import Evaluator
@@ -44,7 +45,7 @@ def imported(text):
     return {alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_a_random_program_that_is_read_and_written_gives_what_it_gives_when_it_is_run(source):
     text = program(*graph(source))

@@ -97,6 +97,7 @@ def test_a_threshold_on_probabilities_is_a_head_of_varying_size():
     assert "likeliest actions under the policy, as many as" in found["KL701"]
 
 
+@pytest.mark.scheduled
 def test_a_head_in_the_reward_shows_in_sequences_only():
     """In a bandit a value that does not depend on the token drawn has no gradient, complete or not."""
     found = failing(head_alone, arguments={"k": 2}, expect="reverse_kl", placement="reward")
@@ -220,7 +221,7 @@ def sampler_tempered(logp, ref_logp, old_logits, tokens, t):
         ],
     ),
 )
-@pytest.mark.parametrize("temperature", [1.0, 1.37])
+@pytest.mark.parametrize("temperature", first(1, [1.37, 1.0]))
 def test_a_temperature_is_found_with_its_side(loss, side, temperature):
     options = {"arguments": {"t": temperature}, "sampler": "current", "environment": "bandit,ragged"}
     if temperature == 1.0:
@@ -231,7 +232,8 @@ def test_a_temperature_is_found_with_its_side(loss, side, temperature):
     assert f"{side} are divided by a temperature of {temperature}" in found["KL702"]
 
 
-@pytest.mark.parametrize("temperature", first(1, [0.2, 0.6, 5.5]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("temperature", [0.2, 0.6, 5.5])
 def test_a_temperature_far_from_one_is_found(temperature):
     found = failing(policy_tempered, arguments={"t": temperature}, environment="bandit", sampler="current")
     assert f"the policy's log-probs are divided by a temperature of {temperature}" in found["KL702"]

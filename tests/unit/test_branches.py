@@ -48,6 +48,7 @@ def neither_of_two(logp, ref_logp, mask, old_logp=None, tokens=None):
     return square if old_logp is None else weight(logp, old_logp, mask) * square
 
 
+@pytest.mark.scheduled
 def test_what_is_open_in_the_other_branch_is_told_and_leaves_the_verdict_open():
     report = kltest.grade(refused_beyond_four_tokens_without_a_sampler)
     assert report.verdict == "inconclusive"

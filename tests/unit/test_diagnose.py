@@ -392,6 +392,7 @@ def test_the_command_writes_text_json_and_a_page_with_a_picture(tmp_path):
     assert call("diagnose", str(path), "--column", "logp=my\x1b_logp", "--strict", code=4)
 
 
+@pytest.mark.scheduled
 def test_without_a_page_no_library_for_pictures_or_tables_is_imported(tmp_path):
     path = written(tmp_path / "logs.jsonl", [json.loads(ONE)])
     shown = "[one for one in sys.modules if one in {'matplotlib', 'pandas', 'transformers'}]"

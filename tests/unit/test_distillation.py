@@ -31,6 +31,7 @@ def test_a_cost_that_does_not_depend_on_the_drawn_token_is_a_baseline(loss):
     assert "acts as a baseline" in failed["KL101"].fix
 
 
+@pytest.mark.scheduled
 def test_the_drawn_tokens_log_ratio_in_the_advantage_has_a_gradient_and_k1_as_a_loss_keeps_its_words():
     assert "KL101" not in codes(of_the_drawn_token, select="KL1")
     assert "baseline" not in codes("k1-loss", select="KL1")["KL101"].message
@@ -75,9 +76,8 @@ def test_a_truncated_sum_as_it_is_has_no_dead_zone_and_is_no_divergence(loss):
     assert "only the 2 likeliest actions under the" in failed["KL701"].message
 
 
-@pytest.mark.parametrize(
-    "name", first(1, ["jensen-shannon", "forward-kl-topk-tail", "reverse-kl-topk-tail", "full-loss"])
-)
+@pytest.mark.scheduled
+@pytest.mark.parametrize("name", ["jensen-shannon", "forward-kl-topk-tail", "reverse-kl-topk-tail", "full-loss"])
 def test_what_is_named_may_be_declared(name):
     expect = kltest.estimators.find(name).spec.expectation("sequence", "current")
     assert kltest.grade(name, expect=next(iter(expect)), select="KL1,KL5,KL7").verdict == "confirmed"
@@ -133,7 +133,8 @@ def test_a_loss_that_was_written_for_one_number_of_tokens_is_refuted():
     assert codes(of_three_at_most, expect="local_forward_kl_top4")
 
 
-@pytest.mark.parametrize(("loss", "name"), first(1, [(summed, "top4"), (tailed, "top3_tail")]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize(("loss", "name"), [(summed, "top4"), (tailed, "top3_tail")])
 def test_a_loss_that_is_right_for_every_number_of_tokens_is_confirmed(loss, name):
     report = kltest.grade(loss, expect=f"local_forward_kl_{name}")
     assert report.verdict == "confirmed"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases.parts import k2, total
-from weekly import first
+from weekly import spread
 
 import kltest
 from kltest.checks import CHECKS
@@ -289,7 +289,7 @@ FAR = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "select", "options", "said", "words"), first(13, FAR))
+@pytest.mark.parametrize(("loss", "select", "options", "said", "words"), spread(6, FAR))
 def test_what_is_wrong_farther_out_is_found_and_nothing_else(loss, select, options, said, words):
     report, code, level, message = found(loss, select, **options)
     assert f"{code} {level}".strip() == said

@@ -48,6 +48,7 @@ def test_what_the_screen_says_to_declare_is_confirmed(name, sampler):
     assert kltest.grade(name, expect=expect, **options).verdict == "confirmed"
 
 
+@pytest.mark.scheduled
 def test_nothing_is_said_to_be_declared_if_it_has_no_single_name():
     for name in ("k1-loss", "token-mean", "k1-reward"):
         assert not any(
@@ -65,6 +66,7 @@ def test_an_error_of_a_loss_that_follows_what_was_declared_says_what_was_found()
     assert "In rollouts of 64 tokens, current sampler, the expected gradient is off by" in words
 
 
+@pytest.mark.scheduled
 def test_another_gradient_is_told_with_its_places_and_its_size():
     def capped(logp, ref_logp, mask):
         """Half the square of the rollout's log-ratio, capped in rollouts of several tokens."""

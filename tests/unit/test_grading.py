@@ -388,6 +388,7 @@ def test_a_coupling_that_only_a_stale_sampler_shows_is_found():
     assert {(row.sampler, row.batch > 1) for row in rows} == {("current", False), ("stale", False), ("stale", True)}
 
 
+@pytest.mark.scheduled
 def test_a_constant_in_a_denominator_is_noted_and_a_larger_one_is_named():
     report = grade(over_nearly_its_length)
     assert report.verdict == "confirmed"
@@ -397,6 +398,7 @@ def test_a_constant_in_a_denominator_is_noted_and_a_larger_one_is_named():
     assert "1.00001 times" in report.failed[0].message
 
 
+@pytest.mark.scheduled
 def test_what_is_expected_is_spelt_without_terms_that_cancel():
     """Of one token the local gradient is the whole one: their difference is nothing, and half of it is a half."""
     for expect, spelt in (
@@ -511,6 +513,7 @@ def k3_over_prompt_and_response(logp, ref_logp, mask):
     return (((-u).exp() - 1 + u) * mask).sum(-1) / (mask.sum(-1) + 5)
 
 
+@pytest.mark.scheduled
 def test_k1_over_any_function_of_the_length_is_said_to_follow_that_function_alone():
     """1/6 − 1/8 and 1/7 − 1/8: five tokens of a prompt beside one, two or three of a response."""
     report = grade(k1_over_prompt_and_response)

@@ -114,6 +114,7 @@ def test_what_was_not_seen_moves_both_ends():
     assert (near.low - far.low, far.high - near.high) == pytest.approx((0.2, 0.1), rel=1e-6)
 
 
+@pytest.mark.scheduled
 def test_events_that_half_of_the_blocks_did_not_see_refute_nothing():
     """Planted: noise of one sample in seventy. Without `unseen` a half that saw none would be sure of its mean."""
     generator, rows, refuted = np.random.default_rng(8), np.eye(3), {0.0: 0, 1.0: 0}

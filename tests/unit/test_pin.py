@@ -171,6 +171,7 @@ def test_the_file_stands_alone(pinned):
     assert "is meant to follow reverse_kl" in pinned
 
 
+@pytest.mark.scheduled
 def test_pytest_runs_the_file(folder, pinned):
     (folder / "test_kl.py").write_text(pinned, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_kl.py"]
@@ -372,7 +373,8 @@ CLAMPS = (
 )
 
 
-@pytest.mark.parametrize(("kind", "clamped", "limit", "beyond"), first(1, CLAMPS))
+@pytest.mark.scheduled
+@pytest.mark.parametrize(("kind", "clamped", "limit", "beyond"), CLAMPS)
 def test_a_clamp_is_red_far_from_the_reference_and_nowhere_else(folder, kind, clamped, limit, beyond):
     (folder / "losses.py").write_text(CLAMPED, encoding="utf-8")
     pin("losses.py:loss", "--arg", f"kind={kind}", "--output", "test_kl.py")
@@ -488,6 +490,7 @@ def test_batches_of_one_and_of_groups_stand_in_one_file(folder):
     )
 
 
+@pytest.mark.scheduled
 def test_the_guide_shows_what_happens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loss = "def kl_penalty(logp, ref_logp, mask, kind='k1'):\n    u = logp - ref_logp\n"

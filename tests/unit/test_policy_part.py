@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
-from weekly import later
+from weekly import later, spread
 
 import kltest
 from kltest.adapters import find
@@ -62,7 +62,7 @@ def test_without_a_deviation_a_group_leaves_one_share_out():
     assert group_weight(0.3, 4, deviation=None) == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("name", [*OF_POLICY, *of_group(3), *of_group(4)])
+@pytest.mark.parametrize("name", spread(4, [*OF_POLICY, *of_group(3), *of_group(4)]))
 @pytest.mark.parametrize("environment", ["bandit", "ragged", "mdp"])
 def test_the_names_of_a_policy_part_by_two_routes(name, environment):
     for instance in instances(environment, 0, 4)[:2]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from weekly import first
+from weekly import first, spread
 
 import kltest
 from benchmarks.preflight import BETA, CASES, adapted, found_by, k3, loop, per_token, policy, runs_models, unmasked
@@ -25,7 +25,7 @@ from kltest.preflighting.report import PreflightError
 SCHEMA = json.loads((files("kltest.preflighting") / "preflight-1.schema.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", spread(16, CASES), ids=lambda case: case.name)
 def test_planted_bugs_are_found_and_right_loops_are_not_accused(case):
     report = case.loop().preflight()
     found, accused = found_by(report, case)

@@ -170,6 +170,7 @@ def test_no_ratio_brings_back_what_a_truncated_sampler_never_draws(loss):
     assert any("rollouts that hold" in note for note in report.notes)
 
 
+@pytest.mark.scheduled
 def test_what_sums_over_every_next_token_is_told_by_its_prefixes():
     """Of a cut only the prefixes are left: every next token is seen in each of them; its noise is a number."""
     with warnings.catch_warnings():

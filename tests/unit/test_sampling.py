@@ -99,7 +99,8 @@ PLACES = [("bandit", "current"), ("ragged", "stale"), *product(("sequence",), ("
 PLACES += [("ragged", "current"), ("bandit", "stale")]
 
 
-@pytest.mark.parametrize(("environment", "sampler"), cut.first(1, PLACES))
+@pytest.mark.scheduled
+@pytest.mark.parametrize(("environment", "sampler"), PLACES)
 def test_the_whole_registry_agrees_with_exact_gradients(environment, sampler):
     """The interval holds the exact bias, a verdict is on its side of the margin, and most are given."""
     instance, margin, decided = first(environment), 0.1, []

@@ -38,7 +38,7 @@ def test_settings_of_every_class_and_library_have_their_facts_and_a_program():
         compile(re.search(r"```python\n(.*?)\n```", text, re.DOTALL)[1], target, "exec")
 
 
-@pytest.mark.parametrize("name", spread(4, NAMES))
+@pytest.mark.parametrize("name", spread(2, NAMES))
 def test_every_setting_has_a_program_without_kltest_in_names_of_its_own(name):
     """What the program itself is called is no name of the lines that it takes over."""
     library = find(name)

@@ -99,6 +99,7 @@ def test_parts_keep_their_size_and_are_judged_at_more_rows():
     assert graded(without_the_rest).verdict == "refuted"
 
 
+@pytest.mark.scheduled
 def test_a_loss_that_is_right_at_the_size_asked_for_is_not_refuted_at_others():
     assert graded(halves, batch_size=2).verdict == "confirmed"
 

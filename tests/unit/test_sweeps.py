@@ -249,6 +249,7 @@ def slow_sums(batch):
     return sums(batch)
 
 
+@pytest.mark.scheduled
 def test_a_worker_that_is_killed_changes_no_result(tmp_path, cluster):
     address, workers = cluster
 

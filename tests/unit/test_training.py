@@ -36,7 +36,7 @@ PLACED = ("k3-loss", "full-loss", "k1-reward-to-go", "k3-both")
 
 @pytest.mark.parametrize(
     ("name", "environment"),
-    spread(16, [*product(registry(), ("ragged",)), *product(PLACED, ("prompts", "mdp", "ngram"))]),
+    spread(8, [*product(registry(), ("ragged",)), *product(PLACED, ("prompts", "mdp", "ngram"))]),
 )
 def test_exact_training_follows_the_enumerated_gradient(name, environment):
     assert_first_step_is_exact(name, environment)
@@ -56,7 +56,7 @@ def ascent(instance, beta, penalty):
 
 @pytest.mark.parametrize(
     ("name", "environment"),
-    spread(12, [*product(registry(), ("ragged",)), *product((*PLACED, "k3-ratio"), ("mdp",))]),
+    spread(6, [*product(registry(), ("ragged",)), *product((*PLACED, "k3-ratio"), ("mdp",))]),
 )
 def test_stale_exact_training_follows_the_enumerated_gradient_under_the_sampler(name, environment):
     which, beta, rate = problem(environment), 0.4, 0.3

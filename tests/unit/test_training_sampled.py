@@ -70,7 +70,7 @@ ESTIMATORS = ("k2-loss", "k1-reward", "k3-loss", "full-loss", "group-mean", "gro
 @pytest.mark.parametrize(
     "settings", first(1, [{"batch_size": 8, "group_size": 4}, {"batch_size": 8}, {"batch_size": None}])
 )
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
+@pytest.mark.parametrize("environment", spread(2, ENVIRONMENTS))
 def test_a_run_ends_at_the_same_bits_in_any_company(environment, settings):
     runs = [
         Run(problem(environment, seed % 3), ESTIMATORS[seed % 8], beta=0.1 + seed % 5, learning_rate=0.1, seed=seed)
