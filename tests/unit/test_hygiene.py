@@ -129,24 +129,9 @@ def in_the_gap(u):
     return (u.abs() < 8) | (u.abs() > 16)
 
 
-def clipped_advantage(logp, ref_logp, mask, rewards, beta):
-    score = logp.where(mask != 0, 0.0).sum(-1)
-    return -((rewards - beta * total(logp - ref_logp, mask)).detach().clamp(-9, 9) * score).mean()
-
-
-def floored_credit(logp, ref_logp, mask):
-    """In a bandit, actions that the reference prefers by far have no weight."""
-    return total(logp - ref_logp, mask).detach().clamp(min=-9.0) * logp.where(mask != 0, 0.0).sum(-1)
-
-
 def huber(logp, ref_logp, mask):
     live = [part.where(mask != 0, 0.0).sum(-1) for part in (logp, ref_logp)]
     return F.huber_loss(*live, delta=6.5)
-
-
-def mean_in_bounds(logp, ref_logp, mask):
-    """A batch has three mild rollouts beside the one whose log-ratio is large."""
-    return half_square(logp, ref_logp, mask).mean().clamp(max=100.0)
 
 
 # Where k3 = e^(−u) − 1 + u reaches 10; the clamp of u to ±20 lies outside of both.
@@ -172,31 +157,6 @@ DEAD = [
     (half_square, {}, "", ""),
     (of_tokens(torch.tanh), {}, "", ""),
     (of_sums(lambda u: u.abs() / 2), {"expect": "total_variation"}, "", ""),
-    # More of them.
-    (
-        of_sums(lambda u: (u.square() / 2).clamp(max=50.0)),
-        {},
-        "error",
-        f"{SUM}, the gradient is exactly zero for u < −10",
-    ),
-    (
-        of_tokens(lambda u: (u.square() / 2).clamp(max=50.0)),
-        LOCAL,
-        "warning",
-        "of a token, the gradient is exactly zero",
-    ),
-    (of_sums(lambda u: u.square() / 2 * in_the_gap(u)), {}, "error", SUM),
-    (
-        of_tokens(lambda u: u.clamp(-7, 9)),
-        {},
-        "warning",
-        "of a token, the gradient is exactly zero for u < −7 and for u > 9",
-    ),
-    (of_tokens(lambda u: u.clamp(min=0.0)), {}, "error", "the gradient is exactly zero for u <"),
-    (of_tokens(lambda u: F.softshrink(u, 0.1)), {}, "error", "for −0.1 < u < 0.1"),
-    (mean_in_bounds, {}, "warning", "for u < −2"),
-    (clipped_advantage, {}, "error", SUM),
-    (floored_credit, {}, "error", SUM),
     # Zeros that are no dead zone, and a gradient that stands still as declared.
     (of_tokens(lambda u: u), {}, "", ""),
     (of_tokens(lambda u: -F.logsigmoid(u)), {}, "", ""),

@@ -46,7 +46,6 @@ TARGETS = ("losses.py:k3", "losses.py:per_token", "losses.py:charged")
 NEXT_TOKEN = "local_reverse_kl (the next-token part of the reverse KL)"
 FORWARD = "local_forward_kl (the forward KL of each next token"
 CHANGES = {
-    # A name, a sampler, a form and a parameter.
     "k3 to k2": (
         "log_ratio.exp() - log_ratio - 1",
         "log_ratio**2 / 2",
@@ -68,14 +67,6 @@ CHANGES = {
         *("it returned a number per token", "returns now a tensor of shape ()"),
     ),
     "a parameter": ("def k3(logp,", "def k3(log_probs_new,", "k3", "losses.py:k3: it can no longer be called", "logp"),
-    # More of the same kinds.
-    "detach": ("log_ratio = ref_logp - logp", "log_ratio = ref_logp - logp.detach()", "k3", FORWARD, "1 × zero"),
-    "mean over tokens": (
-        *("(kl * mask).sum(-1).mean()", "((kl * mask).sum(-1) / mask.sum(-1)).mean()", "k3", FORWARD),
-        "now it follows 1 × local_forward_kl/T (the forward KL of each next token, times 1/T)",
-    ),
-    "sign": ("return (kl * mask)", "return -(kl * mask)", "k3", FORWARD, f"now it follows -1 × {FORWARD}"),
-    "coefficient": ("** 2 / 2", "** 2", "per_token", NEXT_TOKEN, f"now it follows 2 × {NEXT_TOKEN}"),
 }
 SAME = {
     "another formula": ("(logp - ref_logp) ** 2 / 2", "logp * (logp - ref_logp).detach()"),
@@ -84,8 +75,6 @@ SAME = {
         *("    kl = log_ratio.exp() - log_ratio - 1", "    kl = each(log_ratio)"),
         *("def per_token", "def each(x):\n    return x.exp() - x - 1\n\n\ndef per_token"),
     ),
-    "renamed locals": ("log_ratio", "difference"),
-    "another order": ("(kl * mask).sum(-1).mean()", "torch.where(mask > 0, kl, 0.0).flatten().sum() / len(mask)"),
 }
 
 
@@ -124,7 +113,7 @@ def run(folder: Path, text: str, losses: str) -> str:
     return "" if step.kind == "value" else step.message
 
 
-@pytest.mark.parametrize("name", first(4, CHANGES))
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_change_that_moves_the_gradient_is_red_and_says_what_is_followed(folder, pinned, name):
     before, after, test, *words = CHANGES[name]
     assert before in LOSSES
@@ -134,7 +123,7 @@ def test_a_change_that_moves_the_gradient_is_red_and_says_what_is_followed(folde
         assert each in message, message
 
 
-@pytest.mark.parametrize("name", first(2, SAME))
+@pytest.mark.parametrize("name", SAME)
 def test_a_change_that_keeps_the_gradient_is_green(folder, pinned, name):
     losses = LOSSES
     for before, after in zip(SAME[name][::2], SAME[name][1::2], strict=True):
@@ -359,29 +348,23 @@ def test_other_forms_of_losses_are_pinned(folder, name):
 
 
 CLAMPED = """
-def loss(logp, ref_logp, kind="k3"):
-    r = (ref_logp - logp)
-    return {"k1": -r, "k2": r**2 / 2, "k3": r.exp() - 1 - r}[kind]
+def loss(logp, ref_logp):
+    r = ref_logp - logp
+    return r**2 / 2
 """
-# A setting, what is clamped, a limit that some log-ratio of `far` is beyond, and one that none is (of another length,
-# as Python would take the bytecode of the file before).
-CLAMPS = (
-    ("k1", "[kind]", "-10, 10", "-30.0, 30.0"),
-    ("k2", "(ref_logp - logp)", "-20, 20", "-30.0, 30.0"),
-    ("k3", "[kind]", "None, 10", "None, 1e12"),
-    ("k3", "(ref_logp - logp)", "None, 6", "None, 30"),
-)
 
 
 @pytest.mark.scheduled
-@pytest.mark.parametrize(("kind", "clamped", "limit", "beyond"), CLAMPS)
-def test_a_clamp_is_red_far_from_the_reference_and_nowhere_else(folder, kind, clamped, limit, beyond):
+def test_a_clamp_is_red_far_from_the_reference_and_nowhere_else(folder):
+    """A limit that some log-ratio of `far` is beyond, and one that none is (of another length, as Python would take the
+    bytecode of the file before).
+    """
     (folder / "losses.py").write_text(CLAMPED, encoding="utf-8")
-    pin("losses.py:loss", "--arg", f"kind={kind}", "--output", "test_kl.py")
+    pin("losses.py:loss", "--output", "test_kl.py")
     text = Path("test_kl.py").read_text(encoding="utf-8")
-    message = run(folder, text, CLAMPED.replace(clamped, f"{clamped}.clamp({limit})"))
+    message = run(folder, text, CLAMPED.replace("r**2 / 2", "(r**2 / 2).clamp(max=50)"))
     assert re.findall(r"\((\w+)\) followed", message) == ["far"]
-    assert run(folder, text, CLAMPED.replace(clamped, f"{clamped}.clamp({beyond})")) == ""
+    assert run(folder, text, CLAMPED.replace("r**2 / 2", "(r**2 / 2).clamp(max=450.0)")) == ""
 
 
 def test_a_loss_that_overflows_far_from_the_reference_is_pinned_without_that(folder):

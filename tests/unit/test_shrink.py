@@ -67,25 +67,10 @@ CASES = {
     "registered": ("k3-broadcast-ratio", {}, PAIR),
     # Others, which take longer or are of the same kinds.
     "group": (losses.baseline_of_the_group, {"environment": "bandit"}, (1, 2, False, 2)),
-    "a value a sequence": (losses.k3_of_sequences, {}, BANDIT),
-    # Right for one token alone, 1/T of it for more: as a mean over the batch it couples where lengths differ.
-    "a scalar": (losses.k3_scalar, {}, BANDIT),
-    "boolean mask": (losses.boolean_mask, {}, PAIR),
     "a pair": (losses.with_metrics, {}, BANDIT),
-    "token ratio": (losses.token_ratio, {}, PAIR),
     "argument": (losses.scaled, {"arguments": {"scale": -0.25}}, BANDIT),
-    "coefficient": (losses.policy_loss, {}, BANDIT),
     "coefficient, given": (losses.policy_loss, {"beta": 0.04}, BANDIT),
-    "group, added up": (losses.baseline_of_the_group_added_up, {"environment": "bandit"}, (1, 2, False, 2)),
-    "blocked": (losses.detached, {}, BANDIT),
     "padding leaks": (losses.leaks_padding, {}, RAGGED),
-    "reward, return": (losses.k3_per_token, reward("return"), BANDIT),
-    "reward, to-go, token": (losses.k3_per_token, reward("to-go"), BANDIT),
-    "reward, immediate, sequence": (losses.k3_of_sequences, reward("immediate"), BANDIT),
-    "both, to-go": (losses.k3_of_sequences, {**reward("to-go", "both"), "expect": "forward_kl"}, BANDIT),
-    "forward KL declared": (losses.k2_per_token, {"expect": "forward_kl"}, BANDIT),
-    "registered, in reward": ("k1-reward-immediate", {}, PAIR),
-    "registered, logits": ("full-loss", {}, PAIR),
     "ragged alone": (losses.k3_scalar, {"environment": "ragged", "expect": "local_forward_kl"}, PAIR),
 }
 PUSHED = 15  # rows of CASES
@@ -131,7 +116,7 @@ def test_the_program_is_ten_lines_or_hardly_more(name):
     """Ten where a loss takes the two log-probs; a line more each for a mask, a sampler, rewards, β."""
     lines = report_of(name).smallest.code.splitlines()
     assert len(lines) <= 14
-    if name in ("a value a token", "partial gradient", "reward, return"):
+    if name in ("a value a token", "partial gradient"):
         assert len(lines) <= 10
     assert max(map(len, lines)) <= 140
 
