@@ -98,6 +98,7 @@ def test_variances_are_those_of_the_losses_as_graded(rows):
         assert found[f"square of {name}"] == pytest.approx(float((moments.gradient**2).sum()), rel=1e-9)
 
 
+@pytest.mark.scheduled
 def test_every_loss_has_a_line_in_the_table(rows):
     (analysis,) = TRIAL.modules("claims")
     lines = analysis.tables(rows)["forms"]
@@ -107,6 +108,7 @@ def test_every_loss_has_a_line_in_the_table(rows):
     assert lines[9]["mass outside"] >= "0.63"
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_each_can_fail(rows):
     TRIAL.may_lack_parts(rows)
     TRIAL.claims_can_fail(rows)

@@ -49,6 +49,7 @@ def test_the_run_is_gradient_ascent_on_the_objective(rows):
     assert first["objective"] == pytest.approx(objective, rel=1e-11)
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_each_can_fail(rows):
     TRIAL.may_lack_parts(rows)
     TRIAL.claims_can_fail(rows)
