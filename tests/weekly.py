@@ -1,6 +1,6 @@
 """Which rows of a table run at every push: its first ones, or some that are spread over it. All others run weekly.
 
-Of random examples a quarter is tried at every push, all of them weekly.
+Of random examples an eighth is tried at every push, all of them weekly.
 
 A table that is cut at its first rows opens with a row of each mechanism; those after them repeat one with another
 number, form or name. Tables of names, whose order says nothing, are cut by `spread`.
@@ -17,7 +17,7 @@ ALL = os.environ.get("KLTEST_EXAMPLES") == "all"
 
 def examples(count: int) -> int:
     """Return how many random examples of `count` are tried."""
-    return count if ALL else count // 4
+    return count if ALL else count // 8
 
 
 def later(row: Any) -> Any:

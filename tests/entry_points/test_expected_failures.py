@@ -39,6 +39,7 @@ def test_an_excuse_makes_it_confirmed_and_is_still_shown():
     report.raise_for_failure()
 
 
+@pytest.mark.scheduled
 def test_an_excuse_covers_its_own_check_and_no_other():
     codes = {check.code for check in grade(twice_token_level, {}).failed}
     assert "KL106" in codes

@@ -19,6 +19,7 @@ import kltest
 NAN, INF = math.nan, math.inf
 
 
+@pytest.mark.scheduled
 def test_what_may_be_left_out_may_be_none():
     optional = ["placement", "credit", "sampler", "timeout", "group_size", "batch_size", "samples", "bound"]
     none = dict.fromkeys([*optional, "select", "ignore", "beta", "arguments", "expected_failures", "name"])

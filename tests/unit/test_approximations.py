@@ -80,12 +80,14 @@ def nucleus(logits, ref_logits, p):
     return (chances * (ordered.values - ref_logits.gather(-1, ordered.indices))).where(keep, 0.0).sum(-1)
 
 
+@pytest.mark.scheduled
 def test_a_nucleus_is_found():
     found = failing(nucleus, arguments={"p": 0.8}, environment="bandit,sequence")
     assert set(found) == {"KL701"}
     assert "likeliest actions under the policy, as many as" in found["KL701"]
 
 
+@pytest.mark.scheduled
 def test_a_threshold_on_probabilities_is_a_head_of_varying_size():
     def loss(logits, ref_logits):
         kept = logits >= logits.max(-1, keepdim=True).values + math.log(0.5)
@@ -169,6 +171,7 @@ def test_a_truncated_log_prob_is_found_with_its_size(loss, k):
     assert f"the {k} likeliest actions under the {under}" in found["KL703"]
 
 
+@pytest.mark.scheduled
 def test_a_truncated_sampler_is_found_behind_a_ratio():
     def loss(logp, ref_logp, old_logits, tokens):
         kept = old_logits >= old_logits.topk(2, dim=-1).values[..., -1:]

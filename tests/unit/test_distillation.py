@@ -215,6 +215,7 @@ def untempered(topk_logp, ref_topk_logp):
     return tempered(2 * topk_logp, ref_topk_logp)
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(
     ("loss", "words"),
     first(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from cases.table import FOLDER, cases
-from weekly import first
 
 from kltest.cli import fixes
 from kltest.errors import UsageError
@@ -113,7 +112,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", first(1, KINDS))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_fix_of_each_kind(tmp_path, kind):
     source, declared, line = KINDS[kind]
     report = fixed(written(tmp_path, source), expect=declared)

@@ -313,6 +313,7 @@ def test_selection_narrows_the_checks_and_never_the_verdict():
     assert report.verdict == "refuted"
 
 
+@pytest.mark.scheduled
 def test_float32_is_graded_at_its_precision():
     """Rounding of float32 is 6e-8; sums of a few terms stay within a hundred of it, and are not exact."""
     assert 1e-12 < grade(single_precision, **BANDIT).gradients[0].relative_bias < 1e-5
@@ -320,6 +321,7 @@ def test_float32_is_graded_at_its_precision():
     assert plain.gradients[0].identified == pytest.approx({"reverse_kl": 1.0}, rel=2e-2)
 
 
+@pytest.mark.scheduled
 def test_reports_are_reproducible_and_depend_on_the_seed():
     one, again, other = grade(k3), grade(k3), grade(k3, seed=1)
     assert one.to_json() == again.to_json()

@@ -171,6 +171,7 @@ def test_dead_zones_and_plateaus_are_found_with_their_ends(loss, options, level,
     assert words in found.message
 
 
+@pytest.mark.scheduled
 def test_another_gradient_far_away_is_told_with_its_log_ratios():
     def steeper(logp, ref_logp, mask):
         square = half_square(logp, ref_logp, mask)
@@ -356,6 +357,7 @@ def test_experiments_on_a_random_loss_hold_its_numbers_or_take_the_mean_over_man
     assert [check.code for check in leaks if check.status == "fail" and check.level == "error"] == ["KL501"]
 
 
+@pytest.mark.scheduled
 def test_nothing_is_passed_beyond_rows_that_samples_leave_undecided():
     report = grade(dropped, expect="local_reverse_kl", environment="ragged", samples=10, select="KL1,KL2,KL5")
     open_ = {check.code for check in report.checks if (check.status, check.level) == ("inconclusive", "error")}

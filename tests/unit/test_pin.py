@@ -202,6 +202,12 @@ def test_two_values_of_an_argument_are_two_settings(folder):
 
 
 REFUSED = {
+    "an object": (
+        "class Model:\n    def __init__(self):\n        self.scale = torch.nn.Linear(1, 1)\n\n"
+        "    def loss(self, logp, ref_logp):\n        return (logp - ref_logp) ** 2 + 0 * self.scale.bias\n"
+        "def loss(logp, ref_logp, model: Model):\n    return model.loss(logp, ref_logp)",
+        "cannot be written down",
+    ),
     "random numbers": (
         "def loss(logp, ref_logp):\n    return torch.rand(logp.shape) * (logp - ref_logp)",
         "random numbers",
@@ -210,12 +216,6 @@ REFUSED = {
         "def loss(logp, ref_logp, advantage):\n    assert len(logp) % 8 == 0, 'groups of 8, a batch size'\n"
         "    return ((logp - ref_logp).sum(-1) - (logp - ref_logp).sum(-1).mean()) ** 2",
         "more of them than a short test",
-    ),
-    "an object": (
-        "class Model:\n    def __init__(self):\n        self.scale = torch.nn.Linear(1, 1)\n\n"
-        "    def loss(self, logp, ref_logp):\n        return (logp - ref_logp) ** 2 + 0 * self.scale.bias\n"
-        "def loss(logp, ref_logp, model: Model):\n    return model.loss(logp, ref_logp)",
-        "cannot be written down",
     ),
 }
 
@@ -264,6 +264,7 @@ def test_a_file_that_is_red_on_the_day_is_not_left_behind(folder):
     assert [path.name for path in folder.glob("*.py")] == ["losses.py"]
 
 
+@pytest.mark.scheduled
 def test_a_module_and_a_file_of_another_folder(folder):
     (folder / "package").mkdir()
     (folder / "package/__init__.py").touch()
@@ -400,6 +401,7 @@ def test_a_value_without_a_gradient_is_pinned_as_a_cost_in_the_reward(folder):
     assert '"sequence": {"zero": 1.0}' in Path("test_loss.py").read_text(encoding="utf-8")
 
 
+@pytest.mark.scheduled
 def test_a_mixture_of_names_is_one_in_all_environments(folder):
     """In a small environment alone two names nearly add up to a small gradient that is none of them."""
     loss = "import torch\ndef loss(logits, ref_logits, mask):\n    p, q = logits.softmax(-1), ref_logits.softmax(-1)\n"

@@ -25,7 +25,7 @@ from kltest.preflighting.report import PreflightError
 SCHEMA = json.loads((files("kltest.preflighting") / "preflight-1.schema.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("case", spread(16, CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", spread(8, CASES), ids=lambda case: case.name)
 def test_planted_bugs_are_found_and_right_loops_are_not_accused(case):
     report = case.loop().preflight()
     found, accused = found_by(report, case)
@@ -110,6 +110,7 @@ def test_the_norms_of_the_gradient_are_those_of_the_kl_term_differentiated_by_ha
     assert report["coefficient"].numbers["reached"] == len(list(one.model.parameters()))
 
 
+@pytest.mark.scheduled
 def test_reasons_of_ratios_are_named():
     words = {
         "log-probs shifted by a token": "one token too far to the right",
@@ -310,6 +311,7 @@ def test_a_callback_looks_once_and_leaves_training_as_it_is(tmp_path):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.scheduled
 def test_a_callback_stops_warns_or_logs(tmp_path):
     with pytest.raises(PreflightError, match="FAILED: padding"):
         trained(tmp_path, unmasked)

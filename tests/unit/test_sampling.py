@@ -215,6 +215,7 @@ def wrong_dropout(logp, ref_logp, mask):
     return dropout(logp, ref_logp, mask) / 2
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(
     ("loss", "reduction", "verdict"),
     cut.first(
