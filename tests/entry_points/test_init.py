@@ -252,6 +252,7 @@ def test_what_a_comment_declares_is_declared_and_nothing_that_was_merely_found(c
     assert losses == {"losses.py:wrong_loss": "local_reverse_kl", "losses.py:meant_loss": "local_forward_kl"}
 
 
+@pytest.mark.scheduled
 def test_a_term_that_only_comes_to_rewards_is_placed_there(checkout):
     reward = "def shaped_rewards(scores, logprobs, ref_logprobs, kl_coef):\n"
     reward += "    rewards = scores[:, None] - kl_coef * (logprobs - ref_logprobs)\n    return rewards\n"

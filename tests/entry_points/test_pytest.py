@@ -81,6 +81,7 @@ def failing(loss, **options):
     return [check.code for check in kltest.grade(loss, **options).failed if not check.warns]
 
 
+@pytest.mark.scheduled
 def test_every_loss_is_graded_once_and_not_when_tests_are_collected(project, pytester, monkeypatch):
     graded = []
     real = kltest.grading.grader.grade

@@ -37,13 +37,17 @@ def diff_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
-@pytest.mark.parametrize("source", first(1, [NEGATED, LOSS]), ids=["the sign", "the estimator"])
-def test_the_diff_keeps_the_coefficient_and_what_is_logged_and_sarif_carries_it(tree, source):
+@pytest.mark.parametrize(
+    ("source", "written"),
+    first(1, [(NEGATED, "loss = -((KL_COEF * kl) * mask)"), (LOSS, "0.5 * (logprobs - ref_logprobs) ** 2")]),
+    ids=["the sign", "the estimator"],
+)
+def test_the_diff_keeps_the_coefficient_and_what_is_logged_and_sarif_carries_it(tree, source, written):
     (tree / "trainer.py").write_text(source, encoding="utf-8")
     result = scanned("trainer.py", "--fix", "--output", "text", "--output", "sarif:found.sarif")
     changed = diff_of(result.stdout)
     assert result.exit_code == 1
-    assert any(line.startswith("+") and "0.5 * (logprobs - ref_logprobs) ** 2" in line for line in changed)
+    assert any(line.startswith("+") and written in line for line in changed)
     removed = [line for line in changed if line.startswith("-")]
     assert not any("return" in line for line in removed)
     assert all("KL_COEF" in line for line in changed if "advantages" in line)
@@ -52,7 +56,7 @@ def test_the_diff_keeps_the_coefficient_and_what_is_logged_and_sarif_carries_it(
     errors = [one for one in sarif["runs"][0]["results"] if one["level"] == "error"]
     change = errors[0]["fixes"][0]["artifactChanges"][0]
     assert change["artifactLocation"]["uri"] == "trainer.py"
-    assert "logprobs" in change["replacements"][0]["insertedContent"]["text"]
+    assert "loss = " in change["replacements"][0]["insertedContent"]["text"]
 
 
 @pytest.mark.scheduled

@@ -350,6 +350,7 @@ def test_a_loss_that_does_not_repeat_itself_is_undecided(compare):
     assert "It draws random numbers" in compare("drawn", "drawn").to_text()
 
 
+@pytest.mark.scheduled
 def test_ranks(compare):
     found = compare("over_tokens", "over_all_tokens", ranks=2)
     assert families(found, "differ") == {"ranks"}

@@ -155,6 +155,7 @@ ENDS = {
 }
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(
     ("environment", "rate"), first(1, [(bandit(4), 4.0), (sequence(3, 2), 3.0), (ragged(2, 3), 2.0)])
 )
@@ -175,6 +176,7 @@ def test_k1_in_the_loss_trains_as_if_there_were_no_penalty():
     assert np.abs(logits[0] - logits[1]).max() < 1e-11
 
 
+@pytest.mark.scheduled
 def test_who_reaches_the_optimum():
     """V = 5, L = 4, β = .5: k1 in the reward and sequence k2 do (KL < 1e-6), the others do not.
 
