@@ -63,17 +63,6 @@ class WithoutUpstream(Fused):
         return context.saved_tensors[0]
 
 
-class FirstUpstream(torch.autograd.Function):
-    @staticmethod
-    def forward(context, u):
-        context.save_for_backward(u)
-        return u.square().sum(-1) / 2
-
-    @staticmethod
-    def backward(context, upstream):
-        return upstream[0] * context.saved_tensors[0]
-
-
 def fused(logp, ref_logp, mask):
     return Fused.apply(cut(logp, ref_logp, mask))
 
@@ -84,10 +73,6 @@ def without_upstream(logp, ref_logp, mask):
 
 def by_row(logp, ref_logp, mask):
     return cut(logp, ref_logp, mask).square().sum(-1) / 2
-
-
-def first_upstream(logp, ref_logp, mask):
-    return FirstUpstream.apply(cut(logp, ref_logp, mask))
 
 
 def padded(logp, ref_logp, mask):
@@ -172,10 +157,6 @@ def from_raw_logits(logits, tokens, ref_logp, mask):
     return squares(logits.gather(-1, tokens[..., None])[..., 0], ref_logp, mask)
 
 
-def twice_from_logits(logits, tokens, ref_logp, mask):
-    return 2 * from_logits(logits, tokens, ref_logp, mask)
-
-
 def guarded(logp, advantage, group):
     std = torch.stack([advantage[group == one].std(unbiased=False) for one in group])
     return (logp.sum(-1) * advantage / (std + 1e-4)).mean()
@@ -190,10 +171,6 @@ def of_groups(logp, mask, reward, num_generations=4):
     groups = reward.view(-1, num_generations)
     centred = (groups - groups.mean(1, keepdim=True)).view(-1, 1)
     return (logp.where(mask != 0, 0.0) * centred).sum() / mask.sum()
-
-
-def over_the_width(logp, mask, reward, num_generations=4):
-    return of_groups(logp, mask, reward, num_generations) * mask.sum() / mask.numel()
 
 
 def of_short_rollouts(logp, ref_logp, mask):
@@ -250,13 +227,10 @@ DIFFER = {
     ("clipped", "clipped_at_three"): ("options", "batch sizes", "the value", "most = "),
     ("from_logits", "from_raw_logits"): ("raw logits", "batch sizes", "the value", "added to all logits"),
     ("guarded", "tied_as_ones"): ("groups", "", "the gradient", "1 rollout of"),
-    # More of the same kinds.
-    ("by_row", "first_upstream"): ("gradient from above", "batch sizes", "the gradient", "2 rollouts of bandit"),
-    ("of_groups", "over_the_width"): ("columns", "", "the value", "4 rollouts of"),
+    # What else may be said of it.
     ("squares", "shifted"): ("batch sizes", "", "the value", "B is A plus 0.25; the gradients are equal"),
     ("squares", "by_row"): ("batch sizes", "", "the objective", "B is A divided by the number of rows"),
     ("logs", "logs_columns"): ("padding", "", "logged kl", "only A logs rows"),
-    ("squares", "twice_from_logits"): ("batch sizes", "", "the gradient", "B is A times 2"),
 }
 
 
