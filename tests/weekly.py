@@ -27,7 +27,7 @@ def later(row: Any) -> Any:
 
 
 def first(count: int, rows: Iterable[Any]) -> list[Any]:
-    """Return rows for `parametrize`: the first `count` for every push, the others scheduled; −n: all but the last n."""
+    """Return rows for `parametrize`: the first `count` for every push, the others scheduled."""
     rows = list(rows)
     return [*rows[:count], *map(later, rows[count:])]
 
