@@ -123,6 +123,7 @@ def test_a_limit_that_is_no_time_at_all_is_over_at_once_and_one_without_end_neve
         assert kltest.grade(right, environment="bandit", timeout=long).verdict == "confirmed"
 
 
+@pytest.mark.scheduled
 def test_somebody_elses_alarm_goes_on():
     """pytest-timeout and its kin use the one alarm that a process has."""
     rung = []

@@ -232,6 +232,7 @@ def test_a_gold_score_is_measured_and_not_trained_on(tmp_path, finished):
     assert without == of_file(finished)
 
 
+@pytest.mark.scheduled
 def test_micro_batches_give_the_same_run():
     """The first update's gradient, rewards included, to float32."""
     whole, cut = (run(replace(SMALL, steps=1, micro_batch=size, max_norm=0.0), quiet=True) for size in (0, 3))

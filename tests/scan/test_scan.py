@@ -130,6 +130,7 @@ def scan(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.stdout or done.output
 
 
+@pytest.mark.scheduled
 def test_the_command_names_gradients_and_exits_1(small: Path) -> None:
     code, text = scan(
         "--output",

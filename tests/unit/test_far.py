@@ -111,6 +111,7 @@ def nothing_if_long(logp, ref_logp, mask):
     return k2(logp, ref_logp, mask) * (mask.sum(-1) <= 48)
 
 
+@pytest.mark.scheduled
 def test_a_report_says_how_far_it_looked():
     report = kltest.grade(weighted(whole_ratio))
     assert report.verdict == "confirmed"

@@ -36,6 +36,7 @@ def test_the_first_screen_of_an_estimator_is_short_narrow_and_true(name):
     assert report.to_text(verbose=True).splitlines()[:5] == lines[:5]
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(
     ("name", "sampler"),
     first(1, [("k3-loss", "current"), ("k2-loss", "current"), ("k3-ratio", "stale"), ("k2-loss", "stale")]),

@@ -169,6 +169,7 @@ BONUS = """def loss(logp, ref_logp, mask, logits):
 """
 
 
+@pytest.mark.scheduled
 def test_an_entropy_bonus_is_not_removed(tmp_path):
     report = fixed(written(tmp_path, BONUS.format("0.5 * ((logp - ref_logp) * mask).sum(-1) ** 2")))
     assert report.verdict == "refuted"

@@ -273,7 +273,7 @@ TABLE = {
 @pytest.mark.parametrize(
     ("loss", "options", "facts"),
     spread(
-        8,
+        5,
         [
             pytest.param(*row, id=f"{sentence}-{getattr(row[0], '__name__', number)}")
             for sentence, rows in TABLE.items()

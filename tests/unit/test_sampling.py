@@ -149,6 +149,7 @@ def test_verdicts_are_those_of_exact_grading(name):
     assert found.verdict == truth.verdict
 
 
+@pytest.mark.scheduled
 def test_controls_save_samples_and_change_nothing_else():
     instance, loss = first("ragged"), bind(squared)
     quick, interval, verdict = compared(loss, instance)
@@ -370,6 +371,7 @@ def test_named_is_what_surely_leaves_less_than_the_margin(name, scale, noise, co
     assert found == (combination and pytest.approx(combination, rel=1e-2))
 
 
+@pytest.mark.scheduled
 def test_the_command_line_takes_the_same_options(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pyproject.toml").write_text('[tool.kltest]\nmethod = "sampled"\nmargin = 0.2\nerror-rate = 1e-3\n')

@@ -146,6 +146,7 @@ def token_mean(logp, ref_logp, mask, advantage, beta):
     return ((beta * kl - advantage[:, None] * logp) * mask).sum() / mask.sum()
 
 
+@pytest.mark.scheduled
 def test_a_group_size_that_was_asked_for_is_no_size_of_batches():
     (check,) = kltest.grade(token_mean, expect="local_reverse_kl", select="KL206", group_size=2).checks
     assert (check.status, check.level) == ("fail", "error")
