@@ -48,10 +48,6 @@ def k2_per_token(logp, ref_logp):
     return 0.5 * (logp - ref_logp) ** 2
 
 
-def boolean_mask(logp, ref_logp, mask):
-    return ((logp - ref_logp)[mask] ** 2).sum()
-
-
 def with_metrics(logp, ref_logp, mask):
     u = logp - ref_logp
     return (u * mask).sum(-1), {"kl": (u * mask).sum(-1).mean().detach()}
@@ -103,18 +99,10 @@ def baseline_of_the_group(logp, ref_logp, reward, mask):
     return (cost * torch.where(mask > 0, logp, 0.0).sum(-1)).mean()
 
 
-def baseline_of_the_group_added_up(logp, ref_logp, reward, mask):
-    return len(logp) * baseline_of_the_group(logp, ref_logp, reward, mask)
-
-
 def leave_one_out_added_up(logp, ref_logp, reward, mask):
     total = torch.where(mask > 0, logp - ref_logp, 0.0).sum(-1).detach() + 0.0 * reward
     cost = total - (total.sum() - total) / (len(total) - 1)
     return (cost * torch.where(mask > 0, logp, 0.0).sum(-1)).sum()
-
-
-def detached(logp, ref_logp):
-    return (logp - ref_logp).detach() ** 2
 
 
 def in_single_precision(logp, ref_logp):

@@ -127,27 +127,23 @@ def right(
     return Case(_name(loss), loss, True, **(options or {}), exactly=True, logs=logs, slow=slow)
 
 
-RIGHT_OF_A_FILE = 2
-
-
 def cases() -> list[Case]:
     """Return all rows, with names that are numbered if a loss stands in several rows with different options.
 
-    A file is a kind of mechanism. Of its rows that are not slow, the first wrong one of each code and the first two
-    right ones are graded on every push.
+    A file is a kind of mechanism. On every push the first of its rows that is not slow is graded: a wrong one in
+    `wrong_*.py`, a right one in `right_*.py`.
     """
     files = [file.stem for kind in ("wrong", "right") for file in sorted(FOLDER.glob(f"{kind}_*.py"))]
     seen: Counter[str] = Counter()
     found = []
+    pushed: set[str] = set()
     for file in (*files, "unseen"):
-        pushed: Counter[str] = Counter()
         for case in import_module(f"cases.{file}").CASES:
             seen[case.name] += 1
             name = case.name if seen[case.name] == 1 else f"{case.name}-{seen[case.name]}"
-            if quick := not case.slow and file != "unseen":
-                pushed[case.defect] += 1
-            most = 1 if case.defect else RIGHT_OF_A_FILE
-            found.append(replace(case, name=name, pushed=quick and pushed[case.defect] <= most))
+            now = not case.slow and file != "unseen" and case.right == file.startswith("right") and file not in pushed
+            pushed |= {file} if now else set()
+            found.append(replace(case, name=name, pushed=now))
     return found
 
 

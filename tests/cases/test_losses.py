@@ -32,7 +32,6 @@ def test_every_code_has_losses_that_fail_it(code):
     """Differently written ones, and none of them the example that the check itself carries."""
     wrong = [case for case in KNOWN if case.defect == code]
     assert len({case.target for case in wrong} - {CHECKS[code].wrong}) >= WRONG_PER_CODE
-    assert any(case.pushed for case in wrong)
 
 
 def test_there_are_enough_right_losses():

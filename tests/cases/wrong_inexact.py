@@ -285,17 +285,12 @@ def beyond(loss: Callable[..., Tensor], codes: set[str], *, slow: bool = True, *
     )
 
 
-QUICK = {(half_of_the_rows, "window")}
 NOISES = (half_of_the_tokens, dropped_out, half_of_the_rows, half_by_a_generator_of_its_own)
 LOCAL = {"expect": "local_reverse_kl"}
 
 CASES = [
-    *(wrong("KL507", noisy(noise, "right"), warns=True, slow=noise is not half_of_the_rows) for noise in NOISES),
-    *(
-        beyond(noisy(noise, name, **changes), codes, slow=(noise, name) not in QUICK)
-        for noise in NOISES
-        for name, (changes, codes) in DEFECTS.items()
-    ),
+    *(wrong("KL507", noisy(noise, "right"), warns=True, slow=True) for noise in NOISES),
+    *(beyond(noisy(noise, name, **changes), codes) for noise in NOISES for name, (changes, codes) in DEFECTS.items()),
     wrong("KL507", full_kl(None), also=("KL502",), options=LOCAL, warns=True, slow=True),
     beyond(full_kl(20), {"KL105", "KL701"}, **LOCAL),
     *(beyond(guarded(name, **changes), codes, slow=False) for name, (changes, codes) in DEFECTS.items()),

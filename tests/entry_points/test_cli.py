@@ -88,7 +88,7 @@ def hurried(monkeypatch):
     monkeypatch.setattr(jobs, "TO_REPORT", 1.0)
 
 
-@pytest.mark.parametrize("loss", ["never", "floods"])
+@pytest.mark.parametrize("loss", first(1, ["never", "floods"]))
 def test_a_loss_that_never_returns_is_ended_in_time_and_says_where_it_was(loss, hurried):
     started = time.monotonic()
     found = graded(f"losses.py:{loss}", *BANDIT, "--timeout", "2", code=3)
@@ -107,6 +107,7 @@ def timed_out(loss, seconds, code):
     return found, result.stdout
 
 
+@pytest.mark.scheduled
 def test_a_slow_loss_keeps_what_was_reached_and_says_what_was_not():
     found, _ = timed_out("slow", 5, 4)  # on a busy machine two seconds are over before the first environment
     assert (found["verdict"], found["error"]) == ("inconclusive", "")
@@ -123,12 +124,14 @@ def test_a_slow_loss_keeps_what_was_reached_and_says_what_was_not():
     assert [check["message"] for check in found["checks"]][-1] == "not reached within 5 s"
 
 
+@pytest.mark.scheduled
 def test_a_slow_loss_that_is_wrong_in_what_was_reached_is_refuted():
     found, _ = timed_out("slow_and_wrong", 5, 1)
     assert found["unfinished"]
     assert {row["agrees"] for row in found["gradients"]} == {False}
 
 
+@pytest.mark.scheduled
 def test_a_loss_that_hangs_in_one_branch_keeps_the_rows_before(hurried):
     found, shown = timed_out("deaf_in_a_branch", 2, 3)
     assert found["verdict"] == "error"
@@ -139,6 +142,7 @@ def test_a_loss_that_hangs_in_one_branch_keeps_the_rows_before(hurried):
     assert f"::error file=losses.py,line={line}," in shown
 
 
+@pytest.mark.scheduled
 def test_a_file_that_is_slow_to_import_is_named_at_its_line(folder):
     (folder / "slow_import.py").write_text("import time\ntime.sleep(300)\ndef f(logp, ref_logp): return logp\n")
     error = graded("slow_import.py:f", "--timeout", "1", code=3)["error"]
@@ -152,6 +156,7 @@ def test_what_a_loss_prints_stays_out_of_the_report_but_is_counted():
     assert "to standard output" not in json.dumps(found)
 
 
+@pytest.mark.scheduled
 def test_the_first_screen_is_short_and_the_rest_is_there_when_it_is_requested():
     short = call("grade", "losses.py:k3", *BANDIT).stdout
     assert len(short.splitlines()) <= 25
@@ -246,7 +251,8 @@ def test_a_bug_of_kltest_in_the_child_says_so_and_spares_the_other_targets(monke
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-@pytest.mark.parametrize("number", first(1, [signal.SIGINT, signal.SIGTERM]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_children_and_keeps_what_is_finished(folder, number):
     (folder / "slow.py").write_text(
         "import os, time\ndef f(logp):\n    open('started', 'w').write(str(os.getpid()))\n    time.sleep(300)\n"
@@ -305,6 +311,7 @@ def test_no_option_may_take_its_name_from_its_metavar(module, name):
                 assert written.default == f"--{one.name}"
 
 
+@pytest.mark.scheduled
 def test_a_closed_pipe_ends_quietly():
     command = f"{sys.executable} -m kltest.cli list | head -n 1"
     run = ran("bash", "-c", command, check=True)
@@ -313,7 +320,7 @@ def test_a_closed_pipe_ends_quietly():
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-@pytest.mark.parametrize("arguments", ["--help", "grade --help", "list"])
+@pytest.mark.parametrize("arguments", first(1, ["list", "--help", "grade --help"]))
 def test_a_full_disk_is_said_and_is_no_bug(arguments):
     command = f"{sys.executable} -m kltest.cli {arguments} > /dev/full"
     run = ran("bash", "-c", command)
@@ -321,9 +328,8 @@ def test_a_full_disk_is_said_and_is_no_bug(arguments):
     assert run.stderr == "kltest: standard output cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize(
-    "closed", [">&-", *(pytest.param(each, marks=pytest.mark.scheduled) for each in ("2>&- <&-", ">&- 2>&- <&-"))]
-)
+@pytest.mark.scheduled
+@pytest.mark.parametrize("closed", [">&-", "2>&- <&-", ">&- 2>&- <&-"])
 def test_closed_streams_are_as_good_as_none(folder, closed):
     """Left closed, the pipes to the process that grades would take the place of standard output."""
     targets = "k1-reward k3-loss --environment bandit --select KL1"
@@ -335,6 +341,7 @@ def test_closed_streams_are_as_good_as_none(folder, closed):
     assert run.stderr == ""
 
 
+@pytest.mark.scheduled
 def test_a_terminal_that_knows_no_unicode_still_gets_json():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     run = ran(sys.executable, "-m", "kltest.cli", "list", "--json", env=environment, encoding="utf-8", check=True)

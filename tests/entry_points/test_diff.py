@@ -7,6 +7,7 @@ import doors
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weekly import examples
 
 from kltest.checks import CHECKS
 from kltest.errors import UsageError
@@ -142,6 +143,12 @@ def test_the_command_shows_changes_beside_the_report_and_keeps_its_exit_code(fol
     shown = " ".join(call("--diff", "old.json", code=1).stdout.split())
     assert "losses.py:kl verdict confirmed → refuted" in shown
     assert "gradient, bandit (current) ∇KL(π‖ref) → ∇KL(ref‖π)" in shown
+
+
+@pytest.mark.scheduled
+def test_changes_stand_where_reports_go_and_the_old_report_may_be_replaced(folder):
+    call("--output", "json:old.json", code=0)
+    (folder / "losses.py").write_text("def kl(logp, ref_logp):\n    return (ref_logp - logp).exp() - ref_logp + logp\n")
     # Where standard output is for a program, people read it on standard error.
     result = call("--diff", "old.json", "--output", "json")
     assert json.loads(result.stdout)["verdict"] == "refuted"
@@ -212,7 +219,7 @@ def damaged():
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(damaged() | ANYTHING, max_size=2))
 def test_no_file_gives_anything_but_a_comparison_or_a_usage_error(tmp_path_factory, old):
     path = tmp_path_factory.getbasetemp() / "old.json"

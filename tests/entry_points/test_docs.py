@@ -21,7 +21,6 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from processes import ran
 from typer.testing import CliRunner
-from weekly import first
 
 import kltest
 from kltest.checks import CHECKS
@@ -94,6 +93,7 @@ def pages():
     return hooks.check_pages()
 
 
+@pytest.mark.scheduled
 def test_pages_say_everything_and_are_listed_once_in_their_family(pages):
     assert pages.keys() == {f"checks/{name}.md" for name in (*CHECKS, "index")}
     index = pages["checks/index.md"]
@@ -165,7 +165,8 @@ PAGES = (
 )
 
 
-@pytest.mark.parametrize("name", first(3, PAGES))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("name", PAGES)
 def test_what_a_page_shows_happens(name, tmp_path, monkeypatch):
     """Titled blocks are files, other Python is run, and each command prints the lines below it, in that order."""
     monkeypatch.chdir(tmp_path)
@@ -322,11 +323,11 @@ def test_this_environment_is_the_pinned_one():
         pytest.skip(f"other versions than the pinned ones: {different}")
 
 
-TRAIN = ("audit_my_loop", "where_training_ends")
-EXAMPLES = sorted((path.stem for path in (ROOT / "examples").glob("*.py")), key=lambda name: (name in TRAIN, name))
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("name", first(-len(TRAIN), EXAMPLES))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name, monkeypatch, capsys):
     if name.startswith("test_"):
         assert pytest.main(["-q", "-p", "no:cacheprovider", str(ROOT / "examples" / f"{name}.py")]) == 0

@@ -131,6 +131,7 @@ def test_each_setting_is_graded_or_says_why_not(measured, made_up):
     assert not square["default"]
 
 
+@pytest.mark.scheduled
 def test_a_new_version_is_told_apart(measured, made_up, tmp_path, monkeypatch, capsys):
     """2.0 doubles one gradient and has a setting more."""
     *_, rows = measured
@@ -245,6 +246,7 @@ def test_a_grading_that_was_killed_goes_on_with_what_is_left_and_what_failed(mad
     assert list(rows_of(tmp_path)) == [("1.0", setting) for setting in settings]
 
 
+@pytest.mark.scheduled
 def test_what_cannot_be_kept_is_printed_all_the_same(made_up, tmp_path, monkeypatch, capsys):
     def full(*_):
         raise KltestError("cannot write runs.jsonl: File too large")
@@ -269,6 +271,7 @@ def test_a_terminated_command_ends_what_it_started(made_up, tmp_path):
     until(lambda: not running(made_up))
 
 
+@pytest.mark.scheduled
 def test_measuring_needs_no_package_that_is_not_installed_beside_a_library():
     """Of kltest's own dependencies only those in NEEDED can be imported, and a loss is graded."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -283,6 +286,7 @@ def test_measuring_needs_no_package_that_is_not_installed_beside_a_library():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.scheduled
 def test_only_an_index_that_does_not_answer_is_unreachable(made_up, tmp_path, monkeypatch):
     """A closed port answers nothing; an index that is an empty folder answers that there is no such package."""
     library = find(str(made_up))
@@ -299,6 +303,7 @@ def test_only_an_index_that_does_not_answer_is_unreachable(made_up, tmp_path, mo
     assert not isinstance(failed.value, UnreachableError)
 
 
+@pytest.mark.scheduled
 def test_a_library_whose_wheels_are_marked_for_another_python_is_installed_if_its_adapter_names_that(made_up, tmp_path):
     """The made-up library holds Python files alone, but its wheel says that it is for Python 3.10."""
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")

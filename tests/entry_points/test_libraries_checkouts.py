@@ -24,6 +24,7 @@ def penalty(logp, ref_logp, factor):
 """
 
 
+@pytest.mark.scheduled
 def test_a_library_that_no_index_has_is_graded_from_a_checkout(tmp_path):
     """At the commit of its adapter, at another one, and at the newest; the version is the commit."""
     repository, written = tmp_path / "repository", tmp_path / "repository" / "packages" / "kltest_cloned"

@@ -1,8 +1,6 @@
 """Real libraries, installed and measured by `kltest libraries`, are what is recorded of them.
 
-Two that need torch alone are installed without dependencies, in seconds, and measured by a setting of each: a whole
-loss and a lifted function, with the programs that show them, and the policy part of a loss that scores groups. With
-`-m scheduled` every setting of every library is measured, in hours.
+Every setting of every library is measured, in hours; `test_libraries.py` measures one that is made there.
 """
 
 import json
@@ -16,50 +14,30 @@ from kltest.scoreboard.installation import install
 from kltest.scoreboard.releases import UnreachableError
 from kltest.scoreboard.rows import PARTS, changes
 
-FEW = {
-    "liger": ("ppo_loss_fn/loss_type=dapo",),  # a whole loss, of groups, with a clipped ratio
-    "openrlhf": ("compute_approx_kl/k3",),  # a function, lifted; its program loads it with placeholders
-}
-# Of the policy part, in whole groups of four.
-SCORES = {"openrlhf": ("kl_in_reward/rloo",)}
-
 UNNAMED = "its gradient is unnamed, so there is nothing to compare it with"
-
-
-def measured(name, settings, folder, part=PARTS[0]):
-    """Measure settings (all if empty) and hold them to the record; skip only if no package index answers."""
-    library = find(name)
-    try:
-        install(library, library.version)
-    except UnreachableError as error:
-        pytest.skip(f"no package index can be reached, so {name} was not measured: {error}")
-    assert libraries([name], request=Measurement(settings=settings, part=part), output=str(folder)) == 0
-    lines = (folder / "runs.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [row for line in lines for row in json.loads(line)["rows"]]
-    known = recorded.read(parts=[part])
-    of_library = [row for row in known if (row["library"], row["version"]) == (name, library.version)]
-    expected = set(settings) or {row["setting"] for row in of_library}
-    assert {row["setting"] for row in rows} == expected != set()
-    assert expected <= {row["setting"] for row in of_library}
-    assert changes(of_library, rows, settings) == []
-    notes = {row.get("program_note", "") for row in rows}
-    assert notes <= {"", UNNAMED}, "each program prints what was found, if that has a name"
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("name", FEW)
-def test_what_is_measured_is_what_is_recorded(name, tmp_path):
-    measured(name, FEW[name], tmp_path)
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("name", SCORES)
-def test_what_is_ascended_without_a_kl_is_what_is_recorded(name, tmp_path):
-    measured(name, SCORES[name], tmp_path, "policy")
 
 
 @pytest.mark.real
 @pytest.mark.scheduled
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_setting_is_what_is_recorded(name, tmp_path):
-    measured(name, (), tmp_path)
+def test_every_setting_is_what_is_recorded(name, part, tmp_path):
+    """It is skipped only if no package index answers, or nothing is recorded of a part."""
+    library = find(name)
+    known = recorded.read(parts=[part])
+    of_library = [row for row in known if (row["library"], row["version"]) == (name, library.version)]
+    settings = tuple(dict.fromkeys(row["setting"] for row in of_library))
+    if not settings:
+        pytest.skip(f"nothing is recorded of the part {part} of {name}")
+    try:
+        install(library, library.version)
+    except UnreachableError as error:
+        pytest.skip(f"no package index can be reached, so {name} was not measured: {error}")
+    request = Measurement(settings=() if part == PARTS[0] else settings, part=part)
+    assert libraries([name], request=request, output=str(tmp_path)) == 0
+    lines = (tmp_path / "runs.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for line in lines for row in json.loads(line)["rows"]]
+    assert {row["setting"] for row in rows} == {*settings}
+    assert changes(of_library, rows) == []
+    notes = {row.get("program_note", "") for row in rows}
+    assert notes <= {"", UNNAMED}, "each program prints what was found, if that has a name"

@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from processes import ran
 
 from kltest.adapters import NAMES, find
@@ -49,6 +50,7 @@ print(kltest.grade, kltest.Report, dir(kltest))
 """
 
 
+@pytest.mark.scheduled
 def test_nothing_heavy_is_imported_where_it_is_not_used(tmp_path):
     (tmp_path / "losses.py").write_text("def truth(logp, ref_logp):\n    return (logp - ref_logp).sum(-1) ** 2 / 2\n")
     run = ran(sys.executable, "-c", SCRIPT, cwd=tmp_path)

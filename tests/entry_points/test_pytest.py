@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from called import WRITTEN
+from weekly import first
 
 # Loaded here, since what a run within this run imports is forgotten after it, and torch cannot be loaded twice.
 import kltest.cli.grade
@@ -60,7 +61,7 @@ def failed(found):
 
 
 def test_an_item_for_the_gradient_and_one_for_every_check_of_every_loss(project, pytester):
-    project('[right, forward, "k2-loss-sequence"], environment="bandit,sequence"')
+    project('[right, forward, "k2-loss-sequence"], environment="bandit"')
     found = outcomes(pytester)
     ids = [
         f"{name}-{code}"
@@ -69,7 +70,7 @@ def test_an_item_for_the_gradient_and_one_for_every_check_of_every_loss(project,
     ]
     assert list(found) == ids
     assert failed(found) == {"forward-gradient"} | {
-        f"forward-{code}" for code in failing("k3-loss", environment="bandit,sequence")
+        f"forward-{code}" for code in failing("k3-loss", environment="bandit")
     }
     assert "forward-KL102" in failed(found)
     assert found["right-KL104"] == "skipped"
@@ -80,6 +81,7 @@ def failing(loss, **options):
     return [check.code for check in kltest.grade(loss, **options).failed if not check.warns]
 
 
+@pytest.mark.scheduled
 def test_every_loss_is_graded_once_and_not_when_tests_are_collected(project, pytester, monkeypatch):
     graded = []
     real = kltest.grading.grader.grade
@@ -124,28 +126,36 @@ def test_the_plugin_costs_no_import_of_torch_or_checks_when_unused(pytester):
 
 @pytest.mark.parametrize(
     ("decoration", "arguments", "wrong", "expected"),
-    [
-        (f'[token_level], {SHORT}, expected_failed_checks={{"KL201": "on purpose"}}', (), set(), {"gradient", "KL201"}),
-        (
-            f'[token_level], {SHORT}, expected_failed_checks={{"KL102": "the wrong one"}}',
-            (),
-            {"gradient", "KL201", "KL102"},
-            set(),
-        ),
-        (
-            f'[token_level], {SHORT}, expected_failed_checks={{"KL201": "x"}}',
-            ("--runxfail",),
-            {"gradient", "KL201"},
-            set(),
-        ),
-        (
-            f"[right, token_level], {SHORT}, "
-            'expected_failed_checks=lambda one: {"KL201": "x"} if one != right else None',
-            (),
-            set(),
-            {"gradient", "KL201"},
-        ),
-    ],
+    first(
+        2,
+        [
+            (
+                f'[token_level], {SHORT}, expected_failed_checks={{"KL201": "on purpose"}}',
+                (),
+                set(),
+                {"gradient", "KL201"},
+            ),
+            (
+                f'[token_level], {SHORT}, expected_failed_checks={{"KL102": "the wrong one"}}',
+                (),
+                {"gradient", "KL201", "KL102"},
+                set(),
+            ),
+            (
+                f'[token_level], {SHORT}, expected_failed_checks={{"KL201": "x"}}',
+                ("--runxfail",),
+                {"gradient", "KL201"},
+                set(),
+            ),
+            (
+                f"[right, token_level], {SHORT}, "
+                'expected_failed_checks=lambda one: {"KL201": "x"} if one != right else None',
+                (),
+                set(),
+                {"gradient", "KL201"},
+            ),
+        ],
+    ),
     ids=["expected, with the gradient that it explains", "another", "shown all the same", "depends on the loss"],
 )
 def test_what_fails_is_what_is_not_expected(project, pytester, decoration, arguments, wrong, expected):
@@ -156,6 +166,7 @@ def test_what_fails_is_what_is_not_expected(project, pytester, decoration, argum
     assert xfailed == {f"token_level-{name}" for name in expected}
 
 
+@pytest.mark.scheduled
 def test_an_expected_failure_that_passes_is_a_failure_unless_that_is_allowed(project, pytester):
     project(f'[right], {SHORT}, expected_failed_checks={{"KL201": "was so once"}}')
     assert failed(outcomes(pytester)) == {"right-KL201"}
@@ -208,6 +219,7 @@ def test_what_only_warns_warns_and_an_excuse_silences_it(project, pytester, monk
     pytester.runpytest_inprocess("-k", "KL802").assert_outcomes(xfailed=1, warnings=0)
 
 
+@pytest.mark.scheduled
 def test_an_excuse_that_meets_no_check_gives_a_warning(project, pytester):
     with pytest.warns(KltestWarning, match="KL201 is expected to fail"):
         parametrize_with_checks(["k2-loss"], expected_failed_checks={"KL201": "x"}, select="KL1")
@@ -264,11 +276,13 @@ def test_losses_of_one_name_are_told_apart_and_a_param_keeps_its_id_and_marks():
     assert [bool(parameter.marks) for parameter in parameters[::2]] == [False, False, True, False]
 
 
+@pytest.mark.scheduled
 def test_another_loss_made_by_the_test_is_graded_as_well_and_not_taken_for_the_first(project, pytester):
     project('[right], select="KL1"', body="check(lambda logp, ref_logp: forward(logp, ref_logp))")
     assert {"right-gradient", "right-KL102"} <= failed(outcomes(pytester))
 
 
+@pytest.mark.scheduled
 def test_items_carry_the_marker_and_the_header_and_summary_say_what_was_graded(project, pytester):
     """Losses of one name in two functions have a line each."""
     project('[right, forward], environment="bandit", select="KL1"')

@@ -42,6 +42,7 @@ def test_the_push_of_a_head_by_autograd():
     np.testing.assert_allclose(found[0], logits.grad.numpy(), atol=1e-15)
 
 
+@pytest.mark.scheduled
 def test_where_a_head_drifts(rows):
     """Eight tokens with 0.8 of the mass: 0.8/(0.8 + 0.2e), and the KL between the two, written out."""
     row = row_of(rows, part="drift", k=8, form="top-k")
@@ -52,6 +53,7 @@ def test_where_a_head_drifts(rows):
     assert row["kl"] == pytest.approx(kl, rel=1e-9)
 
 
+@pytest.mark.scheduled
 def test_the_dead_zone(rows):
     """Where the value is ten: dead at u ≲ −2.6 or ≳ 11."""
     row = next(row for row in rows if row["part"] == "clamp")
@@ -78,6 +80,7 @@ def test_a_grid_is_misread_as_stated():
     assert variance / same == pytest.approx(u * (step - u), rel=1e-9)
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("normalised", ["token-mean", "whole-return"])
 def test_batches_of_two_by_brute_force(rows, normalised):
     """Every ordered pair of rollouts, its scores divided by its own total length."""
@@ -117,6 +120,7 @@ def test_low_precision_is_felt_where_it_should_be():
     assert row["relative_error"] == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_each_can_fail(rows):
     TRIAL.may_lack_parts(rows)
     TRIAL.claims_can_fail(rows)

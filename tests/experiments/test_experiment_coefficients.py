@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.optimize import brentq
 from trial import CHECKOUT, Trial
+from weekly import first
 
 from kltest.reproduce.experiment import compute_all
 
@@ -100,6 +101,7 @@ def test_the_law_of_k3_for_small_coefficients_in_a_thousand_digits():
     assert MODULE.law("bandit", 0, 1e-64) == pytest.approx(float(others[0][0]) / math.log(1e64))
 
 
+@pytest.mark.scheduled
 def test_ends_in_the_mdp_whose_states_know_the_time():
     """The right one and the local one by a recursion of their own, both reached, and not the same."""
     which, beta = MODULE.problem("mdp", 0), 1.0
@@ -153,6 +155,7 @@ def test_the_noise_at_the_optimum_by_brute_force(estimator, batch):
     assert (second < 1e-25) == (estimator == "leave-one-out")
 
 
+@pytest.mark.scheduled
 def test_all_five_fixed_points_are_reached_and_apart():
     configurations = [{"part": "fixed-points", "estimator": name, "seed": 0} for name in MODULE.IN_FIXED_POINTS]
     rows = [row for found in compute_all(CHECKOUT, "coefficients", configurations) for row in found]
@@ -212,7 +215,7 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("words", PLANTED)
+@pytest.mark.parametrize("words", first(1, PLANTED))
 def test_a_planted_coefficient_refutes_its_claim(words):
     rows = made_up_rows()
     before = TRIAL.verdicts(rows)

@@ -73,6 +73,7 @@ def of_all(logp, logits, ref_logits, reward, mask):
     return ((RUNS.NOISE_BETA * kl - reward[:, None] * logp) * mask).sum(-1)
 
 
+@pytest.mark.scheduled
 def test_variances_are_those_of_the_losses_as_graded(rows):
     """By kltest's own enumeration, with the baselines added to the reward."""
     environment, student, teacher = RUNS.drawn(2, "peaked", 1)
@@ -97,6 +98,7 @@ def test_variances_are_those_of_the_losses_as_graded(rows):
         assert found[f"square of {name}"] == pytest.approx(float((moments.gradient**2).sum()), rel=1e-9)
 
 
+@pytest.mark.scheduled
 def test_every_loss_has_a_line_in_the_table(rows):
     (analysis,) = TRIAL.modules("claims")
     lines = analysis.tables(rows)["forms"]
@@ -106,6 +108,7 @@ def test_every_loss_has_a_line_in_the_table(rows):
     assert lines[9]["mass outside"] >= "0.63"
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_each_can_fail(rows):
     TRIAL.may_lack_parts(rows)
     TRIAL.claims_can_fail(rows)

@@ -154,6 +154,7 @@ def test_the_reward_model_is_a_fitted_logistic_regression(task):
     )
 
 
+@pytest.mark.scheduled
 def test_a_run_is_as_its_settings_say():
     """At the start the policy is the reference; a row an evaluation, to the last update; at fixed length no line is
     shorter."""
@@ -191,6 +192,7 @@ def test_as_many_updates_with_a_stale_sampler_are_fewer_rounds_and_the_reward_ha
         torch.testing.assert_close(Objective(settings)._ascent(fields), (others * ratio).expand(4, 2))
 
 
+@pytest.mark.scheduled
 def test_with_a_current_sampler_the_ratio_turns_k3_into_k2():
     """ρ·k3 has the weight ρ·u, and ρ is 1: each sample pulls as k2 in the loss does."""
     from kltest.finetune.run import run
@@ -309,6 +311,7 @@ def test_the_committed_audits_are_whole_and_as_the_atlas_says(audits):
     assert {verdicts[claim] for claim in ABOUT_AUDITS} == {True}
 
 
+@pytest.mark.scheduled
 def test_an_audit_is_written_as_it_is_read(tmp_path, monkeypatch):
     """Of an untrained model, after two updates: what it finds means nothing."""
     from kltest.files import as_csv

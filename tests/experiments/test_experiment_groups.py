@@ -26,6 +26,7 @@ def rows():
     return TRIAL.tidied([MASKING, PUSH, runs])
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_lost_share_by_brute_force(rows, size):
     """Every ordered group, each with the mean over its rows of the KL term, where all rewards are equal."""
@@ -41,6 +42,7 @@ def test_the_lost_share_by_brute_force(rows, size):
     assert row["lost"] == pytest.approx(np.linalg.norm(lost) / np.linalg.norm(truth), rel=1e-12)
 
 
+@pytest.mark.scheduled
 def test_where_training_ends(rows):
     ends = {row["estimator"]: row for row in rows if row["part"] == "training"}
     reference, beta, size = 0.3, 0.7, 4
@@ -59,6 +61,7 @@ def test_where_training_ends(rows):
     assert ends["group-std"]["predicted"] is None
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_those_without_rows_are_not_run(rows):
     found = TRIAL.verdicts(rows)
     sampled = {claim for claim in found if claim.startswith("sampled")}
@@ -66,5 +69,6 @@ def test_claims_agree_and_those_without_rows_are_not_run(rows):
     assert False not in found.values()
 
 
+@pytest.mark.scheduled
 def test_each_claim_can_fail(rows):
     TRIAL.claims_can_fail(rows)

@@ -22,6 +22,7 @@ def test_rewards_made_in_place_change_what_was_recorded():
     assert logged.tolist() == [[-0.25, 0.5 + 2.0], [-0.5 + 3.0, 0.0]]
 
 
+@pytest.mark.scheduled
 def test_the_run_is_gradient_ascent_on_the_objective(rows):
     """One step of plain ascent on E[R] − β·KL by autograd over all rollouts gives the KL after it."""
     problem = RUNS.problem_of(0)
@@ -48,6 +49,7 @@ def test_the_run_is_gradient_ascent_on_the_objective(rows):
     assert first["objective"] == pytest.approx(objective, rel=1e-11)
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_each_can_fail(rows):
     TRIAL.may_lack_parts(rows)
     TRIAL.claims_can_fail(rows)

@@ -58,6 +58,7 @@ def rows():
     return TRIAL.tidied(MODULE.BATCHING.batches(configurations()))
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("step", [0, 64])
 def test_bias_and_variance_by_plain_enumeration(rows, length, step):
@@ -118,6 +119,7 @@ def test_shares_of_independent_tokens_are_powers():
         assert row["prefix_share"] == pytest.approx(geometric, rel=1e-11)
 
 
+@pytest.mark.scheduled
 def test_the_thresholds_by_the_hessian(rows):
     """J's Hessian at π* by differences of its values: an eigenvalue is −β·λ."""
     problem, beta = MODULE.problem(0), MODULE.TRAINED["beta"]
@@ -368,11 +370,13 @@ def test_paths_start_at_the_reference_or_away_from_it_and_samplers_are_as_far_as
     assert gaps[-1] < 0.1 * gaps[0]
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("part", ["path", "weights", "stability", "training", "step"])
 def test_a_part_alone_is_no_error(rows, part):
     TRIAL.may_lack([row for row in rows if row["part"] == part])
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_each_can_fail(rows):
     assert TRIAL.agree(rows)
     TRIAL.claims_can_fail(rows)

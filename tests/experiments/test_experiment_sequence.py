@@ -52,6 +52,7 @@ def test_the_blind_root_by_hand():
         assert gradient("reverse_kl", instance)[0, 1] == pytest.approx(chance * (1 - chance) * departure, abs=1e-12)
 
 
+@pytest.mark.scheduled
 def test_a_discount_is_what_a_discounted_return_gives(rows):
     """γ = 0 is the local gradient, so its bias is the share missed."""
     instance = experiment.persistent(experiment.VOCABULARY, experiment.CREDIT_LENGTH, 0.9, 0)

@@ -23,6 +23,7 @@ def rows() -> list[dict]:
     ]
 
 
+@pytest.mark.scheduled
 def test_rest_points_of_going_on_by_hand(rows):
     """One state, so the reward and the KL of a policy are one over the chance of ending: differences of their sums."""
     reference, step = 0.02, 1e-4
@@ -76,6 +77,7 @@ def test_a_reference_that_goes_on_often_has_no_band():
     assert experiment.band_of(cusp * (1 - 1e-9)) == pytest.approx([GAMMA / (4 * (1 - GAMMA))] * 2, rel=1e-3)
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(("start", "end"), [(0.02, "lower"), (0.9, "upper")])
 def test_training_ends_where_it_is_said_to(rows, start, end):
     """Plain steps along what a token-level loss follows, to either side of the tipping point at β = 0.7."""
@@ -107,6 +109,7 @@ def test_an_action_that_slips_is_a_random_one():
     assert firm[0, 0, 0] == firm[4, 2, 5] == firm[8, 2, 8] == 1
 
 
+@pytest.mark.scheduled
 def test_the_policy_of_the_picture_is_the_reference_but_near_the_coin(rows):
     cells = [row for row in rows if row["part"] == "picture"]
     for cell in cells:
@@ -118,6 +121,7 @@ def test_the_policy_of_the_picture_is_the_reference_but_near_the_coin(rows):
     assert start["whole_right"] < -0.01  # down the true gradient one turns back before KL is paid
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_each_can_fail(rows):
     assert TRIAL.agree(rows)
     TRIAL.claims_can_fail(rows)

@@ -43,6 +43,7 @@ def ascended(estimator, updates, beta, rate):
     return kl, reward
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("estimator", ["k1-reward", "k1-reward-immediate"])
 def test_curves_of_expected_gradients_by_a_loop_over_sequences(rows, estimator):
     (row,) = (
@@ -54,12 +55,14 @@ def test_curves_of_expected_gradients_by_a_loop_over_sequences(rows, estimator):
     assert (row["kl_exact"], row["reward_exact"]) == pytest.approx((kl, reward), rel=1e-10)
 
 
+@pytest.mark.scheduled
 def test_sampled_runs_lie_about_the_curve(rows):
     for row in rows:
         # Means of four runs: eight times the reach of a 95 % interval, and what a finite step adds.
         assert abs(row["reward"] - row["reward_exact"]) < 8 * row["reward_reach"] + 0.1
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_can_fail(rows):
     assert TRIAL.agree(rows)
     TRIAL.claims_can_fail(rows)

@@ -27,6 +27,7 @@ def rows() -> list[dict]:
     )
 
 
+@pytest.mark.scheduled
 def test_the_published_pair_by_hand(rows):
     """Rao–Blackwell's value is a constant, and after a 1 also d = 0.98·log 99: variance d²/4."""
     row = row_of(rows, part="pair", reference=0.25)
@@ -207,6 +208,7 @@ def test_the_record_is_consistent():
             assert shares[0] > 0
 
 
+@pytest.mark.scheduled
 def test_claims_agree_and_each_can_fail(rows):
     assert TRIAL.agree(rows)
     TRIAL.claims_can_fail(rows)

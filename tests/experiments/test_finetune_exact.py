@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from weekly import spread
+from weekly import first, spread
 
 from kltest.environments import Instance, ragged, sequence
 from kltest.estimators import registry
@@ -95,8 +95,8 @@ def case(environment, sampler):
 NAMES = [name for name, entry in registry().items() if not entry.spec.couples]
 
 
-@pytest.mark.parametrize(("environment", "sampler"), spread(20, [("sequence", "current"), ("ragged", "stale")]))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("environment", "sampler"), first(1, [("ragged", "stale"), ("sequence", "current")]))
+@pytest.mark.parametrize("name", spread(10, NAMES))
 def test_the_expected_gradient_of_an_update_is_the_exact_one(name, environment, sampler):
     here = case(environment, sampler)
     found = here.gradient(Settings(kl=name, dtype="float64"))

@@ -23,6 +23,7 @@ SMALL = Settings(**SIZES, eval_every=0, eval_prompts=4, gradient_every=0, kl="k3
 pytestmark = pytest.mark.usefixtures("models_folder")
 
 
+@pytest.mark.scheduled
 def test_minibatches_are_updates_of_their_own():
     """Without a step size every update is at the same policy: norms differ, all that is measured is the same."""
     still = replace(SMALL, learning_rate=0.0, max_tokens=5, kl="k1-loss")

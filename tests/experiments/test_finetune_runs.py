@@ -69,6 +69,7 @@ def command(*arguments):
     return [sys.executable, "-m", "kltest.cli", "finetune", *ARGUMENTS, *arguments]
 
 
+@pytest.mark.scheduled
 def test_what_is_written_down(finished):
     records = of_file(finished)
     assert [record["step"] for record in records] == list(range(7))
@@ -182,7 +183,7 @@ def test_out_of_memory_says_what_to_lower(monkeypatch):
 @pytest.mark.parametrize(
     "changes",
     first(
-        3,
+        1,
         [
             {"inner_epochs": 2},
             {"algorithm": "grpo", "kl": "auto", "inner_epochs": 2},
@@ -217,6 +218,7 @@ def proxy():
 """
 
 
+@pytest.mark.scheduled
 def test_a_gold_score_is_measured_and_not_trained_on(tmp_path, finished):
     """On the rollouts of the evaluation, whatever these are: there it is the reward's own function."""
     (tmp_path / "own.py").write_text(PROXY)
@@ -230,6 +232,7 @@ def test_a_gold_score_is_measured_and_not_trained_on(tmp_path, finished):
     assert without == of_file(finished)
 
 
+@pytest.mark.scheduled
 def test_micro_batches_give_the_same_run():
     """The first update's gradient, rewards included, to float32."""
     whole, cut = (run(replace(SMALL, steps=1, micro_batch=size, max_norm=0.0), quiet=True) for size in (0, 3))

@@ -28,26 +28,22 @@ ROOT = Path(__file__).parents[2]
 PAPER = written(Checkout(ROOT))
 
 
-# This one, which reads what is recorded, is made by every `pytest`; all of them by the workflow's job `reproduce` on
-# every push, whose folder KLTEST_RESULTS names (what is there is not computed again), and weekly.
-SOME = ("libraries",)
-ALL = pytest.param("all", marks=pytest.mark.scheduled)
-with_the_atlas = pytest.mark.parametrize("ran", [ALL], indirect=True)
+# All of it is made by the workflow's job `reproduce` on every push, whose folder KLTEST_RESULTS names (what is there is
+# not computed again), and weekly.
+of_all = pytest.mark.scheduled
 
 
-@pytest.fixture(scope="module", params=["some", ALL])
-def ran(request):
-    return SOME if request.param == "some" else tuple(Checkout(ROOT).experiments())
+@pytest.fixture(scope="module")
+def ran():
+    return tuple(Checkout(ROOT).experiments())
 
 
 @pytest.fixture(scope="module")
 def results(ran, tmp_path_factory):
-    there = os.environ.get("KLTEST_RESULTS") if ran != SOME else None
+    there = os.environ.get("KLTEST_RESULTS")
     output = Path(there) if there else tmp_path_factory.mktemp("results")
     code = "from kltest.cli import main; main()"
-    # Tests keep all cores busy: more processes would only load torch once more each.
-    only = [word for name in ran for word in ("--only", name)] + ["--workers", "1"] if ran == SOME else []
-    job = [sys.executable, "-c", code, "reproduce", *only, "--output", output]
+    job = [sys.executable, "-c", code, "reproduce", "--output", output]
     done = processes.ran(*job, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     (output / "printed.txt").write_text(done.stdout, encoding="utf-8")
@@ -73,7 +69,7 @@ for name in names:
 """
 
 
-@pytest.mark.scheduled
+@of_all
 def test_what_is_said_of_results_does_not_depend_on_how_words_are_hashed(ran, results):
     """The main job said it with one seed; another process says it of the same rows with another."""
     other = {"cwd": ROOT, "env": {**os.environ, "PYTHONHASHSEED": "2"}, "check": True}
@@ -96,7 +92,7 @@ def analysis():
     return Checkout(ROOT).load("experiments", "atlas", "claims")
 
 
-@with_the_atlas
+@of_all
 def test_every_estimator_environment_and_sampler_is_there(rows):
     cells = {(row["estimator"], row["environment"], row["sampler"]) for row in rows}
     environments = ("bandit", "sequence", "ragged", "mdp", "transformer")
@@ -105,6 +101,7 @@ def test_every_estimator_environment_and_sampler_is_there(rows):
     }
 
 
+@of_all
 def test_every_claim_agrees(ran, results):
     claims = json.loads((results / "summary.json").read_text())
     judged = [claim for claim in claims if claim["experiment"] in ran]
@@ -112,10 +109,10 @@ def test_every_claim_agrees(ran, results):
     assert {claim["experiment"] for claim in judged} == set(ran)
     assert {claim["experiment"] for claim in claims} == set(Checkout(ROOT).experiments())
     printed = (results / "printed.txt").read_text(encoding="utf-8")
-    left_out = len(Checkout(ROOT).experiments()) - len(ran)
-    assert f"{len(judged)} of {len(claims)} claims agree, 0 disagree, {left_out} not run" in printed
+    assert f"{len(judged)} of {len(claims)} claims agree, 0 disagree, 0 not run" in printed
 
 
+@of_all
 def test_every_claim_is_disagreed_with_by_a_planted_result(ran, results):
     """A claim that no change of a measured column can refute says nothing."""
     for name in ran:
@@ -124,14 +121,16 @@ def test_every_claim_is_disagreed_with_by_a_planted_result(ran, results):
         assert irrefutable(analysis, frame(rows), settings) == []
 
 
+@of_all
 def test_every_figure_whose_results_are_there_is_drawn(ran, results):
     checkout = Checkout(ROOT)
     wanted = {name for name in checkout.figures() if set(sources(checkout, name)) <= set(ran)}
     for kind in ("pdf", "svg", "png"):
         assert {path.stem for path in (results / "figures").glob(f"*.{kind}")} == wanted
-    assert (results / "paper" / "paper.pdf").is_file() == (ran != SOME)
+    assert (results / "paper" / "paper.pdf").is_file()
 
 
+@of_all
 def test_every_figure_can_be_read_as_it_is_printed(ran, results):
     """At the width of the paper's text; printed at nine tenths of it, the same words are too small."""
     checkout = Checkout(ROOT)
@@ -145,7 +144,7 @@ def test_every_figure_can_be_read_as_it_is_printed(ran, results):
                 assert "6.3 pt" in " ".join(faults(figure, 0.9 * width))
 
 
-@with_the_atlas
+@of_all
 def test_what_the_papers_say_of_the_best_known_estimators(rows):
     """Tang & Munos 2025 (k3 in the loss, partial gradients), Liu et al. 2025 (k2 in the loss), Shah et al. 2025."""
     found = {(row["estimator"], row["environment"], row["sampler"]): row["identified"] for row in rows}
@@ -161,7 +160,7 @@ def test_what_the_papers_say_of_the_best_known_estimators(rows):
         assert found[name, environment, "current"] == pytest.approx(expected, abs=1e-9)
 
 
-@with_the_atlas
+@of_all
 @pytest.mark.parametrize(
     "identified",
     [{"forward_kl": 1.0}, {"reverse_kl": -1.0}, {"reverse_kl": 1.0 + 1e-6}, {"reverse_kl": 1.0, "zero": 1.0}, None],
@@ -176,7 +175,7 @@ def test_one_wrong_cell_is_a_disagreeing_claim(analysis, rows, identified):
     assert "otherwise: k1-reward, ragged, current: " in wrong[0].found
 
 
-@with_the_atlas
+@of_all
 def test_a_missing_environment_is_not_agreement(analysis, rows):
     kept = [row for row in rows if (row["estimator"], row["environment"]) != ("k2-loss", "mdp")]
     claim, *_ = analysis.claims(kept)
@@ -184,7 +183,7 @@ def test_a_missing_environment_is_not_agreement(analysis, rows):
     assert analysis.claims([])[0].agrees is None
 
 
-@with_the_atlas
+@of_all
 @pytest.mark.parametrize(
     ("words", "planted"),
     [("keeps the name", {"identified": {"local_forward_kl": 0.9}}), ("removes no bias", {"relative_bias": 1e-3})],
@@ -198,7 +197,7 @@ def test_a_wrong_name_or_bias_at_shared_weights_is_a_disagreeing_claim(analysis,
     assert {claim for claim, agrees in verdicts.items() if agrees is not True} == {c for c in verdicts if words in c}
 
 
-@with_the_atlas
+@of_all
 def test_the_bias_at_the_logits_of_a_transformer_is_that_of_its_loss_there(rows):
     """By the loss's own gradients over all rollouts, not by the name that was found."""
     cell = ("k3-loss", "transformer", "stale")
@@ -221,7 +220,7 @@ def test_every_estimator_is_defined_by_its_own_line_of_code(analysis):
     assert defined["k3-loss"].endswith(": (-u).exp() - 1 + u")
 
 
-@with_the_atlas
+@of_all
 def test_unbiased_is_a_matter_of_the_gradient_alone(analysis, rows):
     for row in rows:
         if row["batch"] == 1:
@@ -235,6 +234,7 @@ def plain(quantity):
     return quantity.removeprefix("smallest ").removeprefix("largest ")
 
 
+@of_all
 def test_the_papers_numbers_are_all_in_the_results_and_no_others(ran, results):
     assert len(cited(PAPER)) > 10
     missing = uncovered(PAPER, results)
@@ -257,7 +257,7 @@ def test_the_text_of_the_body_has_few_numbers():
         assert len(CITATION.findall(paragraph)) <= 5, paragraph[:80]
 
 
-@with_the_atlas
+@of_all
 def test_the_paper_has_ten_pages_and_fourteen_of_appendix(results):
     with staged(Checkout(ROOT), results) as root:
         ends = [
@@ -296,7 +296,7 @@ def in_colours_of(palette, file):
     return Image.open(file).convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
 
 
-@with_the_atlas
+@of_all
 def test_the_readmes_picture_is_the_figure(results):
     """Pixels, since another processor may round a bias, and so a shade, differently in the last place."""
     shown = Image.open(ROOT / "docs" / "atlas.png")
@@ -307,7 +307,7 @@ def test_the_readmes_picture_is_the_figure(results):
     assert np.abs(shown - drawn).mean() < 1e-4, again
 
 
-@with_the_atlas
+@of_all
 def test_the_order_of_the_atlas_does_not_depend_on_rounding(rows):
     """Estimators that follow the same gradient are equally biased, whatever is left of it in the last places."""
     signs = np.random.default_rng(0).choice([-1, 1], size=(2, len(rows)))

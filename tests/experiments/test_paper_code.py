@@ -36,6 +36,7 @@ def blocks():
     return fresh, advantage + weight + whole, advantage + token
 
 
+@pytest.mark.scheduled
 def test_the_recommended_lines_are_confirmed():
     code, _, _ = blocks()
     parameters = "logp, ref_logp, reward, mask, beta, n=2"

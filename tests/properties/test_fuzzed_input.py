@@ -6,6 +6,7 @@ import pytest
 from doors import GRADED, call, canned, toml
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from weekly import examples
 
 from kltest.errors import UsageError
 from kltest.grading.configuration import Configuration, read
@@ -15,8 +16,6 @@ from kltest.report import Report
 
 # Exit codes, without those that only a grading can end with: these gradings are canned.
 CONFIRMED, USAGE, NOTHING = 0, 2, 5
-# A quarter of the examples on every push, all of them weekly.
-SHARE = 1 if os.environ.get("KLTEST_EXAMPLES") == "all" else 4
 FUZZ = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -57,7 +56,7 @@ PART = st.one_of(
 )
 
 
-@settings(FUZZ, max_examples=600 // SHARE)
+@settings(FUZZ, max_examples=examples(600))
 @given(st.sampled_from([[], ["grade"], ["grade"]]), st.lists(PART, max_size=5))
 def test_no_command_line_gives_a_traceback_or_an_unknown_exit_code(command, parts):
     arguments = [*command, *(word for part in parts for word in part)]
@@ -107,7 +106,7 @@ def configured(folder, text):
     return found, result
 
 
-@settings(FUZZ, max_examples=400 // SHARE)
+@settings(FUZZ, max_examples=examples(400))
 @given(TABLE.map(lambda table: {"kltest": table}) | VALUE.map(lambda value: {"kltest": value}) | VALUE)
 def test_no_settings_give_a_traceback_or_an_unknown_exit_code(folder, tool):
     text = toml(tool)
@@ -135,7 +134,7 @@ KL104 = "for all"
 """
 
 
-@settings(FUZZ, max_examples=300 // SHARE)
+@settings(FUZZ, max_examples=examples(300))
 @given(st.data())
 def test_no_damage_to_a_good_file_does(folder, data):
     text = GOOD

@@ -3,13 +3,13 @@
 Nothing here knows the right gradient; each test changes what must not matter, or goes a second way.
 """
 
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from weekly import examples
 
 from kltest.environments import Environment, Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.estimators import registry
@@ -21,8 +21,7 @@ from kltest.truth import ATLAS, gradient
 
 # Sums of the same few hundred terms in another order, in float64.
 EXACT = 1e-11
-EXAMPLES = 100 if os.environ.get("KLTEST_EXAMPLES") == "all" else 25
-PROPERTY = settings(deadline=None, max_examples=EXAMPLES, derandomize=True)
+PROPERTY = settings(deadline=None, max_examples=examples(100), derandomize=True)
 
 PROMPTS = np.array([0.25, 0.75])
 

@@ -13,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scan import reading
-from scan.reading import HEAD, found, value_of
+from scan.reading import HEAD, found, sections, value_of
+from weekly import examples
 
 # A random term in random pieces of a loss
 
@@ -148,7 +149,7 @@ def gradients(value: torch.Tensor, fields: dict[str, Any]) -> list[torch.Tensor]
     return list(torch.autograd.grad(value, inputs, retain_graph=True, materialize_grads=True))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(losses())
 def test_a_random_term_is_found_once_and_its_program_computes_it(loss: tuple[str, set[str], bool]) -> None:
     text, functions, optional = loss
@@ -180,215 +181,20 @@ def direct(loss: Callable[..., torch.Tensor], fields: dict[str, Any], kind: str)
 
 
 # What is told of a term where only it can be lifted, or where a field is not what it seems: one row each.
-ODD_FIELDS = {
-    "subtracted from a reward of which more is not known": (
-        """
-def shape(score, beta, logp, ref_logp):
-    rewards = whitened_by_somebody(score - beta * (logp - ref_logp))
-    return rewards
-""",
-        lambda given: given["logp"] - given["ref_logp"],
-        True,
-    ),
-    "log-probs that a model gives without a gradient": (
-        """
-def loss(model, ref_logits, ids, mask):
-    log_probs = F.log_softmax(model(ids).logits.detach(), -1)
-    return ((log_probs.exp() * (log_probs - F.log_softmax(ref_logits, -1))).sum(-1) * mask).sum()
-""",
-        lambda given: (
-            ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum().detach()
-        ),
-        False,
-    ),
-    "a vocabulary in another order": (
-        """
-def kl_loss(logits, ref_logits, mask):
-    probs, ref_probs = logits.softmax(-1), ref_logits.softmax(-1)
-    ordered, order = ref_probs.sort(-1)
-    chosen = probs.gather(-1, order)
-    return ((chosen * (chosen.log() - ordered.log())).sum(-1) * mask).sum()
-""",
-        lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
-        True,
-    ),
-    "added to a reward with a negative coefficient, without a gradient": (
-        """
-def shape(score, kl_ctl, logp, ref_logp):
-    with torch.no_grad():
-        rewards = whitened_by_somebody(score + -kl_ctl.value * (logp - ref_logp))
-    return rewards
-""",
-        lambda given: given["logp"] - given["ref_logp"],
-        True,
-    ),
-    "log-probs of which an unknown function gives the negatives": (
-        """
-def loss(model, ref_logp, ids, mask):
-    logp = -fused_loss(model(ids).logits, ids).view(ids.shape)
-    return ((logp - ref_logp) ** 2 * mask).sum()
-""",
-        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
-        True,
-    ),
-    "a loss that is weighted": (
-        """
-def loss(logp, ref_logp, old_logp, advantages, mask):
-    weights = torch.exp(logp.detach() - old_logp)
-    per_token = (logp - ref_logp) ** 2 - torch.exp(logp - old_logp) * advantages
-    return (per_token * weights * mask).sum()
-""",
-        lambda given: (
-            (given["logp"] - given["ref_logp"]) ** 2
-            * torch.exp(given["logp"].detach() - given["old_logp"])
-            * given["mask"]
-        ).sum(),
-        True,
-    ),
-    "log-probs after a mask of another name": (
-        """
-def log_probs_of(model, ids, segments):
-    log_probs = model(ids).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    log_probs = log_probs * moved(segments)[:, 1:]
-    return log_probs
-
-def loss(model, reference_model, ids, segments, mask):
-    gap = log_probs_of(model, ids, segments) - log_probs_of(reference_model, ids, segments).detach()
-    return (gap**2 * mask).sum()
-""",
-        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
-        True,
-    ),
-    "padding that is filled with zeros": (
-        """
-def kl_loss(logp, ref_logp, padding_mask):
-    return ((logp - ref_logp) ** 2).masked_fill(padding_mask.bool(), 0.0).sum()
-""",
-        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
-        True,
-    ),
-    "tokens that are drawn in a rollout from sorted probabilities, by a model that is given them": (
-        """
-def step(engine, model, ref_model, prompts, mask):
-    outputs = engine.rollout(prompts).output_ids
-    log_probs = model(outputs).logits.log_softmax(-1).gather(-1, outputs.unsqueeze(-1)).squeeze(-1)
-    drawn = torch.sort(model(prompts).softmax(-1))[1].gather(-1, torch.multinomial(filtered(prompts), 1))
-    with torch.no_grad():
-        ref_log_probs = ref_model(outputs).logits.log_softmax(-1).gather(-1, drawn).squeeze(-1)
-    loss = ((log_probs - ref_log_probs) ** 2 * mask).sum()
-    loss.backward()
-""",
-        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
-        True,
-    ),
-    "a slice behind a prompt that a loop makes": (
-        """
-def loss(model, ref_logp, tokenizer, inputs, mask):
-    prompts = tokenizer([one["prompt"] for one in inputs])["input_ids"]
-    ids = model.generate(prompts)
-    logps = model(ids).logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)[:, prompts.size(1) - 1 :]
-    return ((logps - ref_logp) ** 2 * mask).sum()
-""",
-        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
-        True,
-    ),
-    "entries of tuples that a comprehension makes": (
-        """
-def loss(logp, mask, samples):
-    with torch.no_grad():
-        pairs = [(one.old_logp, one.ref_logp) for one in samples]
-        ref_logp = torch.tensor([pair[1] for pair in pairs])
-    return ((logp - ref_logp) ** 2 * mask).sum()
-""",
-        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
-        True,
-    ),
-    "a trainer that knows both models, and says which is asked for": (
-        """
-class Losses:
-    def __init__(self, trainer):
-        self.trainer = trainer
-
-    def kl_loss(self, logits, ids, mask):
-        with torch.no_grad():
-            t_logits = self.trainer.logits_and_log_probs(ids, base="teacher", only_logits=True)
-        p, q = F.log_softmax(logits, -1), F.log_softmax(t_logits, -1)
-        return ((p.exp() * (p - q)).sum(-1) * mask).sum()
-""",
-        lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
-        True,
-    ),
-    "a function that is compiled where it is defined": (
-        """
-def train(model, ref_model):
-    def kl_loss(batch):
-        logp, ref_logp = model.log_probs(batch), ref_model.log_probs(batch)
-        return ((logp - ref_logp) ** 2 * batch.mask).sum()
-
-    return optimized_by_somebody(kl_loss)
-""",
-        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
-        True,
-    ),
-    "a method of a class that a function makes": (
-        """
-def made_of(base):
-    class Algorithm(base):
-        def loss(self, logp, ref_logp, mask):
-            return ((logp - ref_logp) ** 2 * mask).sum()
-
-    return Algorithm
-""",
-        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
-        True,
-    ),
-    "cross-entropy minus entropy, without the tokens of a mask of infinite logits": (
-        """
-def entropy(logits, other, inf_mask):
-    inf_mask = torch.isinf(logits) | torch.isinf(other) | inf_mask
-    return -(logits.softmax(-1) * other.log_softmax(-1).masked_fill(inf_mask.bool(), 0)).sum(-1)
-
-def kl_loss(logits, ref_logits, inf_mask, mask):
-    return ((entropy(logits, ref_logits, inf_mask) - entropy(logits, logits, inf_mask)) * mask).sum()
-""",
-        lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
-        True,
-    ),
-    "a sum that is checked to be of a class that nobody knows": (
-        """
-def kl_loss(logp, ref_logp, mask, kinds):
-    gap = logp - ref_logp
-    term = gap.value**2 if isinstance(gap, kinds.boxed) else gap**2
-    return (term * mask).sum()
-""",
-        lambda given: ((given["logp"] - given["ref_logp"]) ** 2 * given["mask"]).sum(),
-        True,
-    ),
-    "a softmax that is written out, and a target": (
-        """
-def kl_loss(parallel_logits, target_logits, mask):
-    parallel_logits = parallel_logits - parallel_logits.max(-1, keepdim=True)[0]
-    powers, target_powers = parallel_logits.exp(), target_logits.exp()
-    total, target_total = powers.sum(-1, keepdim=True), target_powers.sum(-1, keepdim=True)
-    gap = parallel_logits - total.log() - target_logits + target_total.log()
-    return ((powers / total * gap).sum(-1) * mask).sum()
-""",
-        lambda given: ((given["logits"].exp() * (given["logits"] - given["ref_logits"])).sum(-1) * given["mask"]).sum(),
-        True,
-    ),
-}
+ODD_FIELDS = {name: (text, formula) for name, formula, text in sections("fields.md")}
 
 
 @pytest.mark.parametrize("name", ODD_FIELDS)
 def test_a_field_has_its_sign_its_gradient_and_its_padding(name: str, tmp_path: Path) -> None:
-    text, wanted, carries = ODD_FIELDS[name]
+    text, formula = ODD_FIELDS[name]
     (_, its) = found(tmp_path, text)[-1]
     (only,) = [one for one in its if one.called]
     fields = reading.rollouts()
     fields |= {one: fields[one].clone().requires_grad_() for one in ("logp", "logits")}
     computed = value_of(only, fields)
-    torch.testing.assert_close(computed, wanted(fields))
-    assert computed.requires_grad == carries
+    wanted = eval(formula, vars(reading))(fields)
+    torch.testing.assert_close(computed, wanted)
+    assert computed.requires_grad == wanted.requires_grad
 
 
 MIXED = "torch.log(0.1 * a.exp() + 0.9 * b.exp())"

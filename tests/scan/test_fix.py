@@ -4,6 +4,7 @@ import json
 
 import pytest
 from typer.testing import CliRunner
+from weekly import first
 
 from kltest.cli import app
 
@@ -17,6 +18,8 @@ def policy_loss(logprobs, ref_logprobs, advantages, mask):
     loss = (-logprobs * advantages + KL_COEF * kl) * mask
     return loss.sum(-1).mean(), {"kl": (kl * mask).sum().item()}
 """
+# A fix that is found soon.
+NEGATED = LOSS.replace("delta.exp() - delta - 1", "-0.5 * delta**2").replace("-logprobs * advantages + ", "")
 
 
 @pytest.fixture
@@ -34,11 +37,17 @@ def diff_of(text: str) -> list[str]:
     return [line for line in text.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
 
 
-def test_the_diff_keeps_the_coefficient_and_what_is_logged_and_sarif_carries_it(tree):
+@pytest.mark.parametrize(
+    ("source", "written"),
+    first(1, [(NEGATED, "loss = -((KL_COEF * kl) * mask)"), (LOSS, "0.5 * (logprobs - ref_logprobs) ** 2")]),
+    ids=["the sign", "the estimator"],
+)
+def test_the_diff_keeps_the_coefficient_and_what_is_logged_and_sarif_carries_it(tree, source, written):
+    (tree / "trainer.py").write_text(source, encoding="utf-8")
     result = scanned("trainer.py", "--fix", "--output", "text", "--output", "sarif:found.sarif")
     changed = diff_of(result.stdout)
     assert result.exit_code == 1
-    assert any(line.startswith("+") and "0.5 * (logprobs - ref_logprobs) ** 2" in line for line in changed)
+    assert any(line.startswith("+") and written in line for line in changed)
     removed = [line for line in changed if line.startswith("-")]
     assert not any("return" in line for line in removed)
     assert all("KL_COEF" in line for line in changed if "advantages" in line)
@@ -47,9 +56,10 @@ def test_the_diff_keeps_the_coefficient_and_what_is_logged_and_sarif_carries_it(
     errors = [one for one in sarif["runs"][0]["results"] if one["level"] == "error"]
     change = errors[0]["fixes"][0]["artifactChanges"][0]
     assert change["artifactLocation"]["uri"] == "trainer.py"
-    assert "logprobs" in change["replacements"][0]["insertedContent"]["text"]
+    assert "loss = " in change["replacements"][0]["insertedContent"]["text"]
 
 
+@pytest.mark.scheduled
 def test_a_line_is_fixed_and_passes_then(tree):
     (tree / "trainer.py").write_text(LOSS.replace("-logprobs * advantages + ", ""), encoding="utf-8")
     result = scanned("trainer.py:7", "--fix=apply")

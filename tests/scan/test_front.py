@@ -595,59 +595,7 @@ def test_git_that_knows_nothing_is_said_in_one_line(repository, tmp_path, monkey
 
 # SARIF and annotations.
 
-TEXT = {"type": "object", "required": ["text"], "properties": {"text": {"type": "string", "minLength": 1}}}
-"""What code scanning of GitHub asks of SARIF 2.1.0, stricter than the standard: nothing else may stand there."""
-
-
-def only(required, **optional):
-    named = {**required, **optional}
-    return {"type": "object", "required": list(required), "properties": named, "additionalProperties": False}
-
-
-LEVEL, LINE = {"enum": ["error", "warning", "note"]}, {"type": "integer", "minimum": 1}
-RULE = only(
-    {
-        "id": {"pattern": r"^KL\d{3}$"},
-        "name": {"type": "string"},
-        "shortDescription": TEXT,
-        "fullDescription": TEXT,
-        "help": TEXT,
-        "defaultConfiguration": only({"level": LEVEL}),
-    }
-)
-PLACE = only(
-    {
-        "artifactLocation": only({"uri": {"pattern": r"^(file:///)?[\w%./~-]+$"}}, uriBaseId={"const": "%SRCROOT%"}),
-        "region": only({"startLine": LINE, "endLine": LINE}),
-    }
-)
-LOCATION = only({"physicalLocation": PLACE, "logicalLocations": {"type": "array", "minItems": 1}})
-RESULT = only(
-    {
-        "ruleId": {"type": "string"},
-        "ruleIndex": {"type": "integer", "minimum": 0},
-        "level": LEVEL,
-        "message": TEXT,
-        "locations": {"type": "array", "items": LOCATION, "minItems": 1, "maxItems": 1},
-        "partialFingerprints": only({"kltest/1": {"pattern": "^[0-9a-f]{32}$"}}),
-    }
-)
-DRIVER = only({"name": {"const": "kltest"}, "version": {"type": "string"}, "rules": {"type": "array", "items": RULE}})
-RUN = only(
-    {
-        "tool": only({"driver": DRIVER}),
-        "originalUriBaseIds": only({"%SRCROOT%": only({"description": TEXT})}),
-        "results": {"type": "array", "items": RESULT, "maxItems": 5000},
-        "columnKind": {"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
-    }
-)
-SARIF = only(
-    {
-        "$schema": {"const": "https://json.schemastore.org/sarif-2.1.0.json"},
-        "version": {"const": "2.1.0"},
-        "runs": {"type": "array", "items": RUN, "minItems": 1, "maxItems": 1},
-    }
-)
+SARIF = json.loads((Path(__file__).parent / "sarif.json").read_text(encoding="utf-8"))
 
 
 def sarif():
@@ -844,6 +792,7 @@ def test_a_file_that_is_no_python_and_one_that_is_missing(tree, tmp_path):
     assert (code, text) == (2, "kltest: there is no file or folder missing\n")
 
 
+@pytest.mark.scheduled
 def test_a_long_generated_file_is_read(tree):
     Path("code.py").write_text("".join(f"x_{n} = 1\n" for n in range(50_000)) + K2)
     (row,) = rows()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from scan.reading import found, parameters, variants
 from typer.testing import CliRunner
-from weekly import first
 
 from kltest.cli.application import app
 from kltest.scanning.judge import filled
@@ -131,6 +130,7 @@ def scan(*arguments: str) -> tuple[int, str]:
     return done.exit_code, done.stdout or done.output
 
 
+@pytest.mark.scheduled
 def test_the_command_names_gradients_and_exits_1(small: Path) -> None:
     code, text = scan(
         "--output",
@@ -240,6 +240,7 @@ def test_padding_is_held_against_nobody_whose_caller_may_leave_it_out(masks: str
     assert filled(only, report).status == ("finding" if told else "passed")
 
 
+@pytest.mark.scheduled
 def test_comments_declare_and_excuse(small: Path) -> None:
     text = SMALL.replace(
         "    log_ratio = logprobs - ref_logprobs", "    # kltest: expect=zero\n    log_ratio = logprobs - ref_logprobs"
@@ -273,6 +274,7 @@ def exact_kl_loss(logits, ref_logits, mask):
 """
 
 
+@pytest.mark.scheduled
 def test_a_textbook_ppo_is_green_and_is_told_what_stale_rollouts_would_do(small: Path) -> None:
     Path("trainer.py").write_text(PPO)
     code, text = scan("--output", "json")
@@ -291,7 +293,8 @@ def test_a_textbook_ppo_is_green_and_is_told_what_stale_rollouts_would_do(small:
 DIRECTIONS = [("-", "against ∇KL(π‖ref), cosine down to -"), ("", "cosine with ∇KL(π‖ref) at least 0.")]
 
 
-@pytest.mark.parametrize(("sign", "told"), first(1, DIRECTIONS))
+@pytest.mark.scheduled
+@pytest.mark.parametrize(("sign", "told"), DIRECTIONS)
 def test_a_gradient_without_a_name_has_a_direction(small: Path, sign: str, told: str) -> None:
     lines = ["def kl_loss(logp, ref_logp, mask):", "    kl = (logp - ref_logp) ** 4"]
     Path("trainer.py").write_text("\n".join([*lines, f"    return {sign}(kl * mask).sum(-1).mean()\n"]))
@@ -337,6 +340,7 @@ class Context:
 """
 
 
+@pytest.mark.scheduled
 def test_weights_of_tokens_may_be_a_mask(tmp_path: Path) -> None:
     """Padding is no finding where nothing says that a weight is none, and a use that says KL is recognised."""
     (tmp_path / "losses.py").write_text(WEIGHTED.replace("def loss_fn", "def kl_loss_fn"), encoding="utf-8")

@@ -1,12 +1,15 @@
 """Code that is read gives what the same code gives when it is run: random programs, and the constructs one by one."""
 
 import ast
+import re
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from weekly import examples
 
 from kltest.symbolic.computed import UnknownError, evaluate
 from kltest.symbolic.evaluate import Evaluator, TooLargeError
@@ -129,7 +132,7 @@ def programs(draw):
     return "\n".join(["import torch", *above, f"def loss({FIELDS}):", *body, f"    return beta * ({total})"])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_a_random_program_that_is_read_gives_what_it_gives_when_it_is_run(source):
     assert same(read(source), run(source)), source
@@ -137,163 +140,14 @@ def test_a_random_program_that_is_read_gives_what_it_gives_when_it_is_run(source
 
 # Constructs one by one
 
-CONSTRUCTS = {
-    "several returns": """
-        def loss(logp, ref_logp, beta):
-            for kind in ("k1", "k2", "k3"):
-                if kind == "k2":
-                    break
-            d = logp - ref_logp
-            if kind == "k1":
-                return d.sum()
-            if kind == "k2":
-                return (d ** 2).sum() / 2
-            raise ValueError(kind)
-    """,
-    "a base class and super": """
-        class Base:
-            scale = 3.0
-            def __init__(self, beta):
-                self.beta = beta
-            def term(self, d):
-                return d
-            def of(self, d):
-                return self.beta * self.scale * self.term(d).sum()
-        class Squared(Base):
-            def __init__(self, beta):
-                super().__init__(beta)
-                self.half = 0.5
-            def term(self, d):
-                return self.half * super().term(d) ** 2
-        def loss(logp, ref_logp, beta):
-            return Squared(beta).of(logp - ref_logp)
-    """,
-    "static, class and property": """
-        class Terms:
-            @staticmethod
-            def k2(d):
-                return d ** 2 / 2
-            @classmethod
-            def half(cls, d):
-                return cls.k2(d) / 2
-            @property
-            def scale(self):
-                return 4.0
-        def loss(logp, ref_logp):
-            terms = Terms()
-            return terms.scale * terms.half(logp - ref_logp).sum()
-    """,
-    "chunks": """
-        def loss(logp, ref_logp, mask, chunk=2):
-            total = 0.0
-            for i in range(0, logp.shape[0], chunk):
-                d = ref_logp[i : i + chunk] - logp[i : i + chunk]
-                total += ((d.exp() - d - 1) * mask[i : i + chunk]).sum()
-            return total / mask.sum()
-    """,
-    "rows side by side": """
-        def loss(logp, ref_logp, mask):
-            kls = []
-            for lp, rlp, m in zip(logp, ref_logp, mask):
-                if m.sum() == 0:
-                    continue
-                kls.append(((lp - rlp) ** 2 * m).sum())
-            return sum(kls) / len(kls)
-    """,
-    "a registry": """
-        import torch
-        TERMS = {}
-        def register(name):
-            def wrap(function):
-                TERMS[name] = function
-                return function
-            return wrap
-        def k1(d):
-            return d
-        TERMS["k1"] = k1
-        TERMS["k3"] = lambda d: torch.exp(-d) - 1 + d
-        def loss(logp, ref_logp):
-            return TERMS["k3"](logp - ref_logp).sum()
-    """,
-    "keywords, stars and partial": """
-        from functools import partial
-        def weighted(d, *, scale=1.0, power=1, **others):
-            return scale * d ** power
-        def loss(logp, ref_logp):
-            options = {"power": 2, "unused": 1}
-            squared = partial(weighted, scale=0.5)
-            return squared(*[logp - ref_logp], **options).sum()
-    """,
-    "a full vocabulary": """
-        import torch
-        import torch.nn.functional as F
-        def loss(logits, tokens, ref_logp, mask):
-            logps = F.log_softmax(logits, dim=-1)
-            logp = torch.gather(logps, dim=-1, index=tokens.unsqueeze(-1)).squeeze(-1)
-            entropy = -(logps.exp() * logps).sum(-1)
-            return ((logp - ref_logp) * mask).sum() + 0.1 * (entropy * mask).sum()
-    """,
-    "match": """
-        def loss(logp, ref_logp):
-            kind = "k2"
-            match kind:
-                case "k1":
-                    d = logp - ref_logp
-                case "k2" | "mse":
-                    d = (logp - ref_logp) ** 2
-                case _:
-                    d = logp
-            return d.sum()
-    """,
-    "match with guards and captured names": """
-        def loss(logp, ref_logp):
-            d, kind = logp - ref_logp, ["k2", 3]
-            match kind[0]:
-                case None:
-                    d = logp
-                case other if other == "k1":
-                    d = ref_logp
-                case "k2" as name if len(name) == 2:
-                    d = d**2
-                case _:
-                    d = logp
-            return d.sum()
-    """,
-    "indexed writes": """
-        import torch
-        def loss(logp, ref_logp, mask):
-            rewards = torch.zeros_like(logp)
-            rewards[:, -1] = (logp - ref_logp).sum(1)
-            rewards[0] += 1.0
-            return (rewards * mask).sum()
-    """,
-    "walrus and chained comparison": """
-        def loss(logp, ref_logp, beta):
-            if 0 < (scale := beta * 2) < 1:
-                return scale * (logp - ref_logp).sum()
-            return logp.sum()
-    """,
-    "try, with and assert": """
-        import torch
-        def loss(logp, ref_logp):
-            assert logp.shape == ref_logp.shape
-            try:
-                with torch.no_grad():
-                    weight = (logp - ref_logp).exp()
-            except RuntimeError:
-                weight = logp
-            return (weight * logp).sum()
-    """,
-    "a dictionary of results": """
-        def parts(logp, ref_logp, mask):
-            d = logp - ref_logp
-            return {"kl": (d * mask).sum(), "n": mask.sum(), **{"extra": d.mean()}}
-        def loss(logp, ref_logp, mask):
-            found = parts(logp, ref_logp, mask)
-            found.update(scale=2.0)
-            return found["scale"] * found["kl"] / found.get("n") + found.get("missing", 0.0)
-    """,
-}
+
+def sources(page):
+    """Return the code of the sections of a page beside this file, by their titles."""
+    text = (Path(__file__).parent / page).read_text(encoding="utf-8")
+    return dict(re.findall(r"^## (.+?)\n\n```python\n(.+?)```", text, re.MULTILINE | re.DOTALL))
+
+
+CONSTRUCTS = sources("constructs.md")
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)

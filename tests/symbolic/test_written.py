@@ -7,7 +7,8 @@ import textwrap
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from symbolic.test_evaluate import CONSTRUCTS, OPTIONS, fields, programs, read, run, same
+from symbolic.test_evaluate import CONSTRUCTS, OPTIONS, fields, programs, read, run, same, sources
+from weekly import examples
 
 from kltest.symbolic.computed import UnknownError, evaluate
 from kltest.symbolic.evaluate import Evaluator
@@ -44,7 +45,7 @@ def imported(text):
     return {alias.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import) for alias in node.names}
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 def test_a_random_program_that_is_read_and_written_gives_what_it_gives_when_it_is_run(source):
     text = program(*graph(source))
@@ -59,116 +60,7 @@ def test_a_construct_that_is_read_and_written_gives_what_it_gives_when_it_is_run
     assert same(executed(text), run(CONSTRUCTS[name])), text
 
 
-MORE = {
-    "a loop that needs statements": """
-        import torch
-        def loss(logp, ref_logp, mask):
-            total, rows = 0.0, 0
-            for lp, rlp in zip(logp, ref_logp):
-                d = lp - rlp
-                total = total + (torch.exp(-d) - 1 + d).sum()
-                rows = rows + 1
-            return total / rows
-    """,
-    "a comprehension that needs statements, with a test": """
-        import torch
-        def loss(logp, mask):
-            return sum([(row * row.exp()).sum() for row, m in zip(logp, mask) if m.sum() > 1])
-    """,
-    "a loop in a loop": """
-        def loss(logp, ref_logp):
-            total = 0.0
-            for row, other in zip(logp, ref_logp):
-                for one, two in zip(row, other):
-                    total = total + (one - two) ** 2
-            return total
-    """,
-    "a loop whose other variables are unknown": """
-        import wandb
-        def loss(logp):
-            total, seen = 0.0, wandb.log(0, 1)
-            for row in logp:
-                total = total + row.sum()
-                seen = wandb.log(seen, row)
-            return total
-    """,
-    "entries that one branch has": """
-        import torch
-        def loss(logp, ref_logp, beta):
-            parts = [logp.sum()]
-            if beta > 1:
-                parts.append(ref_logp.sum())
-            if beta < 1:
-                parts.append((logp - ref_logp).sum())
-            return sum(parts) + torch.stack(parts).mean()
-    """,
-    "a variable of one branch": """
-        def loss(logp, ref_logp, beta):
-            if beta < 1:
-                kl = (logp - ref_logp) ** 2
-            total = logp.sum()
-            if beta < 1:
-                total = total + (kl * kl).sum()
-            return total
-    """,
-    "a variable that two branches share": """
-        def loss(logp, ref_logp, beta):
-            d = logp - ref_logp
-            if beta > 1:
-                kl = d.exp() - d
-            elif beta > 0.5:
-                kl = d
-            else:
-                kl = (d ** 2 + d).abs() * (d ** 2 + d)
-            return kl.sum()
-    """,
-    "powers, signs and comparisons": """
-        import torch
-        def loss(logp, ref_logp, mask, beta):
-            d = (-(logp - ref_logp)) ** 2 - -(2 ** -logp) / (3 * (mask + 1)) / (beta ** 2) ** 3
-            keep = ((logp > ref_logp) & (mask != 0)) | ~(mask == 1)
-            return (torch.where(keep, d, 0.0) - (d - (d - 1))).sum() * (1.0 if not beta > 1 else 2.0)
-    """,
-    "numbers where torch takes tensors": """
-        import math, torch
-        def loss(logp, mask, beta):
-            scale = math.log(logp.shape[1]) + math.exp(beta)
-            scale = scale + torch.sqrt(torch.tensor(beta, dtype=torch.float64)) + max(beta, 0.1) + abs(-beta)
-            return (logp * scale).sum() + torch.stack([logp.sum(), torch.tensor(beta, dtype=torch.float64)]).sum()
-    """,
-    "infinity and nan": """
-        import torch
-        def loss(logp, mask):
-            masked = logp.masked_fill(mask == 0, float("-inf"))
-            return torch.nan_to_num(masked, neginf=0.0).sum() + torch.clamp(logp, max=float("inf")).sum()
-    """,
-    "no gradient within no gradient": """
-        import torch
-        def loss(logp, ref_logp):
-            with torch.no_grad():
-                weight = (logp - ref_logp).detach().exp()
-                total = weight.sum()
-            return (weight / total * logp).sum()
-    """,
-    "writes": """
-        import torch
-        def loss(logp, ref_logp):
-            out = [0] * 2
-            out[1] = logp.sum()
-            both = torch.zeros_like(ref_logp)
-            for i in range(len(logp)):
-                both[i, 1:] = logp[i, 1:] * ref_logp[i, :-1]
-                both[i] += out[1]
-            return both[..., ::2].sum() + ref_logp[:, 0].sum()
-    """,
-    "a sum of more terms than the stack is deep": """
-        def loss(logp):
-            total = logp.sum()
-            for i in range(3000):
-                total = total * 0.5 + i
-            return total
-    """,
-}
+MORE = sources("statements.md")
 
 
 @pytest.mark.parametrize("name", MORE)

@@ -121,6 +121,7 @@ def row_of(loss):
     return row, loss.calls.count
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize("loss", [all_or_nothing, one_row_in_fifty])
 def test_noise_that_is_not_averaged_is_left_open_after_few_batches(loss):
     row, calls = row_of(loss)
@@ -129,6 +130,7 @@ def test_noise_that_is_not_averaged_is_left_open_after_few_batches(loss):
     assert "share" in row.note or "of noise is left" in row.note
 
 
+@pytest.mark.scheduled
 def test_few_batches_still_refute():
     assert row_of(wrong_sign)[0].agrees is False
 
@@ -180,6 +182,7 @@ def test_random_numbers_that_begin_farther_out_decide_nothing():
     assert "it draws random numbers there, and none where its gradient was measured" in found.message
 
 
+@pytest.mark.scheduled
 def test_which_leaves_have_a_gradient_may_be_random():
     report = kltest.grade(one_of_two_losses, expect="local_reverse_kl", select="KL105", environment="bandit")
     assert report.verdict == "inconclusive"

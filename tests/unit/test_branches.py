@@ -1,5 +1,7 @@
 """A loss without a field that has None for a default takes another branch: it is judged as the first one is."""
 
+import pytest
+
 import kltest
 
 
@@ -46,6 +48,7 @@ def neither_of_two(logp, ref_logp, mask, old_logp=None, tokens=None):
     return square if old_logp is None else weight(logp, old_logp, mask) * square
 
 
+@pytest.mark.scheduled
 def test_what_is_open_in_the_other_branch_is_told_and_leaves_the_verdict_open():
     report = kltest.grade(refused_beyond_four_tokens_without_a_sampler)
     assert report.verdict == "inconclusive"
@@ -58,12 +61,14 @@ def test_the_right_branch_is_confirmed():
     assert kltest.grade(right_without_a_sampler).verdict == "confirmed"
 
 
+@pytest.mark.scheduled
 def test_large_batches_are_tried_in_the_other_branch():
     report = kltest.grade(first_sixteen_rows_without_a_sampler)
     assert report.verdict == "refuted"
     assert any("Without old_logp: " in check.message for check in report.errors)
 
 
+@pytest.mark.scheduled
 def test_each_field_is_left_out_alone_and_under_a_stale_sampler():
     report = kltest.grade(one_of_two)
     assert report.verdict == "refuted"
@@ -71,6 +76,7 @@ def test_each_field_is_left_out_alone_and_under_a_stale_sampler():
     assert kltest.grade(neither_of_two).verdict == "confirmed"
 
 
+@pytest.mark.scheduled
 def test_noise_that_leaves_the_other_branch_undecided_is_told():
     def loss(logp, ref_logp, mask, old_logp=None):
         import torch

@@ -74,7 +74,7 @@ def bounded_far_away(logp, ref_logp, mask, bound=100.0):
 RIGHT = (over_the_longest, refused_if_longer, in_chunks, after_the_end, bounded_far_away)
 
 
-@pytest.mark.parametrize(("loss", "name"), first(2, WRONG.items()), ids=lambda one: getattr(one, "__name__", one))
+@pytest.mark.parametrize(("loss", "name"), first(1, WRONG.items()), ids=lambda one: getattr(one, "__name__", one))
 def test_a_number_that_cuts_is_named_in_a_warning(loss, name):
     report = kltest.grade(loss)
     assert report.verdict == "confirmed"
@@ -83,7 +83,7 @@ def test_a_number_that_cuts_is_named_in_a_warning(loss, name):
     assert f"It {does} {name}, which is" in found.message
 
 
-@pytest.mark.parametrize("loss", first(2, RIGHT), ids=lambda one: one.__name__)
+@pytest.mark.parametrize("loss", first(1, RIGHT), ids=lambda one: one.__name__)
 def test_a_number_that_changes_nothing_is_no_finding(loss):
     report = kltest.grade(loss)
     assert report.verdict == "confirmed"

@@ -73,6 +73,7 @@ def test_intervals_hold_what_is_computed_by_recursion(name):
     assert seen >= 8
 
 
+@pytest.mark.scheduled
 def test_the_recursion_is_the_mean_of_many_draws():
     """An independent route to the truths: 80,000 rollouts, a tenth of a percent or five standard errors."""
     one, logs = tables(), drawn(tables(), 20_000, np.random.default_rng(2))
@@ -391,6 +392,7 @@ def test_the_command_writes_text_json_and_a_page_with_a_picture(tmp_path):
     assert call("diagnose", str(path), "--column", "logp=my\x1b_logp", "--strict", code=4)
 
 
+@pytest.mark.scheduled
 def test_without_a_page_no_library_for_pictures_or_tables_is_imported(tmp_path):
     path = written(tmp_path / "logs.jsonl", [json.loads(ONE)])
     shown = "[one for one in sys.modules if one in {'matplotlib', 'pandas', 'transformers'}]"

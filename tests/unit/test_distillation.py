@@ -31,6 +31,7 @@ def test_a_cost_that_does_not_depend_on_the_drawn_token_is_a_baseline(loss):
     assert "acts as a baseline" in failed["KL101"].fix
 
 
+@pytest.mark.scheduled
 def test_the_drawn_tokens_log_ratio_in_the_advantage_has_a_gradient_and_k1_as_a_loss_keeps_its_words():
     assert "KL101" not in codes(of_the_drawn_token, select="KL1")
     assert "baseline" not in codes("k1-loss", select="KL1")["KL101"].message
@@ -61,27 +62,28 @@ def whole_and_clamped(logits, ref_logits):
     return (log_ref.exp() * (log_ref - log_pi)).sum(-1).clamp_min(0.0)
 
 
+@pytest.mark.scheduled
 def test_near_the_reference_a_clamp_shows_over_any_number_of_tokens_and_never_of_a_divergence():
     assert "KL504" in codes(clamped_over_four, select="KL504")
     assert "KL504" not in codes(whole_and_clamped, select="KL504")
 
 
-@pytest.mark.parametrize("loss", first(1, [with_a_floor_below_all, "forward-kl-topk", "reverse-kl-topk"]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("loss", [with_a_floor_below_all, "forward-kl-topk", "reverse-kl-topk"])
 def test_a_truncated_sum_as_it_is_has_no_dead_zone_and_is_no_divergence(loss):
     failed = codes(loss, select="KL504,KL701")
     assert set(failed) == {"KL701"}
     assert "only the 2 likeliest actions under the" in failed["KL701"].message
 
 
-@pytest.mark.parametrize(
-    "name", spread(2, ["forward-kl-topk-tail", "reverse-kl-topk-tail", "jensen-shannon", "full-loss"])
-)
+@pytest.mark.scheduled
+@pytest.mark.parametrize("name", ["jensen-shannon", "forward-kl-topk-tail", "reverse-kl-topk-tail", "full-loss"])
 def test_what_is_named_may_be_declared(name):
     expect = kltest.estimators.find(name).spec.expectation("sequence", "current")
     assert kltest.grade(name, expect=next(iter(expect)), select="KL1,KL5,KL7").verdict == "confirmed"
 
 
-@pytest.mark.parametrize("k", spread(2, [1, 2, 3, 4, 64]))
+@pytest.mark.parametrize("k", first(1, [2, 1, 3, 4, 64]))
 def test_a_support_of_any_size_is_named_by_it(k):
     report = kltest.grade("reverse-kl-topk-tail", arguments={"k": k}, environment="bandit,sequence", select="KL701")
     for row in report.gradients:
@@ -110,7 +112,8 @@ def tailed(topk_logp, ref_topk_logp, k=3):
     return summed(topk_logp, ref_topk_logp) + ref_outside * (ref_outside.log() - outside.log())
 
 
-@pytest.mark.parametrize("expect", first(1, ["local_forward_kl_top4", "reverse_kl"]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("expect", ["local_forward_kl_top4", "reverse_kl"])
 def test_a_sum_over_the_tokens_that_is_divided_by_their_number_is_another_multiple_for_each_number(expect):
     failed = codes(averaged, expect=expect)
     assert "4 times as much over 1, 2 times as much over 2 and 1.333 times as much over 3" in failed["KL701"].message
@@ -119,6 +122,7 @@ def test_a_sum_over_the_tokens_that_is_divided_by_their_number_is_another_multip
     assert failed.keys() <= {"KL106", "KL701"}
 
 
+@pytest.mark.scheduled
 def test_a_loss_that_was_written_for_one_number_of_tokens_is_refuted():
     failed = codes(of_four, expect="local_forward_kl_top4")
     assert "2 times as much over 1" in failed["KL701"].message
@@ -129,7 +133,8 @@ def test_a_loss_that_was_written_for_one_number_of_tokens_is_refuted():
     assert codes(of_three_at_most, expect="local_forward_kl_top4")
 
 
-@pytest.mark.parametrize(("loss", "name"), first(1, [(summed, "top4"), (tailed, "top3_tail")]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize(("loss", "name"), [(summed, "top4"), (tailed, "top3_tail")])
 def test_a_loss_that_is_right_for_every_number_of_tokens_is_confirmed(loss, name):
     report = kltest.grade(loss, expect=f"local_forward_kl_{name}")
     assert report.verdict == "confirmed"
@@ -210,6 +215,7 @@ def untempered(topk_logp, ref_topk_logp):
     return tempered(2 * topk_logp, ref_topk_logp)
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(
     ("loss", "words"),
     first(
@@ -250,7 +256,7 @@ def skewed_the_other_way(logits, ref_logits):
 @pytest.mark.parametrize(
     ("loss", "name"),
     spread(
-        3,
+        1,
         [
             (with_a_weight, "local_jensen_shannon35"),
             (skewed, "local_skewed_forward_kl20"),
@@ -275,6 +281,7 @@ def of_whole_rollouts(logp, ref_logp, mask):
     return weight.detach() * (logp * mask).sum(-1)
 
 
+@pytest.mark.scheduled
 def test_a_divergence_of_whole_rollouts_is_confirmed_where_it_is_declared_and_its_local_form_is_not():
     for name, verdict in {"jensen_shannon": "confirmed", "local_jensen_shannon": "refuted"}.items():
         report = kltest.grade(of_whole_rollouts, environment="bandit,ragged", expect=name, select="KL1,KL2")
@@ -300,7 +307,7 @@ def test_columns_that_are_read_from_a_batch_are_named_as_well():
 @pytest.mark.parametrize(
     "name",
     first(
-        2,
+        1,
         [
             "forward_kl_own2",
             "reverse_kl_top1",

@@ -141,7 +141,7 @@ def deviation(spec: Spec, function: Callable, environment: str, sampler: str, se
 TABLE = [name for name, one in registry().items() if "group" not in inspect.signature(one.function).parameters]
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", spread(4, TABLE))
 def test_expected_gradient_is_what_the_spec_says(name):
     spec, function = find(name).spec, find(name).function
     for environment, sampler in product(ENVIRONMENTS, SAMPLERS):

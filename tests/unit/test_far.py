@@ -3,7 +3,7 @@
 import pytest
 import torch
 from cases.parts import k2, total
-from weekly import first
+from weekly import spread
 
 import kltest
 from kltest.checks import CHECKS
@@ -54,38 +54,12 @@ def token_ratio_below_seven(log_ratio, mask):
     return log_ratio.exp().clamp(max=7.0).where(mask != 0, 1.0).prod(-1)
 
 
-def truncated_at_a_thousand(log_ratio, mask):
-    return total(log_ratio, mask).exp().clamp(max=1000.0)
-
-
-def unlikely_rows_dropped(log_ratio, mask):
-    worst = log_ratio.where(mask != 0, 0.0).amax(-1)
-    return total(log_ratio, mask).exp() * (worst < 3.5)
-
-
-def never_below_a_tenth(log_ratio, mask):
-    return total(log_ratio, mask).exp().clamp(min=0.1)
-
-
 def at_most_a_million(log_ratio, mask):
     return total(log_ratio, mask).exp().clamp(max=1e6)
 
 
-def prefix_ratio(logp, ref_logp, old_logp, mask):
-    ratio = (logp - old_logp).detach().where(mask != 0, 0.0).cumsum(-1).exp()
-    return ratio * (logp - ref_logp).square() / 2
-
-
 def whole_ratio(log_ratio, mask):
     return total(log_ratio, mask).exp()
-
-
-def clamped_at_twenty(log_ratio, mask):
-    return total(log_ratio.clamp(-20, 20), mask).clamp(-20, 20).exp()
-
-
-def in_float32(log_ratio, mask):
-    return total(log_ratio.float(), mask).exp()
 
 
 # Batches of many sizes.
@@ -96,27 +70,8 @@ def seventh_row_and_later_ignored(logp, ref_logp, mask):
     return rows[:6].sum() / len(rows)
 
 
-def own_mean_subtracted_from_sixteen_rows(logp, ref_logp, mask):
-    kl = total(logp - ref_logp, mask).detach()
-    baseline = kl.mean() if len(kl) >= 16 else 0.0
-    return ((kl - baseline) * total(logp, mask)).mean()
-
-
-def shortest_row_left_out(logp, ref_logp, mask):
-    rows = k2(logp, ref_logp, mask)
-    if len(rows) < 5:
-        return rows.mean()
-    return rows[mask.sum(-1).argsort(stable=True)[1:]].mean()
-
-
 def first_five_rows_only(logp, ref_logp, mask):
     return k2(logp, ref_logp, mask)[:5].mean()
-
-
-def mean_of_the_others_subtracted(logp, ref_logp, mask):
-    kl = total(logp - ref_logp, mask).detach()
-    others = (kl.sum() - kl) / (len(kl) - 1) if len(kl) > 3 else 0.0
-    return ((kl - others) * total(logp, mask)).mean()
 
 
 def in_chunks(logp, ref_logp, mask):
@@ -148,14 +103,6 @@ def horizon_of_twenty_five(logp, ref_logp, mask):
     return credit(logp, ref_logp, mask, lambda distance: (distance <= 25).double())
 
 
-def decay_after_ten(logp, ref_logp, mask):
-    return credit(logp, ref_logp, mask, lambda distance: 0.95 ** (distance - 10).clamp(min=0))
-
-
-def everything_to_go(logp, ref_logp, mask):
-    return credit(logp, ref_logp, mask, torch.ones_like)
-
-
 def less_if_long(logp, ref_logp, mask):
     return k2(logp, ref_logp, mask) / (mask.sum(-1) / 16).clamp(min=1)
 
@@ -164,6 +111,7 @@ def nothing_if_long(logp, ref_logp, mask):
     return k2(logp, ref_logp, mask) * (mask.sum(-1) <= 48)
 
 
+@pytest.mark.scheduled
 def test_a_report_says_how_far_it_looked():
     report = kltest.grade(weighted(whole_ratio))
     assert report.verdict == "confirmed"
@@ -174,30 +122,6 @@ def of_unsure_tokens(logp, ref_logp, mask):
     """Tokens that the policy is sure of are left out, as for losses of high-entropy tokens alone."""
     unsure = mask * (logp.detach() < -0.05)
     return ((logp - ref_logp).square() / 2 * unsure).sum(-1).mean()
-
-
-def of_the_likely_half(logits, ref_logits, mask):
-    """The exact divergence over tokens of probability below 0.98; the others are taken as certain."""
-    terms = torch.where(logits.detach() < -0.02, logits.exp() * (logits - ref_logits), 0.0).sum(-1)
-    return (terms * mask).sum(-1).mean()
-
-
-def if_the_reference_is_unsure(logp, ref_logp, mask):
-    unsure = mask * (ref_logp < -0.02)
-    return ((logp - ref_logp).square() / 2 * unsure).sum(-1).mean()
-
-
-def of_positions_with_entropy(logits, logp, ref_logp, mask):
-    """Positions at which the next token is almost decided are left out."""
-    entropy = -(logits.exp() * logits).detach().sum(-1)
-    return ((logp - ref_logp).square() / 2 * mask * (entropy > 0.2)).sum(-1).mean()
-
-
-def unless_both_are_sure(logits, ref_logits, mask):
-    """The exact divergence, except at positions at which policy and reference are sure."""
-    sure = (logits.detach().amax(-1) > -0.01) & (ref_logits.amax(-1) > -0.01)
-    exact = (logits.exp() * (logits - ref_logits)).sum(-1)
-    return (exact * mask * ~sure).sum(-1).mean()
 
 
 def score_of_the_undecided(logp, ref_logp, mask):
@@ -220,27 +144,8 @@ def guarded(logits, ref_logits, mask):
     return total((p * ((p + 1e-8).log() - (q + 1e-8).log())).sum(-1), mask)
 
 
-def absolute(logp, ref_logp):
-    return (logp - ref_logp).abs()
-
-
-def narrow(logp, ref_logp, mask):
-    return total((logp.float() - ref_logp.float()).square() / 2, mask)
-
-
 def without_special_tokens(logp, ref_logp, tokens, mask):
     return total(logp - ref_logp, mask * (tokens < 100)).square() / 2
-
-
-def in_whole_blocks(logits, ref_logits, mask, block=64):
-    """The exact divergence, block by block of the vocabulary; what is left of it after whole blocks is forgotten."""
-    terms = logits.exp() * (logits - ref_logits)
-    vocabulary = terms.shape[-1]
-    return total(terms[..., : vocabulary // block * block or vocabulary].sum(-1), mask)
-
-
-def special_tokens_of_a_batch(logp, ref_logp, tokens, mask):
-    return leave_one_out(total(logp - ref_logp, mask * (tokens < 100)), logp, mask)
 
 
 FAR = [
@@ -254,51 +159,27 @@ FAR = [
     (first_thirty_tokens, "KL105,KL203,KL205", LOCAL, "KL105 error", "it differs at tokens 42, 63"),
     (horizon_of_twenty_five, "KL105,KL203,KL205", {}, "KL205 error", "it differs at tokens 0, 5, 19 of"),
     (k2, "KL105,KL203,KL205", {}, "", ""),
+    (nothing_if_long, "KL105,KL203,KL205", {}, "KL105 error", "nothing is left of it"),
+    (less_if_long, "KL105,KL203,KL205", {}, "KL203 error", "0.25 times the declared one"),
     (of_unsure_tokens, "KL105", SHORT, "KL105 error", "0.96 under the policy and 0.5 under the reference"),
     (score_of_the_undecided, "KL105", BANDIT, "KL105 error", "0.9992 under the policy and 0.905 under the reference"),
     (unsure_in_a_batch, "KL105", BANDIT, "KL105 error", "0.905 under the policy and 0.9992 under the reference"),
     (guarded, "KL105", LOCAL, "", ""),
     (without_special_tokens, "KL105", BANDIT, "KL105 error", "In a bandit with 307 actions"),
-    # More of the same kinds.
-    # Samplers: a bound that training reaches is an error, one far out a warning.
-    (weighted(truncated_at_a_thousand), "KL306", {}, "KL306 error", "±7 summed over a rollout"),
-    (weighted(unlikely_rows_dropped), "KL306", {}, "KL306 error", "±3.5 of one token"),
-    (weighted(never_below_a_tenth), "KL306", {}, "KL306 error", "±2.5 of one token"),
-    (weighted(clamped_at_twenty), "KL306", {}, "", ""),
-    (weighted(in_float32), "KL306", {}, "", ""),
-    (prefix_ratio, "KL306", LOCAL, "", ""),
-    # Batches: where the expectation is right and a batch is noisier there is a warning.
-    (own_mean_subtracted_from_sixteen_rows, "KL204", {}, "KL204 error", "In a batch of 16 "),
-    (shortest_row_left_out, "KL204", {}, "KL204 error", "In a batch of 5 "),
-    (mean_of_the_others_subtracted, "KL204,KL206", {}, "KL206 warning", ""),
-    # Long rollouts.
-    (nothing_if_long, "KL105,KL203,KL205", {}, "KL105 error", "nothing is left of it"),
-    (decay_after_ten, "KL105,KL203,KL205", {}, "KL205 error", "it differs at tokens 0, 5, 19, 42 of"),
-    (less_if_long, "KL105,KL203,KL205", {}, "KL203 error", "0.25 times the declared one"),
-    (everything_to_go, "KL105,KL203,KL205", {}, "", ""),
-    # Policies and references that are sure of a token.
-    (of_the_likely_half, "KL105", SHORT, "KL105 error", "0.993 under the policy and 0.65 under the reference"),
-    (if_the_reference_is_unsure, "KL105", SHORT, "KL105 error", "0.65 under the policy and 0.993 under the reference"),
-    (of_positions_with_entropy, "KL105", SHORT, "KL105 error", "0.96 under the policy and 0.5 under the reference"),
-    (unless_both_are_sure, "KL105", SHORT, "KL105 error", "0.993 under the policy and 0.9992 under the reference"),
-    (absolute, "KL105", {"expect": "2*local_total_variation"}, "", ""),
-    (narrow, "KL105", LOCAL, "", ""),
-    # Many tokens to choose from.
-    (in_whole_blocks, "KL105", BANDIT | LOCAL, "KL105 error", "In a bandit with 307 actions"),
-    (special_tokens_of_a_batch, "KL105", BANDIT, "KL105 error", "In a bandit with 307 actions"),
 ]
 
 
-@pytest.mark.parametrize(("loss", "select", "options", "said", "words"), first(14, FAR))
+@pytest.mark.parametrize(("loss", "select", "options", "said", "words"), spread(3, FAR))
 def test_what_is_wrong_farther_out_is_found_and_nothing_else(loss, select, options, said, words):
     report, code, level, message = found(loss, select, **options)
     assert f"{code} {level}".strip() == said
     assert report.verdict == ("refuted" if level == "error" else "confirmed")
     assert words in message
-    if loss in (guarded, absolute, narrow):
+    if loss is guarded:
         assert report.reach.probability > 0.999
 
 
+@pytest.mark.scheduled
 def test_a_loss_that_sees_tokens_is_tried_with_many_and_any_other_is_not():
     report, code, _, _ = found(guarded, "KL105", expect="local_reverse_kl")
     assert (code, report.reach.vocabulary) == ("", 307)
@@ -313,6 +194,7 @@ def drawn_from_the_vocabulary(logits, ref_logits, mask):
     return ((policy - reference).gather(-1, drawn) ** 2 / 2).mean(-1) * (mask != 0)
 
 
+@pytest.mark.scheduled
 def test_what_may_be_noise_refutes_nothing():
     report = kltest.grade(drawn_from_the_vocabulary, expect="local_reverse_kl", environment="bandit", select="KL105")
     (check,) = report.checks

@@ -91,6 +91,7 @@ def test_a_mask_with_a_gap_that_is_read_wrongly_is_an_error_unless_it_says_which
     assert (existing.verdict, [check.code for check in existing.warnings]) == ("confirmed", ["KL208"] * wrong)
 
 
+@pytest.mark.scheduled
 def test_credit_that_ends_with_a_turn_is_seen_in_two_turns():
     report = grade(lambda logp, ref_logp, mask: prefix(logp - ref_logp, mask) ** 2 / 2, environment="turns")
     assert [(row.environment, row.agrees) for row in report.gradients] == [("turns", False)]
@@ -128,24 +129,9 @@ def in_the_gap(u):
     return (u.abs() < 8) | (u.abs() > 16)
 
 
-def clipped_advantage(logp, ref_logp, mask, rewards, beta):
-    score = logp.where(mask != 0, 0.0).sum(-1)
-    return -((rewards - beta * total(logp - ref_logp, mask)).detach().clamp(-9, 9) * score).mean()
-
-
-def floored_credit(logp, ref_logp, mask):
-    """In a bandit, actions that the reference prefers by far have no weight."""
-    return total(logp - ref_logp, mask).detach().clamp(min=-9.0) * logp.where(mask != 0, 0.0).sum(-1)
-
-
 def huber(logp, ref_logp, mask):
     live = [part.where(mask != 0, 0.0).sum(-1) for part in (logp, ref_logp)]
     return F.huber_loss(*live, delta=6.5)
-
-
-def mean_in_bounds(logp, ref_logp, mask):
-    """A batch has three mild rollouts beside the one whose log-ratio is large."""
-    return half_square(logp, ref_logp, mask).mean().clamp(max=100.0)
 
 
 # Where k3 = e^(−u) − 1 + u reaches 10; the clamp of u to ±20 lies outside of both.
@@ -171,31 +157,6 @@ DEAD = [
     (half_square, {}, "", ""),
     (of_tokens(torch.tanh), {}, "", ""),
     (of_sums(lambda u: u.abs() / 2), {"expect": "total_variation"}, "", ""),
-    # More of them.
-    (
-        of_sums(lambda u: (u.square() / 2).clamp(max=50.0)),
-        {},
-        "error",
-        f"{SUM}, the gradient is exactly zero for u < −10",
-    ),
-    (
-        of_tokens(lambda u: (u.square() / 2).clamp(max=50.0)),
-        LOCAL,
-        "warning",
-        "of a token, the gradient is exactly zero",
-    ),
-    (of_sums(lambda u: u.square() / 2 * in_the_gap(u)), {}, "error", SUM),
-    (
-        of_tokens(lambda u: u.clamp(-7, 9)),
-        {},
-        "warning",
-        "of a token, the gradient is exactly zero for u < −7 and for u > 9",
-    ),
-    (of_tokens(lambda u: u.clamp(min=0.0)), {}, "error", "the gradient is exactly zero for u <"),
-    (of_tokens(lambda u: F.softshrink(u, 0.1)), {}, "error", "for −0.1 < u < 0.1"),
-    (mean_in_bounds, {}, "warning", "for u < −2"),
-    (clipped_advantage, {}, "error", SUM),
-    (floored_credit, {}, "error", SUM),
     # Zeros that are no dead zone, and a gradient that stands still as declared.
     (of_tokens(lambda u: u), {}, "", ""),
     (of_tokens(lambda u: -F.logsigmoid(u)), {}, "", ""),
@@ -203,13 +164,14 @@ DEAD = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "options", "level", "words"), first(8, DEAD))
+@pytest.mark.parametrize(("loss", "options", "level", "words"), first(5, DEAD))
 def test_dead_zones_and_plateaus_are_found_with_their_ends(loss, options, level, words):
     found = result("KL504", loss, **options)
     assert (found.level if found.status == "fail" else "") == level, found.message
     assert words in found.message
 
 
+@pytest.mark.scheduled
 def test_another_gradient_far_away_is_told_with_its_log_ratios():
     def steeper(logp, ref_logp, mask):
         square = half_square(logp, ref_logp, mask)
@@ -224,7 +186,8 @@ def test_another_gradient_far_away_is_told_with_its_log_ratios():
 GUARDS = [lambda p: p + 1e-10, lambda p: p.clamp(min=1e-8), lambda p: p.clamp(min=1e-12)]
 
 
-@pytest.mark.parametrize("guard", first(1, GUARDS))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("guard", GUARDS)
 def test_a_logarithm_that_is_guarded_is_right(guard):
     def guarded(logits, ref_logits, mask):
         p, q = (guard(table.where((mask != 0)[..., None], 0.0).softmax(-1)) for table in (logits, ref_logits))
@@ -317,7 +280,7 @@ def test_state_is_told_from_random_numbers():
     assert issubclass(NonDeterministicError, TargetError)
 
 
-@pytest.mark.parametrize("name", spread(6, sorted(registry())))
+@pytest.mark.parametrize("name", spread(3, sorted(registry())))
 def test_no_registered_estimator_is_accused_of_low_precision(name):
     assert result("KL508", name, environment="bandit", select="KL508").status == "pass"
 
@@ -343,6 +306,7 @@ def test_a_coefficient_that_goes_through_numpy_is_a_number_like_another():
     assert not [check.code for check in report.checks if check.status == "inconclusive"]
 
 
+@pytest.mark.scheduled
 def test_signs_that_turn_within_rounding_do_not_count_and_lost_digits_are_not():
     def variation(logits, ref_logits, mask, offset=0.0):
         both = [table.where((mask != 0)[..., None], 0.0).exp() + offset for table in (logits, ref_logits)]
@@ -362,7 +326,8 @@ def noisy_in_large_batches(draw):
     return loss
 
 
-@pytest.mark.parametrize("kind", first(1, ["numpy", "torch", "own"]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("kind", ["numpy", "torch", "own"])
 def test_noise_that_begins_late_cancels_in_the_kl_part_and_moves_nobodys_generator(kind):
     """Although NumPy's generator is saved only once a loss was seen to draw from it."""
     own = np.random.default_rng(0)
@@ -392,6 +357,7 @@ def test_experiments_on_a_random_loss_hold_its_numbers_or_take_the_mean_over_man
     assert [check.code for check in leaks if check.status == "fail" and check.level == "error"] == ["KL501"]
 
 
+@pytest.mark.scheduled
 def test_nothing_is_passed_beyond_rows_that_samples_leave_undecided():
     report = grade(dropped, expect="local_reverse_kl", environment="ragged", samples=10, select="KL1,KL2,KL5")
     open_ = {check.code for check in report.checks if (check.status, check.level) == ("inconclusive", "error")}
@@ -399,6 +365,7 @@ def test_nothing_is_passed_beyond_rows_that_samples_leave_undecided():
     assert open_ >= {"KL105", "KL203"}
 
 
+@pytest.mark.scheduled
 def test_random_numbers_in_larger_batches_only_leave_the_verdict_open():
     def loss(logp, ref_logp, mask):
         kl = half_square(logp, ref_logp, mask)
@@ -447,13 +414,15 @@ def drawn_beside(logp, ref_logp, mask, beta):
     return torch.rand(()) + beta * (0.5 * (logp - ref_logp) ** 2 * mask).sum(-1).mean()
 
 
-@pytest.mark.parametrize("chance", first(1, [5e-4, 1e-9]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("chance", [5e-4, 1e-9])
 def test_what_rare_random_numbers_do_is_never_passed(chance):
     report = grade(turned(chance), expect="local_reverse_kl")
     assert report.verdict == "inconclusive"
     assert report == grade(turned(chance), expect="local_reverse_kl"), "the same numbers are drawn in every grading"
 
 
+@pytest.mark.scheduled
 def test_random_numbers_that_cancel_in_the_kl_part_are_none_of_it():
     # Those that the difference of two coefficients takes away are no matter of the KL part.
     assert grade(drawn_beside, expect="local_reverse_kl").verdict == "confirmed"
@@ -464,6 +433,7 @@ def guarded(logp, ref_logp, mask):
     return (0.5 * (logp - ref_logp) ** 2 * mask).sum(-1).mean()
 
 
+@pytest.mark.scheduled
 def test_a_guard_against_a_trainable_reference_is_what_is_wanted():
     report = grade(guarded, expect="local_reverse_kl")
     assert report.verdict == "confirmed"

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from weekly import spread
+from weekly import first
 
 from kltest.samples.blocks import Sample
 from kltest.samples.bounded import LARGEST_BET, EmpiricalBernstein
@@ -81,15 +81,15 @@ def test_bounded_spheres_cover_vectors_whose_noise_depends_on_the_past():
 
 
 NOISES = {
-    "normal": lambda generator, shape: generator.standard_normal(shape),
     "skewed": lambda generator, shape: generator.exponential(size=shape) - 1,
+    "normal": lambda generator, shape: generator.standard_normal(shape),
     # Student's t with five degrees of freedom: four moments, and tails of a power.
     "heavy": lambda generator, shape: generator.standard_t(5, size=shape),
 }
 
 
-@pytest.mark.parametrize("noise", spread(3, NOISES))
-@pytest.mark.parametrize("bias", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("noise", first(1, NOISES))
+@pytest.mark.parametrize("bias", first(1, [0.1, 0.0, 1.0]))
 def test_bounds_on_a_distance_miss_it_as_seldom_as_stated(noise, bias):
     """Biases of none, of a few standard errors and of many: around the second the square is neither normal nor a χ²."""
     generator, rate, tries = np.random.default_rng(6), 0.05, 400
@@ -114,6 +114,7 @@ def test_what_was_not_seen_moves_both_ends():
     assert (near.low - far.low, far.high - near.high) == pytest.approx((0.2, 0.1), rel=1e-6)
 
 
+@pytest.mark.scheduled
 def test_events_that_half_of_the_blocks_did_not_see_refute_nothing():
     """Planted: noise of one sample in seventy. Without `unseen` a half that saw none would be sure of its mean."""
     generator, rows, refuted = np.random.default_rng(8), np.eye(3), {0.0: 0, 1.0: 0}

@@ -35,6 +35,7 @@ def distilled(logits, ref_logits, tokens, mask, late=False):
     return loss, {"kl": trainer._metrics["train"]["kl"][-1]}
 
 
+@pytest.mark.scheduled
 def test_a_trainers_loss_is_graded_through_its_forward_pass():
     """The next token's KL, summed over tokens, averaged over rollouts, of equal and of differing lengths."""
     report = kltest.grade(distilled, environment="sequence,ragged", sampler="current", select="KL1")

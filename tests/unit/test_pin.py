@@ -46,7 +46,6 @@ TARGETS = ("losses.py:k3", "losses.py:per_token", "losses.py:charged")
 NEXT_TOKEN = "local_reverse_kl (the next-token part of the reverse KL)"
 FORWARD = "local_forward_kl (the forward KL of each next token"
 CHANGES = {
-    # A name, a sampler, a form and a parameter.
     "k3 to k2": (
         "log_ratio.exp() - log_ratio - 1",
         "log_ratio**2 / 2",
@@ -68,14 +67,6 @@ CHANGES = {
         *("it returned a number per token", "returns now a tensor of shape ()"),
     ),
     "a parameter": ("def k3(logp,", "def k3(log_probs_new,", "k3", "losses.py:k3: it can no longer be called", "logp"),
-    # More of the same kinds.
-    "detach": ("log_ratio = ref_logp - logp", "log_ratio = ref_logp - logp.detach()", "k3", FORWARD, "1 × zero"),
-    "mean over tokens": (
-        *("(kl * mask).sum(-1).mean()", "((kl * mask).sum(-1) / mask.sum(-1)).mean()", "k3", FORWARD),
-        "now it follows 1 × local_forward_kl/T (the forward KL of each next token, times 1/T)",
-    ),
-    "sign": ("return (kl * mask)", "return -(kl * mask)", "k3", FORWARD, f"now it follows -1 × {FORWARD}"),
-    "coefficient": ("** 2 / 2", "** 2", "per_token", NEXT_TOKEN, f"now it follows 2 × {NEXT_TOKEN}"),
 }
 SAME = {
     "another formula": ("(logp - ref_logp) ** 2 / 2", "logp * (logp - ref_logp).detach()"),
@@ -84,8 +75,6 @@ SAME = {
         *("    kl = log_ratio.exp() - log_ratio - 1", "    kl = each(log_ratio)"),
         *("def per_token", "def each(x):\n    return x.exp() - x - 1\n\n\ndef per_token"),
     ),
-    "renamed locals": ("log_ratio", "difference"),
-    "another order": ("(kl * mask).sum(-1).mean()", "torch.where(mask > 0, kl, 0.0).flatten().sum() / len(mask)"),
 }
 
 
@@ -124,7 +113,7 @@ def run(folder: Path, text: str, losses: str) -> str:
     return "" if step.kind == "value" else step.message
 
 
-@pytest.mark.parametrize("name", first(4, CHANGES))
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_change_that_moves_the_gradient_is_red_and_says_what_is_followed(folder, pinned, name):
     before, after, test, *words = CHANGES[name]
     assert before in LOSSES
@@ -134,7 +123,7 @@ def test_a_change_that_moves_the_gradient_is_red_and_says_what_is_followed(folde
         assert each in message, message
 
 
-@pytest.mark.parametrize("name", first(2, SAME))
+@pytest.mark.parametrize("name", SAME)
 def test_a_change_that_keeps_the_gradient_is_green(folder, pinned, name):
     losses = LOSSES
     for before, after in zip(SAME[name][::2], SAME[name][1::2], strict=True):
@@ -171,6 +160,7 @@ def test_the_file_stands_alone(pinned):
     assert "is meant to follow reverse_kl" in pinned
 
 
+@pytest.mark.scheduled
 def test_pytest_runs_the_file(folder, pinned):
     (folder / "test_kl.py").write_text(pinned, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_kl.py"]
@@ -200,6 +190,7 @@ def test_the_names_are_those_of_the_atlas():
     assert not {*SUFFIXES, *STALE_SUFFIXES} & set(ATLAS)
 
 
+@pytest.mark.scheduled
 def test_two_values_of_an_argument_are_two_settings(folder):
     printed = pin("losses.py:kl", "--arg", "kind=k2", "--arg", "kind=k3", "--output", "test_kl.py")
     assert "losses.py:kl kind=k2 follows 0.1 × local_reverse_kl\n" in printed
@@ -211,6 +202,12 @@ def test_two_values_of_an_argument_are_two_settings(folder):
 
 
 REFUSED = {
+    "an object": (
+        "class Model:\n    def __init__(self):\n        self.scale = torch.nn.Linear(1, 1)\n\n"
+        "    def loss(self, logp, ref_logp):\n        return (logp - ref_logp) ** 2 + 0 * self.scale.bias\n"
+        "def loss(logp, ref_logp, model: Model):\n    return model.loss(logp, ref_logp)",
+        "cannot be written down",
+    ),
     "random numbers": (
         "def loss(logp, ref_logp):\n    return torch.rand(logp.shape) * (logp - ref_logp)",
         "random numbers",
@@ -220,16 +217,10 @@ REFUSED = {
         "    return ((logp - ref_logp).sum(-1) - (logp - ref_logp).sum(-1).mean()) ** 2",
         "more of them than a short test",
     ),
-    "an object": (
-        "class Model:\n    def __init__(self):\n        self.scale = torch.nn.Linear(1, 1)\n\n"
-        "    def loss(self, logp, ref_logp):\n        return (logp - ref_logp) ** 2 + 0 * self.scale.bias\n"
-        "def loss(logp, ref_logp, model: Model):\n    return model.loss(logp, ref_logp)",
-        "cannot be written down",
-    ),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", first(1, REFUSED))
 def test_what_cannot_be_pinned_is_refused_and_nothing_is_written(folder, name):
     text, words = REFUSED[name]
     (folder / "losses.py").write_text(f"import torch\n{text}\n", encoding="utf-8")
@@ -273,6 +264,7 @@ def test_a_file_that_is_red_on_the_day_is_not_left_behind(folder):
     assert [path.name for path in folder.glob("*.py")] == ["losses.py"]
 
 
+@pytest.mark.scheduled
 def test_a_module_and_a_file_of_another_folder(folder):
     (folder / "package").mkdir()
     (folder / "package/__init__.py").touch()
@@ -343,7 +335,8 @@ FOLLOWED = {
 }
 
 
-@pytest.mark.parametrize("name", first(2, FOLLOWED))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("name", FOLLOWED)
 def test_other_forms_of_losses_are_pinned(folder, name):
     options, words, (before, after) = FOLLOWED[name]
     (folder / "losses.py").write_text(OTHERS, encoding="utf-8")
@@ -356,28 +349,23 @@ def test_other_forms_of_losses_are_pinned(folder, name):
 
 
 CLAMPED = """
-def loss(logp, ref_logp, kind="k3"):
-    r = (ref_logp - logp)
-    return {"k1": -r, "k2": r**2 / 2, "k3": r.exp() - 1 - r}[kind]
+def loss(logp, ref_logp):
+    r = ref_logp - logp
+    return r**2 / 2
 """
-# A setting, what is clamped, a limit that some log-ratio of `far` is beyond, and one that none is (of another length,
-# as Python would take the bytecode of the file before).
-CLAMPS = (
-    ("k1", "[kind]", "-10, 10", "-30.0, 30.0"),
-    ("k2", "(ref_logp - logp)", "-20, 20", "-30.0, 30.0"),
-    ("k3", "[kind]", "None, 10", "None, 1e12"),
-    ("k3", "(ref_logp - logp)", "None, 6", "None, 30"),
-)
 
 
-@pytest.mark.parametrize(("kind", "clamped", "limit", "beyond"), first(1, CLAMPS))
-def test_a_clamp_is_red_far_from_the_reference_and_nowhere_else(folder, kind, clamped, limit, beyond):
+@pytest.mark.scheduled
+def test_a_clamp_is_red_far_from_the_reference_and_nowhere_else(folder):
+    """A limit that some log-ratio of `far` is beyond, and one that none is (of another length, as Python would take the
+    bytecode of the file before).
+    """
     (folder / "losses.py").write_text(CLAMPED, encoding="utf-8")
-    pin("losses.py:loss", "--arg", f"kind={kind}", "--output", "test_kl.py")
+    pin("losses.py:loss", "--output", "test_kl.py")
     text = Path("test_kl.py").read_text(encoding="utf-8")
-    message = run(folder, text, CLAMPED.replace(clamped, f"{clamped}.clamp({limit})"))
+    message = run(folder, text, CLAMPED.replace("r**2 / 2", "(r**2 / 2).clamp(max=50)"))
     assert re.findall(r"\((\w+)\) followed", message) == ["far"]
-    assert run(folder, text, CLAMPED.replace(clamped, f"{clamped}.clamp({beyond})")) == ""
+    assert run(folder, text, CLAMPED.replace("r**2 / 2", "(r**2 / 2).clamp(max=450.0)")) == ""
 
 
 def test_a_loss_that_overflows_far_from_the_reference_is_pinned_without_that(folder):
@@ -398,6 +386,7 @@ def cost(logp, ref_logp, kind="k1"):
 """
 
 
+@pytest.mark.scheduled
 def test_a_value_without_a_gradient_is_pinned_as_a_cost_in_the_reward(folder):
     """Another value is red, and so is a gradient that the value gets."""
     (folder / "losses.py").write_text(BLOCKED, encoding="utf-8")
@@ -412,6 +401,7 @@ def test_a_value_without_a_gradient_is_pinned_as_a_cost_in_the_reward(folder):
     assert '"sequence": {"zero": 1.0}' in Path("test_loss.py").read_text(encoding="utf-8")
 
 
+@pytest.mark.scheduled
 def test_a_mixture_of_names_is_one_in_all_environments(folder):
     """In a small environment alone two names nearly add up to a small gradient that is none of them."""
     loss = "import torch\ndef loss(logits, ref_logits, mask):\n    p, q = logits.softmax(-1), ref_logits.softmax(-1)\n"
@@ -455,6 +445,7 @@ def used_elsewhere(x: Base):
 """
 
 
+@pytest.mark.scheduled
 def test_a_function_of_a_file_that_cannot_be_imported_is_lifted(folder):
     """A missing package, or another function of the file that changes, is no alarm; a gradient that moves is one."""
     (folder / "losses.py").write_text(LIFTED, encoding="utf-8")
@@ -469,6 +460,7 @@ def test_a_function_of_a_file_that_cannot_be_imported_is_lifted(folder):
     assert "can no longer be called" in run(folder, text, LIFTED.replace("clamp(logp", "Base(logp"))
 
 
+@pytest.mark.scheduled
 def test_batches_of_one_and_of_groups_stand_in_one_file(folder):
     """They have environments of other sizes, and tolerances of their own."""
     (folder / "losses.py").write_text(OTHERS, encoding="utf-8")
@@ -483,6 +475,7 @@ def test_batches_of_one_and_of_groups_stand_in_one_file(folder):
     )
 
 
+@pytest.mark.scheduled
 def test_the_guide_shows_what_happens(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loss = "def kl_penalty(logp, ref_logp, mask, kind='k1'):\n    u = logp - ref_logp\n"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
+from weekly import later, spread
 
 import kltest
 from kltest.adapters import find
@@ -61,7 +62,7 @@ def test_without_a_deviation_a_group_leaves_one_share_out():
     assert group_weight(0.3, 4, deviation=None) == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("name", [*OF_POLICY, *of_group(3), *of_group(4)])
+@pytest.mark.parametrize("name", spread(4, [*OF_POLICY, *of_group(3), *of_group(4)]))
 @pytest.mark.parametrize("environment", ["bandit", "ragged", "mdp"])
 def test_the_names_of_a_policy_part_by_two_routes(name, environment):
     for instance in instances(environment, 0, 4)[:2]:
@@ -95,7 +96,11 @@ def test_the_slope_of_a_utility_weighs_each_prompt_by_its_own_success_rate():
     assert gradient("success_utility_of4", instance) == pytest.approx(total, abs=1e-13)
 
 
-@pytest.mark.parametrize(("loss", "options", "verdict", "codes", "words"), LOSSES)
+# At every push the first, and those of one environment: they are quick, and fail every code but KL906.
+QUICK = [row if row is LOSSES[0] or "environment" in row[1] else later(row) for row in LOSSES]
+
+
+@pytest.mark.parametrize(("loss", "options", "verdict", "codes", "words"), QUICK)
 def test_a_policy_part_is_named_as_derived(loss, options, verdict, codes, words):
     report = kltest.grade(loss, part="policy", **options)
     assert (report.verdict, {check.code for check in report.errors}) == (verdict, set(codes))
@@ -109,6 +114,7 @@ def test_every_policy_code_has_losses_that_fail_it(code):
     assert len({row[0] for row in LOSSES if code in row[3]} - {CHECKS[code].wrong}) >= 2
 
 
+@pytest.mark.scheduled
 def test_kl_and_policy_codes_never_mix():
     of_kl, of_policy = (kltest.grade(LOSSES[1][0], part=part) for part in ("kl", "policy"))
     assert {check.code for check in of_policy.checks} == {code for code in CHECKS if code.startswith("KL9")}
@@ -150,7 +156,7 @@ def test_k3_in_the_whole_loss_pulls_the_other_way():
     [
         ("k3-loss", {}, "has no policy part"),
         (lambda logp, ref_logp, reward: reward * (logp - ref_logp).sum(-1), {}, "takes no coefficient"),
-        (whole, {"placement": "reward"}, "was placed in the reward"),
+        later((whole, {"placement": "reward"}, "was placed in the reward")),
     ],
 )
 def test_what_has_no_policy_part_is_refused_by_name(target, options, words):
@@ -158,6 +164,7 @@ def test_what_has_no_policy_part_is_refused_by_name(target, options, words):
         kltest.grade(target, part="policy", **options)
 
 
+@pytest.mark.scheduled
 def test_the_asymmetry_is_that_of_the_jacobian():
     """By hand: the field Σ_y π(y)·Σ_t ½^(L−t)·R·g_t at the logits of a sequence, and its Jacobian by autograd."""
     instance = instances("sequence", 0)[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from weekly import first, spread
 
 import kltest
 from benchmarks.preflight import BETA, CASES, adapted, found_by, k3, loop, per_token, policy, runs_models, unmasked
@@ -24,7 +25,7 @@ from kltest.preflighting.report import PreflightError
 SCHEMA = json.loads((files("kltest.preflighting") / "preflight-1.schema.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", spread(8, CASES), ids=lambda case: case.name)
 def test_planted_bugs_are_found_and_right_loops_are_not_accused(case):
     report = case.loop().preflight()
     found, accused = found_by(report, case)
@@ -109,6 +110,7 @@ def test_the_norms_of_the_gradient_are_those_of_the_kl_term_differentiated_by_ha
     assert report["coefficient"].numbers["reached"] == len(list(one.model.parameters()))
 
 
+@pytest.mark.scheduled
 def test_reasons_of_ratios_are_named():
     words = {
         "log-probs shifted by a token": "one token too far to the right",
@@ -309,6 +311,7 @@ def test_a_callback_looks_once_and_leaves_training_as_it_is(tmp_path):
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+@pytest.mark.scheduled
 def test_a_callback_stops_warns_or_logs(tmp_path):
     with pytest.raises(PreflightError, match="FAILED: padding"):
         trained(tmp_path, unmasked)
@@ -349,7 +352,7 @@ def fsdp2(model):
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use", "ignore:.*no_shard", "ignore::FutureWarning")
-@pytest.mark.parametrize("wrap", [fsdp, fsdp2, nn.parallel.DistributedDataParallel])
+@pytest.mark.parametrize("wrap", first(1, [fsdp, fsdp2, nn.parallel.DistributedDataParallel]))
 @pytest.mark.parametrize("whole", [False, True])
 def test_weights_that_devices_share(one_process, wrap, whole):
     one = loop()

@@ -64,6 +64,7 @@ def reports():
     return [*graded, long, kltest.grade(lambda logp: 1 / 0, name="broken")]
 
 
+@pytest.mark.scheduled
 def test_the_page_is_strictly_well_formed_and_has_every_part():
     page = Strict(render("html", reports()))
     assert page.counted["section"] == len(reports())

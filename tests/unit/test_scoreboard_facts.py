@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from weekly import spread
 
 from kltest.adapters import NAMES, find
 from kltest.adapters.standalone import environment
@@ -26,6 +27,7 @@ def of_each_class():
     return {(row["library"], class_of(row), row["reads_sampler"]): row for row in ROWS}.values()
 
 
+@pytest.mark.scheduled
 def test_settings_of_every_class_and_library_have_their_facts_and_a_program():
     for row in of_each_class():
         text = facts(row)
@@ -36,7 +38,7 @@ def test_settings_of_every_class_and_library_have_their_facts_and_a_program():
         compile(re.search(r"```python\n(.*?)\n```", text, re.DOTALL)[1], target, "exec")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", spread(2, NAMES))
 def test_every_setting_has_a_program_without_kltest_in_names_of_its_own(name):
     """What the program itself is called is no name of the lines that it takes over."""
     library = find(name)

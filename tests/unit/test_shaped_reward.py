@@ -10,7 +10,7 @@ import torch
 from called import RAGGED
 from cases.parts import total as summed
 from doors import SCHEMA
-from weekly import first
+from weekly import first, spread
 
 import kltest
 from kltest.loss.outcome import Call
@@ -148,7 +148,7 @@ RISES, HINT = "rises by one with the reward", "grade it with --placement shaped-
 
 @pytest.mark.parametrize(
     ("shape", "placement"),
-    first(3, [*((shape, None) for shape in RIGHT), *((token_scores, place) for place in ("reward", "shaped-reward"))]),
+    first(1, [*((shape, None) for shape in RIGHT), *((token_scores, place) for place in ("reward", "shaped-reward"))]),
 )
 def test_right_ones_are_confirmed_however_placed(shape, placement):
     report = kltest.grade(shape, placement=placement, **SHORT)
@@ -160,7 +160,7 @@ def test_right_ones_are_confirmed_however_placed(shape, placement):
 
 
 @pytest.mark.parametrize("placement", first(1, [None, "shaped-reward"]))
-@pytest.mark.parametrize(("shape", "code"), WRONG.items())
+@pytest.mark.parametrize(("shape", "code"), first(2, WRONG.items()))
 def test_wrong_ones_are_refuted_for_what_is_wrong_with_them(shape, code, placement):
     report = kltest.grade(shape, placement=placement, **SHORT)
     assert (report.verdict, report.placement) == ("refuted", "shaped-reward")
@@ -169,29 +169,35 @@ def test_wrong_ones_are_refuted_for_what_is_wrong_with_them(shape, code, placeme
 
 @pytest.mark.parametrize(
     ("shape", "options", "verdict", "placement", "words"),
-    [
-        # Credit decides which tokens answer.
-        (score_at_the_last_token, {"credit": "to-go", "select": "KL2"}, "confirmed", "shaped-reward", RISES),
-        (score_at_the_last_token, {"credit": "immediate", "select": "KL2"}, "refuted", "shaped-reward", RISES),
-        # An entropy bonus beside the penalty counts, though β does not multiply it.
-        (entropy_bonus, {"environment": "sequence", "select": "KL1"}, "refuted", "shaped-reward", RISES),
-        # An explicit placement wins.
-        (advantage_less_penalty, {**ONE, "placement": "loss"}, "refuted", "loss", ""),
-        (advantage_less_penalty, {**ONE, "placement": "both"}, "refuted", "both", ""),
-        # A value that reads no reward is a cost, unless it is declared to be a reward.
-        (no_reward_read, {**ONE, "placement": "shaped-reward"}, "confirmed", "shaped-reward", ""),
-        # Other positive slopes get the hint.
-        *((shape, {**PAIRS, "placement": "reward"}, None, "reward", HINT) for shape in (centred, whitened, doubled)),
-        *(
-            (shape, {**PAIRS, "placement": "shaped-reward"}, "confirmed", "shaped-reward", "")
-            for shape in (centred, whitened, doubled)
-        ),
-        # A falling value is a cost that contains the reward.
-        (cost_with_reward, {**SHORT, "placement": "reward"}, "confirmed", "reward", "falls by one"),
-        # What moves the gradient with the reward is a loss.
-        (policy_loss, ONE, "confirmed", "loss", ""),
-        (policy_objective, ONE, "refuted", "loss", ""),
-    ],
+    spread(
+        5,
+        [
+            # Credit decides which tokens answer.
+            (score_at_the_last_token, {"credit": "to-go", "select": "KL2"}, "confirmed", "shaped-reward", RISES),
+            (score_at_the_last_token, {"credit": "immediate", "select": "KL2"}, "refuted", "shaped-reward", RISES),
+            # An entropy bonus beside the penalty counts, though β does not multiply it.
+            (entropy_bonus, {"environment": "sequence", "select": "KL1"}, "refuted", "shaped-reward", RISES),
+            # An explicit placement wins.
+            (advantage_less_penalty, {**ONE, "placement": "loss"}, "refuted", "loss", ""),
+            (advantage_less_penalty, {**ONE, "placement": "both"}, "refuted", "both", ""),
+            # A value that reads no reward is a cost, unless it is declared to be a reward.
+            (no_reward_read, {**ONE, "placement": "shaped-reward"}, "confirmed", "shaped-reward", ""),
+            # Other positive slopes get the hint.
+            *(
+                (shape, {**PAIRS, "placement": "reward"}, None, "reward", HINT)
+                for shape in (centred, whitened, doubled)
+            ),
+            *(
+                (shape, {**PAIRS, "placement": "shaped-reward"}, "confirmed", "shaped-reward", "")
+                for shape in (centred, whitened, doubled)
+            ),
+            # A falling value is a cost that contains the reward.
+            (cost_with_reward, {**SHORT, "placement": "reward"}, "confirmed", "reward", "falls by one"),
+            # What moves the gradient with the reward is a loss.
+            (policy_loss, ONE, "confirmed", "loss", ""),
+            (policy_objective, ONE, "refuted", "loss", ""),
+        ],
+    ),
 )
 def test_what_a_value_is_taken_for(shape, options, verdict, placement, words):
     report = kltest.grade(shape, **options)

