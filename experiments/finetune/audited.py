@@ -13,6 +13,7 @@ from .settings import AUDITS
 
 THEORY = "the atlas, exact"
 MARGIN = AUDITS["margin"]
+EXPECTED = "reverse_kl"
 TOGETHER = "all intervals of an audit hold together with 99 %"
 
 claims, numbers = Claims("finetune"), Numbers()
@@ -29,10 +30,11 @@ def audited(rows: Rows) -> pd.DataFrame:
     THEORY, TOGETHER, as_named=EVERY, low_end_of_coefficient=at_most(1), high_end_of_coefficient=at_least(1)
 )
 def _names(rows: pd.DataFrame) -> Measured:
-    """on a trained language model an audit finds each estimator to follow what its SPEC names, with a coefficient whose
-    interval holds {low_end_of_coefficient}"""
+    """on a trained language model an audit finds no estimator to follow anything but what its SPEC names, with a
+    coefficient whose interval holds {low_end_of_coefficient}"""
     found = audited(rows)
-    found = known(found[found["named"].notna() & (found["named"] != "zero")])
+    # What cannot be told from zero follows nothing.
+    found = known(found[found["named"].notna() & (found["follows"] != "zero")])
     return {
         "as_named": found["follows"] == found["named"],
         "low_end_of_coefficient": found["coefficient_low"],
@@ -45,14 +47,14 @@ def _refuted(rows: pd.DataFrame) -> Measured:
     """every estimator that SPEC says is biased on sequences is refuted: its distance from ∇KL(π‖ref) is surely more
     than {low_end_of_distance:.0%} of its norm"""
     found = audited(rows)
-    return {"low_end_of_distance": found[found["named"] != "reverse_kl"]["distance_low"]}
+    return {"low_end_of_distance": found[found["named"] != EXPECTED]["distance_low"]}
 
 
 @claims.measure(THEORY, f"{TOGETHER}; the margin of an audit", low_end_of_distance=at_most(MARGIN))
 def _not_refuted(rows: pd.DataFrame) -> Measured:
     """and none that it says is unbiased is: the interval of its distance begins below {low_end_of_distance:.0%}"""
     found = audited(rows)
-    return {"low_end_of_distance": found[found["named"] == "reverse_kl"]["distance_low"]}
+    return {"low_end_of_distance": found[found["named"] == EXPECTED]["distance_low"]}
 
 
 def table(rows: Rows) -> list[Row]:
@@ -73,8 +75,8 @@ def table(rows: Rows) -> list[Row]:
 def _followed(row: Row) -> str:
     if "coefficient" not in row:
         return "nothing distinguishable from zero"
-    if " + " in row["follows"]:
-        return f"no single name; {row['rivals'] + 1} pairs are as near"
+    if row["rivals"] and row["follows"] != EXPECTED:
+        return f"one of {row['rivals'] + 1} that fit"
     return f"{_interval(row, 'coefficient')} · {render({row['follows']: 1.0})}"
 
 
