@@ -225,7 +225,8 @@ def _little_lacks(rows: pd.DataFrame) -> Measured:
 
 @findings.measure(OWN, PLANNED, low_end_of_difference=above(0))
 def _more_lacks(rows: pd.DataFrame) -> Measured:
-    """free length: that prediction is larger than at fixed length"""
+    """free length: the reward that k2 in the loss lacks at equal KL, as the theorem predicts it from K and R of final
+    policies, is larger than at fixed length"""
     found = _interval(_by_seed(rows, "free", "gap") - _by_seed(rows, "fixed", "gap"))
     return {"low_end_of_difference": found.low, "interval": found.text(3)}
 
