@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -119,15 +119,13 @@ class Case:
             gradients: (C, V) with respect to logits, one an instance.
 
         Returns:
-            One array an instance. A gradient at a network's weights is given by coordinates in a basis that keeps all
-            inner products with named gradients.
+            One array an instance. Of a gradient at a network's weights coordinates, which keep all inner products.
         """
         network = self.network
         if network is None:
             return list(gradients)
         drawn = zip(self.instances, self.policy_seeds, gradients, strict=True)
-        maps = partial(parameter_gradient, further=self._added)
-        return [maps(instance, network, *seed).pull_back(one) for instance, seed, one in drawn]
+        return [parameter_gradient(instance, network, *seed).pull_back(one) for instance, seed, one in drawn]
 
     @property
     def freedom(self) -> int:

@@ -27,7 +27,6 @@ from kltest.environments import (
     tabular,
 )
 from kltest.environments.policies import table
-from kltest.truth import ATLAS, gradient
 
 if TYPE_CHECKING:
     from kltest.language_models.networks import Network, ParameterGradient
@@ -197,14 +196,8 @@ def network(vocabulary: int) -> "Network":
 
 
 @lru_cache(maxsize=12)
-def parameter_gradient(
-    instance: Instance, network: "Network", *seed: int, further: tuple[str, ...] = ()
-) -> "ParameterGradient":
-    """Return the map from gradients at the logits to those at all weights, for an instance drawn from this seed.
-
-    Inner products are kept with all named gradients of the atlas and `further` ones.
-    """
+def parameter_gradient(instance: Instance, network: "Network", *seed: int) -> "ParameterGradient":
+    """Return the map from gradients at the logits to those at all weights, for an instance drawn from this seed."""
     from kltest.language_models.networks import ParameterGradient
 
-    named = {name: gradient(name, instance) for name in (*ATLAS, *further) if name != "zero"}
-    return ParameterGradient.at(network, instance.environment, network.drawn(seed), named)
+    return ParameterGradient.at(network, instance.environment, network.drawn(seed))

@@ -5,8 +5,8 @@ tokens; the id after them is the prompt. The logits in every context are a table
 one backward pass takes a gradient with respect to the table to one with respect to all weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -112,48 +112,28 @@ class Network:
 class ParameterGradient:
     """The map from gradients at the logits to gradients at all weights of one network.
 
-    A gradient at the weights is given by K + 1 coordinates: K in an orthonormal basis of the K named gradients there,
-    and the norm of the part outside it. Inner products with named gradients, and so every fit of them, are those of the
-    vectors of all weights.
+    With J = RᵀQᵀ the derivative (C·V, P) of logits by weights and Q orthonormal, a gradient Jᵀg at the weights is given
+    by its coordinates R g in the columns of Q: all inner products, and so every fit, are those of whole vectors.
 
     Attributes:
-        logits: (C, V) with their graph.
-        leaves: The weights that the logits depend on.
-        basis: (P, K) for P weights in all.
-        known: Coordinates of gradients that were pulled back: named and declared ones are asked for again and again.
+        coordinates: R (K, C·V), K the smaller of C·V and the number P of weights.
     """
 
-    logits: Tensor
-    leaves: tuple[Tensor, ...]
-    basis: Tensor
-    known: dict[bytes, np.ndarray] = field(default_factory=dict)
+    coordinates: np.ndarray
 
     @classmethod
-    def at(
-        cls, network: Network, environment: Environment, weights: Weights, named: Mapping[str, np.ndarray]
-    ) -> "ParameterGradient":
-        """Return the map at the given weights; `named` are gradients (C, V) with respect to logits."""
+    def at(cls, network: Network, environment: Environment, weights: Weights) -> "ParameterGradient":
+        """Return the map at the given weights."""
         own = {name: one.detach().requires_grad_() for name, one in weights.items()}
-        logits, leaves = network.table(own, environment), tuple(own.values())
-        rows = [_pull_back(logits, leaves, one) for one in named.values()]
-        basis, _ = torch.linalg.qr(torch.stack([row / (float(row.norm()) or 1.0) for row in rows]).T)
-        return cls(logits, leaves, basis)
+        logits, leaves = network.table(own, environment).ravel(), tuple(own.values())
+        each = torch.eye(len(logits), dtype=logits.dtype)
+        found = torch.autograd.grad(logits, leaves, each, is_grads_batched=True, materialize_grads=True)
+        jacobian = torch.cat([part.flatten(start_dim=1) for part in found], dim=1)
+        return cls(torch.linalg.qr(jacobian.T, mode="r").R.numpy())
 
     def pull_back(self, gradient: np.ndarray) -> np.ndarray:
-        """Return the coordinates (K + 1,) of Jᵀ·gradient, with J the derivative (C·V, P) of logits by weights."""
-        key = gradient.tobytes()
-        if key not in self.known:
-            whole = _pull_back(self.logits, self.leaves, gradient)
-            along = self.basis.T @ whole
-            self.known[key] = np.append(along.numpy(), float((whole - self.basis @ along).norm()))
-        return self.known[key]
-
-
-def _pull_back(logits: Tensor, leaves: tuple[Tensor, ...], gradient: np.ndarray) -> Tensor:
-    """(P,) the gradient at all weights."""
-    objective = (logits * torch.tensor(gradient)).sum()
-    found = torch.autograd.grad(objective, leaves, retain_graph=True, materialize_grads=True)
-    return torch.cat([part.ravel() for part in found])
+        """Return the coordinates (K,) of a gradient (C, V) with respect to logits."""
+        return self.coordinates @ gradient.ravel()
 
 
 @lru_cache(maxsize=4)
