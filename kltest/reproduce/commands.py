@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from kltest.reproduce.claims import LEFT_OUT, Claim, score
 from kltest.reproduce.experiment import Computed, Experiment, Request
 from kltest.reproduce.typesetting import draw, sources, typeset
 from kltest.reproduce.unchanged import Unchanged
-from kltest.sweeps.run import connect, title
+from kltest.sweeps.run import connect, spread, title
 from kltest.sweeps.store import Failure
 
 # Claims that disagree come first in the summary, then those that were not run.
@@ -49,7 +50,7 @@ def reproduce(*, only: Sequence[str] = (), output: Path | str | None = None, req
             return int(any(claim.agrees is False for claim in claims))
         claims, failed = _experiments(checkout, chosen, folder, request, recorded=True)
         absent = [name for name in checkout.experiments() if not (folder / name / "numbers.json").is_file()]
-        failed |= _figures(checkout, folder, left_out=absent if only else ())
+        failed |= _figures(checkout, folder, left_out=absent if only else (), request=request)
         pdf = None
         if only and absent:
             _say(f"paper: not built, for want of {', '.join(absent)}; without --only it is")
@@ -152,29 +153,48 @@ def _tell(name: str, failures: Sequence[Failure]) -> None:
         _warn(f"{name}: failures are kept as they are; `--retry-failed` tries them again")
 
 
-def _figures(checkout: Checkout, folder: Path, left_out: Sequence[str] = ()) -> bool:
+def _figures(
+    checkout: Checkout,
+    folder: Path,
+    left_out: Sequence[str] = (),
+    request: Request = Request(),  # noqa: B008
+) -> bool:
     """Draw what can be drawn; a figure that reads an experiment which was left out on purpose is no failure."""
-    failed = False
-    for name in checkout.figures():
-        missing = [source for source in left_out if left_out and source in sources(checkout, name)]
+    names = {name: [one for one in left_out if one in sources(checkout, name)] for name in checkout.figures()}
+    for name, missing in names.items():
         if missing:
             _say(f"figure: {name} is not drawn, for want of {', '.join(missing)}")
-        elif drawn := _attempt(f"figure {name}", draw, checkout, name, folder):
+    drawing, failed = partial(_drawn, checkout, folder), False
+    chosen = [name for name, missing in names.items() if not missing]
+    for drawn, why in spread(drawing, chosen, workers=request.workers):
+        if drawn:
             _say(f"figure: {drawn[0].with_suffix('.{pdf,svg,png}')}")
         else:
+            _warn(why)
             failed = True
     return failed
 
 
+def _drawn(checkout: Checkout, folder: Path, name: str) -> tuple[list[Path] | None, str]:
+    return _tried(f"figure {name}", draw, checkout, name, folder)
+
+
 def _attempt(what: str, work: Callable[..., Result], *arguments: Any) -> Result | None:
     """Return what the work gives; None if it failed, which has then been said."""
+    result, why = _tried(what, work, *arguments)
+    if why:
+        _warn(why)
+    return result
+
+
+def _tried(what: str, work: Callable[..., Result], *arguments: Any) -> tuple[Result | None, str]:
+    """Return what the work gives, or None and why it failed."""
     try:
-        return work(*arguments)
+        return work(*arguments), ""
     except KltestError as error:
-        _warn(f"{what} failed: {error}")
+        return None, f"{what} failed: {error}"
     except Exception as error:
-        _warn(f"{what} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}")
-    return None
+        return None, f"{what} failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
 
 
 def _conclude(claims: Sequence[Claim], folder: Path) -> None:
