@@ -400,7 +400,7 @@ def _log_missing(log_policy: np.ndarray, log_reference: np.ndarray) -> float:
     return float(np.log(-rest * log_reference[0] - (1 - rest) * np.log1p(-rest) - others @ ratios))
 
 
-BATCHING = Batching(("seed", "beta", "learning_rate", "estimator"), size=54)
+BATCHING = Batching(("seed", "beta", "learning_rate", "estimator"), size=162)
 
 Configuration = Mapping[str, Any]
 
