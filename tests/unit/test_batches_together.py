@@ -135,7 +135,7 @@ def test_batches_in_one_call_are_what_they_are_in_a_call_each(function, grouped,
 
 
 @pytest.mark.parametrize("grouped", first(1, [True, False]), ids=["groups", "rows"])
-@pytest.mark.parametrize("function", [*TOGETHER, *TOUCHING], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", first(3, [*TOGETHER, *TOUCHING]), ids=lambda function: function.__name__)
 def test_instances_share_calls_and_keep_their_moments(function, grouped):
     """Each has the moments that it has by itself; also if how batches combine is known and calls are compared once."""
     drawn, size = instances("ragged", 0, 3), 3

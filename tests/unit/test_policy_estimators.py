@@ -22,7 +22,7 @@ from kltest.truth.utilities import group_weight
 
 POLICIES = registry("policy")
 # Of each mechanism one: a group's deviation, a mask of rollouts, and a batch that is whitened whole.
-FIRST = ("grpo", "mis-sequence", "reinforce-plus-plus", "off-policy-sequence-mask")
+FIRST = ("grpo", "mis-sequence", "off-policy-sequence-mask")
 ORDERED = [*FIRST, *(name for name in POLICIES if name not in FIRST)]
 # Sums of some hundred float64 terms; 1e-8 beside a deviation of one half leaves a few times 1e-8.
 EXACT, CONSTANT = 1e-11, 1e-7

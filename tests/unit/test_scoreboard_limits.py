@@ -1,7 +1,10 @@
 """Limits of batches, for losses whose limits and rates follow by hand, and for wrong ones, which are refused."""
 
+from functools import cache
+
 import numpy as np
 import pytest
+from weekly import first
 
 from kltest.identify.graded import kl_part
 from kltest.identify.measure import Measure
@@ -91,27 +94,25 @@ def middles(limit, name):
     return [sum(ends) / 2 for ends in limit["terms"][name]]
 
 
-@pytest.fixture(scope="module")
-def found():
-    return {function: measured(function) for function in LOSSES}
-
-
-LOSSES = (whitened, leave_one_out, batch_mean, token_mean, k1_token_mean, grows, another, nearly)
+found = cache(measured)
 
 
 @pytest.mark.parametrize(
     ("function", "names", "off"),
-    [
-        (whitened, {"reverse_kl"}, ("sequence", "ragged")),
-        (leave_one_out, {"reverse_kl"}, ()),
-        (batch_mean, {"reverse_kl"}, ()),
-        (token_mean, {"local_reverse_kl"}, ("ragged",)),
-        (k1_token_mean, set(), ("ragged",)),
-        (another, {"local_forward_kl"}, ("sequence", "ragged")),
-    ],
+    first(
+        1,
+        [
+            (token_mean, {"local_reverse_kl"}, ("ragged",)),
+            (whitened, {"reverse_kl"}, ("sequence", "ragged")),
+            (leave_one_out, {"reverse_kl"}, ()),
+            (batch_mean, {"reverse_kl"}, ()),
+            (k1_token_mean, set(), ("ragged",)),
+            (another, {"local_forward_kl"}, ("sequence", "ragged")),
+        ],
+    ),
 )
-def test_the_limit_and_its_rate_are_those_derived_by_hand(found, function, names, off):
-    for environment, limit in found[function].items():
+def test_the_limit_and_its_rate_are_those_derived_by_hand(function, names, off):
+    for environment, limit in found(function).items():
         assert set(limit["terms"]) == names, environment
         # Zero where nothing is left in any batch, None where there is no limit.
         assert limit["rate"] is not None, environment
@@ -121,19 +122,21 @@ def test_the_limit_and_its_rate_are_those_derived_by_hand(found, function, names
         assert limit["sampled"][str(SAMPLED[-1])][2] <= MARGIN
 
 
-def test_coefficients_of_limits_are_those_derived_by_hand(found):
+@pytest.mark.scheduled
+def test_coefficients_of_limits_are_those_derived_by_hand():
     for environment in ("sequence", "ragged"):
-        assert middles(found[leave_one_out][environment], "reverse_kl") == pytest.approx([1.0, 1.0], abs=1e-6)
+        assert middles(found(leave_one_out)[environment], "reverse_kl") == pytest.approx([1.0, 1.0], abs=1e-6)
         # Of the largest batches: 1 − 1/128, in four digits.
-        assert middles(found[batch_mean][environment], "reverse_kl") == pytest.approx([127 / 128] * 2, abs=5e-5)
-        limit = found[token_mean][environment]
+        assert middles(found(batch_mean)[environment], "reverse_kl") == pytest.approx([127 / 128] * 2, abs=5e-5)
+        limit = found(token_mean)[environment]
         per_token = [c * length for c, length in zip(middles(limit, "local_reverse_kl"), limit["lengths"], strict=True)]
         assert per_token == pytest.approx([1.0, 1.0], rel=0.02)  # what is left is some 0.2/B of 128
         # A spread differs from policy to policy.
-        first, second = middles(found[whitened][environment], "reverse_kl")
-        assert abs(first - second) > 0.05 * abs(first)
+        one, other = middles(found(whitened)[environment], "reverse_kl")
+        assert abs(one - other) > 0.05 * abs(one)
 
 
+@pytest.mark.scheduled
 def test_whitening_keeps_the_proportion_of_reward_and_kl():
     for limit in measured(whitened_with_reward).values():
         assert set(limit["terms"]) == {"reverse_kl", "expected_reward"}
@@ -143,15 +146,16 @@ def test_whitening_keeps_the_proportion_of_reward_and_kl():
         assert limit["rate"] > 0
 
 
-def test_what_moves_on_or_comes_to_nothing_named_has_no_limit(found):
-    assert [limit["rate"] for limit in found[grows].values()] == [None, None]
-    assert found[nearly]["ragged"]["rate"] is None
+@pytest.mark.scheduled
+def test_what_moves_on_or_comes_to_nothing_named_has_no_limit():
+    assert [limit["rate"] for limit in found(grows).values()] == [None, None]
+    assert found(nearly)["ragged"]["rate"] is None
 
 
 def test_two_names_in_other_shares_in_each_instance_are_no_limit():
-    found = measured(row_mean)
-    assert set(found["sequence"]["terms"]) == {"local_forward_kl"}
-    assert found["ragged"]["terms"] is None
+    of_rows = measured(row_mean)
+    assert set(of_rows["sequence"]["terms"]) == {"local_forward_kl"}
+    assert of_rows["ragged"]["terms"] is None
 
 
 def test_a_wrong_rate_is_refused_and_a_right_one_is_not():
