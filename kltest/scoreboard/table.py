@@ -204,7 +204,7 @@ def _ascends(each: BoardRow) -> str:
     if any(len(terms or ()) > 1 for terms in found.values()):
         words += f": {_found(each, 'current', FIXED)}"
     elif kind in ("reward", "utility"):
-        by = [factor(each, *next(iter(terms.items())), place) for place, terms in found.items()]
+        by = [factor(each, name, c, place) for place, terms in found.items() for name, c in terms.items()]
         if len(set(by)) > 1 and not each["laws"]:
             by = [f"{number or 1} for {tokens}" for number, tokens in zip(by, ("one token", "two"), strict=True)]
         words += "".join(f", × {number}" for number in dict.fromkeys(by) if number)
