@@ -2,7 +2,7 @@
 
 Policy, reference and sampler are one network with different weights. The model's first ids are the environment's
 tokens; the id after them is the prompt. The logits in every context are a table that stays connected to the weights:
-one backward pass takes a gradient with respect to the table to one with respect to all weights.
+its Jacobian takes a gradient with respect to the table to one with respect to all weights.
 """
 
 from collections.abc import Callable, Sequence

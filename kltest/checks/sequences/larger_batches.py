@@ -76,10 +76,7 @@ def _many_rows(findings: Findings, row: Row) -> Found | None:
         return None
     if "group" not in findings.observed.uses:
         return _coupled(findings, row, LARGEST)
-    return Found(
-        f"The rows of smaller batches are treated apart. In a batch of {LARGEST} the gradient of a row is not its "
-        "share of what it gives alone."
-    )
+    return Found(f"{_words(LARGEST)}.")
 
 
 def _long_and_far(findings: Findings, sampler: str) -> Found | None:
@@ -133,18 +130,22 @@ def _one_unlike(caller: Caller, many: int) -> np.ndarray:
     return rows
 
 
-def _coupled(findings: Findings, row: Row, many: int) -> Found:
-    """Tell whether the expected gradient of a batch of this size, with rows that are coupled, is still right."""
-    words = (
+def _words(many: int) -> str:
+    return (
         f"The rows of smaller batches are treated apart. In a batch of {many} the gradient of a row is not its share "
         "of what it gives alone"
     )
+
+
+def _coupled(findings: Findings, row: Row, many: int) -> Found:
+    """Tell whether the expected gradient of a batch of this size, with rows that are coupled, is still right."""
+    words = _words(many)
     weight = _weight_of_positions(findings, row.sampler, many)
     if weight is None:
         try:
             weight = 1.0 - _bias(findings, row, many, VARYING)
-        except KltestError:  # there are too many batches of rollouts of several lengths
-            # Too many of few rows: then their order counts, which it does in no right loss.
+        except KltestError:
+            # There are too many batches to measure. Of fewer rows only if their order counts, as in no right loss.
             with suppress(KltestError):
                 if many == LARGEST and _bias(findings, row, many) <= limit(findings):
                     why = f"{words}; in a bandit the expected gradient is right, and elsewhere it was not measured"
