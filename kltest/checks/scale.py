@@ -151,7 +151,7 @@ def _at_other_sizes(findings: Findings, factor: float, rows: list[Row]) -> bool:
     shares = share_by_size(row, findings).values()
     if not shares and findings.measure.sizes.grouped:
         # It takes groups of one size, but of any number. A baseline with other rollouts' costs moves with their size.
-        return groups_apart(findings, row.batch, 2) and not influence(findings).log_ratios
+        return groups_apart(findings, [row.batch] * 2) and not influence(findings).log_ratios
     return bool(shares) and all(isclose(share, factor, rel_tol=Tolerances.factor) for share in shares)
 
 

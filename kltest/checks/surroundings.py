@@ -4,7 +4,8 @@ A branch that asks for the precision of a tensor, for a GPU, for autocast, for a
 environment variable runs in no environment here. So the answer is pretended (kltest.loss.surroundings), and everything
 is computed in float64 on the CPU all the same: what differs is no rounding. Trainers use half precision and GPUs, they
 compile, they pass slices of larger tensors, and hours go by: another gradient there is an error. What an environment
-variable does is a fact about the loss: a warning.
+variable does is a fact about the loss: a warning. Masks have the type that trainers have, of integers or bools, as far
+as the loss takes that.
 """
 
 from collections.abc import Callable
@@ -30,6 +31,7 @@ FAR = ((1, (-5.0, -3.5, -2.0, 2.0, 3.5, 5.0)), (3, (-3.0, 3.0)))
 # Share of a gradient up to which a constant that goes with the precision, as its smallest number, is none of it.
 MUCH = 1e-2
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MASKS = {"integers": torch.int64, "bools": torch.bool}
 # Hours by which clocks are moved ahead, and values of environment variables.
 HOURS = (2, 240)
 VALUES = ("0", "1", "2", "8", "true", "")
@@ -53,7 +55,7 @@ def precisions(findings: Findings) -> Found | None:
 
 @shared
 def elsewhere(findings: Findings) -> Found | None:
-    """Report another gradient of slices, on a GPU, compiled, later, or with another environment variable."""
+    """Report another gradient of slices, masks of integers, on a GPU, compiled, later, or with another variable."""
     function = findings.loss.function
     tried: dict[str, tuple[Any, ...]] = {
         "Where tensors are slices of larger ones, as logps[:, :-1],": (nullcontext, slices),
@@ -65,6 +67,8 @@ def elsewhere(findings: Findings) -> Found | None:
         for batch, which, usual in _batches(findings):
             if (off := _off(findings, batch, usual, *there)) > max(Tolerances.guard, limit(findings)):
                 return Found(f"{where} {_words(which, off)}", level="error")
+    if found := _of_other_masks(findings):
+        return found
     for batch, which, usual in _batches(findings)[:1]:
         names: set[str] = set()
         _off(findings, batch, usual, partial(variables_read, names))
@@ -73,6 +77,20 @@ def elsewhere(findings: Findings) -> Found | None:
             if off > max(Tolerances.guard, limit(findings)):
                 words = f"With the environment variable {name} set to {value!r} {_words(which, off)}"
                 return Found(words, level="warning")
+    return None
+
+
+def _of_other_masks(findings: Findings) -> Found | None:
+    """Report another gradient where the mask has another type; a loss that takes bools alone is only warned of.
+
+    Far from the reference log-ratios are no whole numbers either, and there are no more masks: one batch is enough.
+    """
+    form = findings.loss.record.form
+    for what, kind in MASKS.items() if form and "mask" in findings.observed.uses else ():
+        for batch, which, usual in _batches(findings)[:1] if kind != form.mask_type else ():
+            if (off := _off(findings, batch, usual, nullcontext, None, kind)) > max(Tolerances.guard, limit(findings)):
+                words = f"With a mask of {what} {_words(which, off)}"
+                return Found(words, level="warning" if form.mask_type else "error")
     return None
 
 
@@ -113,9 +131,15 @@ def _off(findings: Findings, batch: Rollout, usual: np.ndarray, *there: Any) -> 
     return off if np.isfinite(off) else 0.0
 
 
-def _gradient(findings: Findings, batch: Rollout, pretend: Surroundings = nullcontext, given: Any = None) -> np.ndarray:
+def _gradient(
+    findings: Findings,
+    batch: Rollout,
+    pretend: Surroundings = nullcontext,
+    given: Any = None,
+    masks: torch.dtype | None = None,
+) -> np.ndarray:
     """Gradients of a batch, with the same random numbers and the same state of the loss in each call."""
-    loss = findings.measure.experiment().loss.changed(instead=None).within(pretend, given)
+    loss = findings.loss.for_experiments(masks=masks).changed(instead=None).within(pretend, given)
     with loss.calls.holding(*loss.calls.held, *_held(findings)):
         return gradient_of(loss, batch)
 

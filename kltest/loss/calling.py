@@ -231,17 +231,21 @@ class Loss:
         """Return the same loss with other values of some attributes and more notes; its calls count with it."""
         return replace(self, stated=(*self.stated, *notes), **attributes)
 
-    def for_experiments(self, floats: torch.dtype | None = None) -> "Loss":
+    def for_experiments(self, floats: torch.dtype | None = None, masks: torch.dtype | None = None) -> "Loss":
         """Return the same loss for unusual input: it may be NaN or infinite, and what it does is not recorded here.
 
         Args:
             floats: the type in which it is given its floating-point fields; None for the usual.
+            masks: the type in which it is given its mask, and no other; None for the usual.
         """
         record = replace(self.record, notes=[], writes={}, made_trainable=set())
-        if floats is None:
+        if floats is None and masks is None:
             return self.changed(exploring=True, record=record)
-        same = replace(record.form or INPUT_FORMS[0], floats=floats)
-        forms = (same, replace(same, bool_mask=not same.bool_mask))
+        same = record.form or INPUT_FORMS[0]
+        if masks:
+            return self.changed(exploring=True, forms=(replace(same, mask_type=masks),), record=record)
+        same = replace(same, floats=floats)
+        forms = (same, replace(same, mask_type=None if same.mask_type else torch.bool))
         return self.changed(exploring=True, forms=forms, record=replace(record, form=None, traced=None))
 
     def within(

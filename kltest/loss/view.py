@@ -19,17 +19,18 @@ _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class InputForm:
     """The types and shapes in which a loss is given its fields.
 
-    `floats` is the type of floating-point fields, and of the mask unless `bool_mask`. `per_token`: rewards are (B, T).
+    `floats` is the type of floating-point fields, and of the mask unless that has a type of its own, `mask_type`.
+    `per_token`: rewards are (B, T).
     """
 
     floats: torch.dtype = torch.float64
-    bool_mask: bool = False
+    mask_type: torch.dtype | None = None
     per_token: bool = False
 
     @property
     def mask(self) -> torch.dtype:
         """The type of the mask."""
-        return torch.bool if self.bool_mask else self.floats
+        return self.mask_type or self.floats
 
     def may_fix(self, errors: Sequence[BaseException], accessed: Set[str]) -> bool:
         """Return True if this form may help a loss that read the fields `accessed` of other forms and raised these."""
@@ -39,24 +40,24 @@ class InputForm:
             return False
         if isinstance(errors[0], AssertionError):
             return False
-        return "mask" in accessed or not self.bool_mask
+        return "mask" in accessed or not self.mask_type
 
     def unlike(self, other: "InputForm") -> str:
         """Return in words how this form differs from another one."""
         parts = {
             "floats": f"{str(self.floats).removeprefix('torch.')} fields",
             "per_token": f"rewards and advantages of shape {'(B, T)' if self.per_token else '(B,)'}",
-            "bool_mask": f"a mask of {str(self.mask).removeprefix('torch.')}",
+            "mask_type": f"a mask of {str(self.mask).removeprefix('torch.')}",
         }
         return " and ".join(text for name, text in parts.items() if getattr(self, name) != getattr(other, name))
 
 
 # In the order in which they are tried: what says less about the loss, and costs it fewer digits, first.
 INPUT_FORMS = tuple(
-    InputForm(floats, bool_mask, per_token)
+    InputForm(floats, mask_type, per_token)
     for per_token in (False, True)
     for floats in (torch.float64, torch.float32)
-    for bool_mask in (False, True)
+    for mask_type in (None, torch.bool)
 )
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
-from cases.parts import k1, k2, live, score
+from cases.parts import k1, k2, live, score, total
 from cases.table import right, wrong
 
 LOCAL = {"expect": "local_reverse_kl"}
@@ -223,6 +223,76 @@ def of_log_probs(logits, ref_logits, mask):
     return F.kl_div(other, own, log_target=True, reduction="none").sum(-1).where(live, 0.0).sum(-1)
 
 
+# Masks that differ between rows by more than their lengths, a row without tokens, masks of integers.
+
+
+def from_the_start_of_the_first_row(logp, ref_logp, mask):
+    start = int((mask[0] != 0).float().argmax())
+    return k2(logp[:, start:], ref_logp[:, start:], mask[:, start:])
+
+
+def columns_of_the_longest_row(logp, ref_logp, mask):
+    kept = mask[(mask != 0).sum(-1).argmax()] != 0
+    return k2(logp[:, kept], ref_logp[:, kept], mask[:, kept])
+
+
+def from_its_own_start(logp, ref_logp, mask):
+    start = (mask != 0).float().argmax(-1, keepdim=True)
+    places = (torch.arange(mask.shape[1]) + start) % mask.shape[1]
+    u = live(logp - ref_logp, mask).gather(-1, places)
+    return u[:, : int((u != 0).any(0).nonzero().max()) + 1].sum(-1).square() / 2
+
+
+def from_first_to_last(logp, ref_logp, mask):
+    """By sums of what comes before: token 0 of a row without any is charged."""
+    first = (mask != 0).float().argmax(-1, keepdim=True)
+    last = mask.shape[1] - 1 - (mask != 0).flip(-1).float().argmax(-1, keepdim=True)
+    sums = live(logp - ref_logp, mask).cumsum(-1)
+    u = sums.gather(-1, last) - sums.gather(-1, first) + (logp - ref_logp).gather(-1, first)
+    return u[:, 0].square() / 2
+
+
+def costs_like_the(what):
+    def loss(logp, ref_logp, completion_mask):
+        costs = torch.zeros_like(completion_mask if what == "mask" else logp.detach())
+        costs.copy_(live(logp - ref_logp, completion_mask).detach())
+        return costs.sum(-1) * total(logp, completion_mask)
+
+    loss.__name__ = loss.__qualname__ = f"costs_like_the_{what}"
+    return loss
+
+
+def indexed_by_the_mask(logp, ref_logp, completion_mask):
+    return (logp - ref_logp)[completion_mask].square().sum() / 2 / len(logp)
+
+
+# Groups of several sizes in one call.
+
+
+def mean_of_the_others_by(size):
+    def loss(logp, ref_logp, mask, group):
+        costs = k1(logp, ref_logp, mask)
+        _, place, counts = torch.unique(group, return_inverse=True, return_counts=True)
+        n = counts[0] if size == "first" else counts[place]
+        means = torch.zeros(len(counts), dtype=costs.dtype).index_add(0, place, costs) / counts
+        return ((costs - means[place]) * n / (n - 1) * score(logp, mask)).mean()
+
+    loss.__name__ = loss.__qualname__ = f"mean_of_the_others_by_the_{size}_size"
+    return loss
+
+
+# A term of the reference that β does not multiply.
+
+
+def beside_a_second_term(logp, ref_logp, mask, kl_coef):
+    second = (live(logp - ref_logp, mask).square() / 2).sum(-1)
+    return (kl_coef * k2(logp, ref_logp, mask) + 0.1 * second).mean()
+
+
+def beside_an_entropy(logp, ref_logp, mask, kl_coef):
+    return (kl_coef * k2(logp, ref_logp, mask) + 0.1 * score(logp, mask) * score(logp, mask).detach()).mean()
+
+
 CASES = [
     wrong("KL208", last_turn_alone),
     wrong("KL208", credit_ends_with_the_turn),
@@ -251,4 +321,15 @@ CASES = [
     wrong("KL512", kl_div_of_logits, also=("KL502",), options=LOCAL),
     wrong("KL512", exponentials_of_logits, also=("KL502",), options=LOCAL),
     right(of_log_probs, LOCAL),
+    wrong("KL208", from_the_start_of_the_first_row),
+    wrong("KL208", columns_of_the_longest_row),
+    right(from_its_own_start),
+    wrong("KL501", from_first_to_last, warns=True),
+    wrong("KL105", costs_like_the("mask")),
+    right(costs_like_the("score")),
+    wrong("KL105", indexed_by_the_mask, warns=True, options=LOCAL),
+    wrong("KL204", mean_of_the_others_by("first")),
+    right(mean_of_the_others_by("own")),
+    wrong("KL510", beside_a_second_term, warns=True),
+    right(beside_an_entropy),
 ]

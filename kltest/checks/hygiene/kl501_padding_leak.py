@@ -6,6 +6,9 @@ its caller (kltest cuts it out). So does one that takes the mask for something e
 and whose output still shows the padding: its gradient at padded positions is then that of the caller's cut and is
 ignored; its gradient at live positions counts. One that returns 0 at padded positions cuts padding out itself, and is
 to do so whatever stands there.
+
+A row without a live token, as a filter of overlong rollouts leaves it, is padding alone: a gradient there is a warning.
+If such a row makes the loss NaN, training says so itself.
 """
 
 from collections.abc import Mapping
@@ -16,6 +19,7 @@ from torch import Tensor
 from kltest.checks.batches import LOG_PROBS, no_padding, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import difference, not_comparable
+from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.moments.differentiate import CallResult
 from kltest.moments.tolerances import near
@@ -40,7 +44,22 @@ def moot(findings: Findings) -> str | None:
 @shared
 def examine(findings: Findings) -> Found | None:
     """Fill padding with other legal numbers: near those that stood there, and as far apart as the usual ones get."""
-    return exchange(findings, FILLS)
+    return exchange(findings, FILLS) or _row_of_padding(findings)
+
+
+def _row_of_padding(findings: Findings) -> Found | None:
+    """Add a row without a live token to a batch: nothing of it has a gradient."""
+    experiment, base = findings.measure.experiment(), usual_batch(findings)
+    more = base.take([*range(len(base)), 0])
+    mask = more.peek("mask").clone()
+    mask[-1] = 0
+    try:
+        found = [gradient[-1] for gradient in experiment.call(more.replace(mask=mask)).gradients.values()]
+    except KltestError:  # it takes no such row, or no such number of rows
+        return None
+    if any(one.any() and one.isfinite().all() for one in found):
+        return Found("A row without a live token has a gradient, at padded positions.", level="warning")
+    return None
 
 
 def _others(name: str, dead: Tensor) -> Tensor:

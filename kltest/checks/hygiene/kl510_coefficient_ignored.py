@@ -5,12 +5,20 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from kltest.checks.batches import GroupFixture, as_array, group_fixture, norm
+from kltest.checks.batches import (
+    GroupFixture,
+    as_array,
+    gradient_of,
+    group_fixture,
+    limit,
+    norm,
+    usual_batch,
+)
 from kltest.checks.check import Found
 from kltest.identify.findings import Findings, Row, proportion, shared
 from kltest.identify.measure import Measure
 from kltest.moments.tolerances import TOLERANCES
-from kltest.rollout import Rollout
+from kltest.rollout import Rollout, elsewhere
 
 # Multiples of β. In low precision ℓ(β) − ℓ(0) over a small β is rounding.
 FACTORS = {"float64": (0.001, 0.1, 0.5, 1.0, 2.0)}
@@ -55,8 +63,8 @@ def coefficient(findings: Findings) -> Coefficient:
     if max(map(norm, parts.values())) <= NOTHING:
         # A gate may be closed in this group, and a penalty on the way from the sampler is zero at the sampler.
         stale = replace(fixture, sampler="stale").rollout(fixture.different, fixture.untied)
-        elsewhere = any(findings.observed.reached) or norm(_push(measure, stale, base)[0]) > NOTHING
-        return Coefficient("proportional" if moves or elsewhere else "ignored", strength)
+        reached = any(findings.observed.reached) or norm(_push(measure, stale, base)[0]) > NOTHING
+        return Coefficient("proportional" if moves or reached else "ignored", strength)
     shares = [(part, beta / base * own) for beta, part in parts.items()]
     allowed = TOLERANCES[dtype].proportional
     if all(norm(part - share) <= allowed * norm(share) for part, share in shares):
@@ -88,14 +96,35 @@ def explains(row: Row, findings: Findings) -> bool | str:
 
 
 def examine(findings: Findings) -> Found | None:
-    """Report a coefficient that changes nothing, or that the KL part is not proportional to."""
+    """Report a coefficient that changes nothing, that the KL part is not proportional to, or beside which one stays."""
     found = coefficient(findings)
     if found.kind not in ("ignored", "other"):
-        return None
+        return _without(findings) if found.kind == "proportional" else None
     if found.kind == "ignored":
         return Found("The loss takes a coefficient, and neither its value nor its gradient changes with it.")
     words = ", ".join(f"{strength:.4g} at β = {beta:g}" for beta, strength in found.strength.items())
     return Found(f"What β adds to the gradient, as a multiple of what it adds at the β of this grading: {words}.")
+
+
+def _without(findings: Findings) -> Found | None:
+    """Warn of what still moves with the reference at β = 0: what β multiplies was graded, and that was not.
+
+    It may be meant, as a gate or another term is.
+    """
+    part = findings.loss.for_experiments()
+    batch = usual_batch(findings)
+    others = batch.replace(**{name: elsewhere(batch.peek(name).detach()) for name in ("ref_logp", "ref_logits")})
+    # Over β: all of the loss, less what β adds.
+    whole = part.changed(less="")
+    rest, moved = (gradient_of(whole, one) - gradient_of(part, one) for one in (batch, others))
+    size = max(norm(rest), norm(gradient_of(part, batch)))
+    if (off := norm(moved - rest) / (size or 1.0)) <= limit(findings):
+        return None
+    return Found(
+        f"At β = 0 its gradient still moves with the reference, by {off:.2g} of its size: another "
+        "term has one, or a gate. What was graded is what β multiplies.",
+        level="warning",
+    )
 
 
 def squared_coefficient(logp, ref_logp, mask, kl_coef):

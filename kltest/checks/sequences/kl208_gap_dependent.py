@@ -1,7 +1,7 @@
 """KL208: right only for masks without gaps.
 
 Tool output between the turns of a rollout, and several turns, leave masked columns between live tokens, or before the
-first one. Such columns are put into a batch, and the two turns of an environment are graded.
+first one, in each row at others. Such columns are put into a batch, and the two turns of an environment are graded.
 """
 
 from collections.abc import Iterator
@@ -27,6 +27,8 @@ OF_EXISTING_TOKENS = frozenset({"attention_mask", "full_attention_mask", "length
 
 # Masked columns of a batch, by where they are put before its columns: number of live ones before them, and how many.
 GAPS = {"a masked column": (1, 1), "three masked columns": (1, 3), "two masked columns": (0, 2)}
+# Masked columns that stand elsewhere in each row: before its first token, or after one, two or three.
+SCATTERED = 2
 # Turns of longer rollouts, as an agent's: how many, live tokens of each, and masked columns after each, as tool output.
 # No more columns than rollouts without gaps are tried with.
 TURNS_AND_GAPS = ((16, 1, 3), (4, 2, 14))
@@ -72,34 +74,49 @@ def _moved(findings: Findings) -> str:
     return ""
 
 
-def _with_gaps(findings: Findings) -> Iterator[tuple[str, Rollout, list[int]]]:
-    """Yield gaps in words, a batch with as many masked columns behind its others, and the order that makes the gaps."""
+def _with_gaps(findings: Findings) -> Iterator[tuple[str, Rollout, np.ndarray]]:
+    """Yield gaps in words, a batch with as many masked columns behind its others, and the order that makes the gaps.
+
+    The order is of the columns of all rows, or (B, T) of each one's own. What a row is compared with in its column, as
+    a baseline of a loss that couples rows, stays there.
+    """
     for gap, (before, many) in GAPS.items():
         batch = usual_batch(findings).wider(many, findings.seed)
-        columns = list(range(batch.peek("mask").shape[1]))
         where = "between live tokens" if before else "before the first token"
-        yield f"{gap} {where}", batch, [*columns[:before], *columns[-many:], *columns[before:-many]]
+        yield f"{gap} {where}", batch, _gap(batch, before, many)
+    if all(row.batch == 1 for row in findings.rows):
+        batch = usual_batch(findings).wider(SCATTERED, findings.seed)
+        rows, columns = batch.peek("mask").shape
+        each = [_gap(batch, row % (columns - SCATTERED + 1), SCATTERED) for row in range(rows)]
+        yield f"{SCATTERED} masked columns, at another place in each row,", batch, np.stack(each)
     with suppress(KltestError):
         if right_in_long_rollouts(findings):
             yield from _many_turns(findings)
 
 
-def _many_turns(findings: Findings) -> Iterator[tuple[str, Rollout, list[int]]]:
+def _gap(batch: Rollout, before: int, many: int) -> np.ndarray:
+    """Return the order of columns in which the last `many` come after as many as stand `before` them."""
+    columns = np.arange(batch.peek("mask").shape[1])
+    return np.concatenate([columns[:before], columns[-many:], columns[before:-many]])
+
+
+def _many_turns(findings: Findings) -> Iterator[tuple[str, Rollout, np.ndarray]]:
     for turns, tokens, gap in TURNS_AND_GAPS:
         instance = long_instance(1, findings.seed, turns * tokens)
         batch = Rollout.of(instance, sampler="stale", padding=findings.seed, centre="batch")
         live = np.arange(turns * tokens).reshape(turns, tokens)
         masked = live.size + np.arange(turns * gap).reshape(turns, gap)
         words = f"{gap} masked columns after each of {turns} turns"
-        places = np.concatenate([live, masked], axis=1).ravel().tolist()
+        places = np.concatenate([live, masked], axis=1).ravel()
         yield words, batch.take(range(rows_taken(findings))).wider(masked.size, findings.seed), places
 
 
-def _off_by(findings: Findings, batch: Rollout, places: list[int]) -> float:
+def _off_by(findings: Findings, batch: Rollout, places: np.ndarray) -> float:
+    own = np.arange(len(batch))[:, None], np.broadcast_to(places, (len(batch), places.shape[-1])).copy()
     fields = {name: batch.peek(name).detach() for name in batch}
-    second = batch.replace(**{name: field[:, places] for name, field in fields.items() if field.dim() > 1})
+    second = batch.replace(**{name: field[own] for name, field in fields.items() if field.dim() > 1})
     expected, found = (as_array(differentiate(findings.loss, one, None), one) for one in (batch, second))
-    return apart(found, expected[:, places])
+    return apart(found, expected[own])
 
 
 def _in_turns(findings: Findings) -> str:
