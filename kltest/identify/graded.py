@@ -1,13 +1,14 @@
 """The objective that is graded of a loss: rules, tried in this order by calling it on small batches.
 
 1. A registered estimator is graded as it stands: its SPEC says what it is.
-2. What it returns rises by exactly one with the reward, a reward less a penalty: the negative of it, with rewards of
+2. A parameter as `padding_mask` is 1 at padding if with 1 on live tokens these have no gradient (`of_padding`).
+3. What it returns rises by exactly one with the reward, a reward less a penalty: the negative of it, with rewards of
    zero (`response_to_rewards`), less what does not move with the log-probs (`without_constant`).
-3. Placed in the reward, it falls by exactly one with the reward: it, with rewards of zero (`response_to_rewards`).
-4. Its parameter `beta` is no coefficient, since the gradient is not affine in it: it, at β's own value (`own_beta`).
-5. A whole policy loss without a coefficient: it, with rewards and advantages of zero, if rewards move the gradient by
+4. Placed in the reward, it falls by exactly one with the reward: it, with rewards of zero (`response_to_rewards`).
+5. Its parameter `beta` is no coefficient, since the gradient is not affine in it: it, at β's own value (`own_beta`).
+6. A whole policy loss without a coefficient: it, with rewards and advantages of zero, if rewards move the gradient by
    something that does not move with the reference (`without_rewards`).
-6. Anything else is graded whole; of a loss that takes β, (gradient at β − gradient at 0)/β.
+7. Anything else is graded whole; of a loss that takes β, (gradient at β − gradient at 0)/β.
 
 A rule that cannot be tried, since the loss fails, leaves the loss as it is: the failure is reported when it is
 measured. `tests/unit/test_graded.py` has a loss that needs each rule, and its sister that must not meet it.
@@ -28,6 +29,7 @@ from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.instances import instances
+from kltest.loss.arguments import PaddingOf
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Outcome
@@ -65,6 +67,7 @@ COST = (
     "What it returns falls by one with the reward: it is a cost that contains the negative reward, and was graded with "
     "rewards of zero"
 )
+TURNED = "{names} is 1 at padding and 0 on live tokens: with 1 on live tokens these have no gradient"
 OWN = (
     "{name} is no coefficient of a KL term, since the gradient is not affine in it (tried at 0, ½, 1 and 2) or moves "
     "with the reference at 0: it was left at {value:g}"
@@ -87,8 +90,8 @@ def kl_part(loss: Loss, declared: Mapping[str, float], seed: int, group: int | N
     """
     if loss.spec is not None:
         return loss
-    loss = response_to_rewards(loss, seed)
     tried = list(batches(seed, group))
+    loss = response_to_rewards(of_padding(loss, tried), seed)
     if loss.shaped:
         return without_constant(loss, tried[0])
     loss = own_beta(loss, tried)
@@ -97,8 +100,21 @@ def kl_part(loss: Loss, declared: Mapping[str, float], seed: int, group: int | N
     return loss if "expected_reward" in declared else without_rewards(loss, tried)
 
 
+def of_padding(loss: Loss, batches: list[Rollout]) -> Loss:
+    """Rule 2: turn a mask round whose name says padding, if live tokens have a gradient then, and no other way."""
+    names = [name for name, field in loss.fields.items() if field == "mask" and "pad" in name]
+    if not names or set(names) & loss.call.arguments.keys():
+        return loss
+    arguments = loss.arguments
+    for name in names:
+        arguments = arguments.with_value(name, PaddingOf())
+    other = loss.changed(TURNED.format(names=" and ".join(names)), arguments=arguments, record=replace(loss.record))
+    own, turned = (_first_taken(one, batches)[1] for one in (loss, other))
+    return other if turned is not None and turned.any() and (own is None or not own.any()) else loss
+
+
 def response_to_rewards(loss: Loss, seed: int) -> Loss:
-    """Rules 2 and 3: return the loss as a shaped reward, or as a cost that contains the reward, if it is one.
+    """Rules 3 and 4: return the loss as a shaped reward, or as a cost that contains the reward, if it is one.
 
     Only a loss whose placement was not given, or given as "reward", is tried. If it was not given, the reward must not
     change the gradient: what a policy loss returns moves with the reward as well.
@@ -150,7 +166,7 @@ def _response(loss: Loss, seed: int) -> tuple[int | None, bool, bool]:
 
 
 def without_constant(loss: Loss, batch: Rollout) -> Loss:
-    """Rule 2: subtract from a shaped reward what is left of it without its KL term, unless that moves with log-probs.
+    """Rule 3: subtract from a shaped reward what is left of it without its KL term, unless that moves with log-probs.
 
     What is left is the reward at β = 0, or, without a coefficient, with the policy as reference.
     """
@@ -171,7 +187,7 @@ def without_constant(loss: Loss, batch: Rollout) -> Loss:
 
 
 def own_beta(loss: Loss, batches: list[Rollout]) -> Loss:
-    """Rule 4: leave a divergence's parameter `beta` at its own value if it is no coefficient, as a mixture's weight."""
+    """Rule 5: leave a divergence's parameter `beta` at its own value if it is no coefficient, as a mixture's weight."""
     name = next((key for key, field in loss.fields.items() if field == "beta"), "")
     if name != "beta" or loss.placement != "loss" or _may_read_rewards(loss):
         return loss
@@ -215,7 +231,7 @@ def _is_coefficient(loss: Loss, batch: Rollout, value: float) -> bool:
 
 
 def without_rewards(loss: Loss, batches: list[Rollout]) -> Loss:
-    """Rule 5: take rewards away if they move the gradient by something that does not move with the reference.
+    """Rule 6: take rewards away if they move the gradient by something that does not move with the reference.
 
     If it does, as with a mask on groups of equal rewards, the rewards are part of the KL term and stay.
     """

@@ -15,9 +15,30 @@ class FieldOf:
 
     name: str
 
+    @property
+    def words(self) -> str:
+        """What it is in a report."""
+        return self.name
+
     def at(self, view: Rollout) -> Any:
         """Return it for one batch."""
         return getattr(view, self.name)
+
+
+@dataclass(frozen=True)
+class PaddingOf(FieldOf):
+    """The mask the other way round: 1 at padding."""
+
+    name: str = "mask"
+
+    @property
+    def words(self) -> str:
+        """What it is in a report."""
+        return "mask, 1 at padding and 0 on live tokens"
+
+    def at(self, view: Rollout) -> Any:
+        """Return it for one batch."""
+        return (view.mask == 0).to(view.mask.dtype)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Arguments:
                 side, fewer = "reference" if filling.of else "policy", FEWER if filling.k > SUPPORT_SIZE else ""
                 found[name] = f"{filling.name}, the {filling.k} likeliest of the {side}{fewer}"
             elif isinstance(filling, FieldOf | Derived):
-                words = filling.name if isinstance(filling, FieldOf) else DERIVED[filling.name][0]
+                words = filling.words if isinstance(filling, FieldOf) else DERIVED[filling.name][0]
                 found[name] = words + (
                     "" if kept is parameter.empty else f" in place of its default, {_in_words(kept)}"
                 )

@@ -121,11 +121,16 @@ def distilled_by_cross_entropy(logits, ref_logits, mask):
     return F.cross_entropy(logits[alive], ref_logits[alive].softmax(-1), reduction="sum") / len(mask)
 
 
+def filled_at_padding(logprobs, ref_logprobs, padding_mask):
+    return (logprobs - ref_logprobs).masked_fill(padding_mask.bool(), 0.0).sum(-1).square() / 2
+
+
 CASES = [
     right(squared_sum_of_the_batch, slow=True),
     right(differences_of_pairs, {"group_size": 2}, slow=True),
     right(another_divisor),
     right(by_vmap),
+    right(filled_at_padding),
     right(gradient_in_the_forward_pass),
     right(huber_with_a_bound_that_nothing_reaches),
     right(total_variation_of_rows, {"expect": "local_total_variation"}),

@@ -45,6 +45,15 @@ def masked_by_rewards(reward, logp, ref_logp, mask):
     return (reward > 0.5).double() * summed(logp - ref_logp, mask).square() / 2
 
 
+def of_padding(logp, ref_logp, padding_mask):
+    """As torch has it: 1 at padding."""
+    return (logp - ref_logp).masked_fill(padding_mask.bool(), 0.0).sum(-1).square() / 2
+
+
+def of_what_is_no_padding(logp, ref_logp, padding_mask):
+    return summed(logp - ref_logp, padding_mask).square() / 2
+
+
 def fails(reward, logp):
     raise ValueError("always")
 
@@ -66,6 +75,8 @@ RULES = [
     (coefficient, None, {"takes_beta": True, "less": "coefficient"}, []),
     (policy_loss, None, {"unrewarded": True, "placement": "loss"}, ["UNREWARDED"]),
     (masked_by_rewards, None, {"unrewarded": False}, []),
+    (of_padding, None, {"placement": "loss"}, ["TURNED"]),
+    (of_what_is_no_padding, None, {"placement": "loss"}, []),
     (fails, None, {"unrewarded": False, "shaped": False}, []),
 ]
 
@@ -76,7 +87,7 @@ def test_a_rule_changes_the_loss_that_needs_it_and_no_other(function, placement,
     found = kl_part(before, {"reverse_kl": 1.0}, seed=0)
     assert {name: getattr(found, name) for name in changes} == changes
     new = [text for text in found.notes if text not in before.notes]
-    expected = [getattr(graded, name).format(name="beta", value=0.5) for name in notes]
+    expected = [getattr(graded, name).format(name="beta", value=0.5, names="padding_mask") for name in notes]
     assert new == expected
 
 
