@@ -125,7 +125,7 @@ def command(
         typer.Option(
             metavar="kl|policy", help="The part of each loss: its KL term, or what is ascended in whole groups without."
         ),
-    ] = PARTS[0],
+    ] = "kl",
     more: Annotated[
         list[str] | None,
         typer.Option("--with", metavar="PACKAGE", help="Install this package beside the library as well; repeatable."),
@@ -154,7 +154,7 @@ def command(
     longest = None if timeout is None else seconds(timeout, "--timeout")
     if part not in PARTS:
         raise UsageError(f"--part {part}: {did_you_mean(part, PARTS)}there are {' and '.join(PARTS)}")
-    if releases and part != PARTS[0]:
+    if releases and part != "kl":
         raise UsageError("--history measures KL terms; `kltest libraries NAME==VERSION --part policy` grades a release")
     request = Measurement(tuple(setting or ()), longest, again, tuple(more or ()), releases, checkout, part)
     if releases and diff:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kltest.scoreboard.rows import BATCH, MARGIN, PARTS, PROPORTION, REWARDED, part_of
+from kltest.scoreboard.rows import BATCH, MARGIN, PROPORTION, REWARDED, part_of
 from kltest.truth import is_of_groups, is_of_lengths
 
 WHOLE, PART = "reverse_kl", "local_reverse_kl"
@@ -121,7 +121,7 @@ def finite_class(row: Mapping[str, Any]) -> str:
     named = [each for each in _current(row) if not (fixed_only and each["environment"] == "ragged")]
     one = {_kind(each["identified"], near) for each in named if each["environment"] == "bandit"}
     several = {_kind(each["identified"], near) for each in named if each["environment"] != "bandit"}
-    if part_of(row) != PARTS[0] and several:
+    if part_of(row) != "kl" and several:
         ascended = {_ascended(each["identified"]) for each in named}
         return ascended.pop() if len(ascended) == 1 else "unnamed" if "unnamed" in ascended else "another"
     return _class(several, row, one, fixed_only) if several else "open"

@@ -19,7 +19,7 @@ from kltest.render.tables import wrap
 from kltest.render.words import one_line, time_spent
 from kltest.scoreboard import recorded
 from kltest.scoreboard.installation import NEWEST, exact_version, install
-from kltest.scoreboard.rows import PARTS, BoardRow, absent, changes, graded, matches, part_of
+from kltest.scoreboard.rows import BoardRow, absent, changes, graded, matches, part_of
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Store, digest
 
@@ -49,7 +49,7 @@ class Measurement:
     more: tuple[str, ...] = ()
     history: bool = False
     checkout: str | None = None
-    part: str = PARTS[0]
+    part: str = "kl"
 
 
 def libraries(
@@ -127,7 +127,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
         )
 
 
-def requested(names: Sequence[str], part: str = PARTS[0]) -> list[Requested]:
+def requested(names: Sequence[str], part: str = "kl") -> list[Requested]:
     """Adapters and versions, each checked before any work is done; without names, those that can grade this part."""
     able = [name for name in NAMES if any(setting.has_row(part) for setting in find(name).settings)]
     pairs = [name.partition("==") for name in dict.fromkeys(names or able)]

@@ -31,7 +31,7 @@ from kltest.scoreboard.rows import (
 PATH = Path(__file__).parent / "recorded.jsonl"
 # Fields that are written only if they are otherwise.
 USUAL: Mapping[str, Any] = {
-    "part": PARTS[0],
+    "part": "kl",
     "expect": "reverse_kl",
     "placement": "loss",
     "credit": None,
@@ -46,7 +46,7 @@ HEAD = ("library", "version", "released", "versions")
 LIFTED = "lifted"
 
 
-def read(path: Path | None = None, *, parts: Sequence[str] = PARTS[:1]) -> list[BoardRow]:
+def read(path: Path | None = None, *, parts: Sequence[str] = ("kl",)) -> list[BoardRow]:
     """Return recorded rows of these parts, by library, version and setting; none if nothing was recorded yet."""
     path = path or PATH
     rows: list[BoardRow] = []
@@ -127,4 +127,4 @@ def _usual(row: BoardRow, head: BoardRow) -> BoardRow:
     known = find(head["library"]).known.get(row["setting"]) if head["library"] in NAMES else None
     part = part_of(row)
     usual = {**USUAL, **(described(known.for_part(part)) if known else {}), "versions": head["versions"], "known": True}
-    return {**usual, "program_of_adapter": bool(row["gradients"]) and part == PARTS[0]}
+    return {**usual, "program_of_adapter": bool(row["gradients"]) and part == "kl"}

@@ -78,13 +78,13 @@ def row(library: Adapter, setting: Setting, report: "Report", **others: Any) -> 
 
 def part_of(each: Mapping[str, Any]) -> str:
     """Return the part of the loss that a row is about, one of PARTS."""
-    return each.get("part", PARTS[0])
+    return each.get("part", "kl")
 
 
 def _whole_groups(gradients: Sequence[BoardRow], about: Mapping[str, Any]) -> list[BoardRow]:
     """Gradients of a row; of a policy part those of whole groups, the largest batches of an environment."""
     largest = {each["environment"]: each["batch"] for each in sorted(gradients, key=lambda one: one["batch"])}
-    return [each for each in gradients if part_of(about) == PARTS[0] or each["batch"] == largest[each["environment"]]]
+    return [each for each in gradients if part_of(about) == "kl" or each["batch"] == largest[each["environment"]]]
 
 
 def _leak(report: "Report") -> list[int | float]:

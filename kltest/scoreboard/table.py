@@ -21,7 +21,7 @@ from kltest.scoreboard.classes import (
     names_one_length_only,
     off_policy,
 )
-from kltest.scoreboard.rows import BATCH, GROUP, MARGIN, PARTS, BoardRow, combination, factor, leaked, part_of
+from kltest.scoreboard.rows import BATCH, GROUP, MARGIN, BoardRow, combination, factor, leaked, part_of
 
 # Columns of the scoreboard and their headings.
 COLUMNS = {
@@ -96,8 +96,8 @@ def defaults(rows: Sequence[BoardRow]) -> DataFrame:
     """
     found = []
     for _, group in frame(rows, programs=False).groupby("title", sort=False):
-        policies = {line["setting"]: line["follows"] for line in group[group["part"] != PARTS[0]].to_dict("records")}
-        lines = group[(group["mark"] == "default") & (group["part"] == PARTS[0])].to_dict("records")
+        policies = {line["setting"]: line["follows"] for line in group[group["part"] != "kl"].to_dict("records")}
+        lines = group[(group["mark"] == "default") & (group["part"] == "kl")].to_dict("records")
         families = [line["family"] for line in lines]
         for number, line in enumerate(lines):
             right = following(group, off_policy=line["kind"] == "on-policy").to_dict("records")
@@ -145,7 +145,7 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
     kind = class_of(each)
     one_step = f"not graded: {each['error']}" if each["error"] else _found(each, "current", ("bandit",))
     setting = f" --setting {shlex.quote(each['setting'])}" if each["setting"] else ""
-    part = "" if part_of(each) == PARTS[0] else f" --part {part_of(each)}"
+    part = "" if part_of(each) == "kl" else f" --part {part_of(each)}"
     groups = f", groups of {each['options']['group_size']}" if part else ""
     return {
         "library": each["library"],

@@ -26,7 +26,7 @@ from kltest.grading.isolated import TRACES, Child, Children, Step, cores, termin
 from kltest.grading.jobs import Job, failed, graded
 from kltest.scoreboard.extras import extras
 from kltest.scoreboard.programs import program
-from kltest.scoreboard.rows import PARTS, BoardRow, matches, row
+from kltest.scoreboard.rows import BoardRow, matches, row
 
 # Packages whose versions may matter for the results.
 COMPANIONS = ("torch", "transformers", "accelerate", "jax", "tensordict", "numpy")
@@ -90,7 +90,7 @@ def _rows(request: SimpleNamespace, setting: Setting, folder: str) -> Iterator[B
 
 def _row(request: SimpleNamespace, library: Adapter, setting: Setting, lost: str = "") -> BoardRow:
     """The row of a setting, with the program that shows its gradient but for histories; or that its result is lost."""
-    shows, started, kl = not (request.history or lost), time.monotonic(), request.part == PARTS[0]
+    shows, started, kl = not (request.history or lost), time.monotonic(), request.part == "kl"
     # Under a stale sampler too, whatever log-probs a setting takes; a recipe for fresh rollouts is held to these alone.
     both = kl and shows and not (setting.recipe and "sampler" in setting.options)
     given: dict[str, Any] = {"part": request.part}
