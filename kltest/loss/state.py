@@ -101,20 +101,20 @@ def _rewrite(tensor: torch.Tensor, content: torch.Tensor) -> None:
 
 
 Kinds = dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]]
-GENERATORS: Kinds = {
-    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
-    random.Random: (random.Random.getstate, random.Random.setstate),
-    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+# Random generators: functions that copy and write where one stands, and one that lets it begin at a number.
+GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object], Callable[[Any, int], object]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state, torch.Generator.manual_seed),
+    random.Random: (random.Random.getstate, random.Random.setstate, random.Random.seed),
+    np.random.RandomState: (
+        np.random.RandomState.get_state,
+        np.random.RandomState.set_state,
+        np.random.RandomState.seed,
+    ),
     np.random.Generator: (
         lambda own: own.bit_generator.state,
         lambda own, new: setattr(own.bit_generator, "state", new),
+        lambda own, seed: setattr(own.bit_generator, "state", type(own.bit_generator)(seed).state),
     ),
-}
-SEEDS: dict[type, Callable[[Any, int], object]] = {
-    torch.Generator: torch.Generator.manual_seed,
-    random.Random: random.Random.seed,
-    np.random.RandomState: np.random.RandomState.seed,
-    np.random.Generator: lambda own, seed: setattr(own.bit_generator, "state", type(own.bit_generator)(seed).state),
 }
 # Types that change in place: functions that copy and write their content.
 CONTAINERS: Kinds = {kind: (lambda container: container.copy(), _refill) for kind in (dict, list, set, deque)}
@@ -122,7 +122,7 @@ CONTENTS: Kinds = {
     **CONTAINERS,
     torch.Tensor: (lambda tensor: tensor.detach().clone(), _rewrite),
     np.ndarray: (np.copy, np.copyto),
-    **GENERATORS,
+    **{kind: (get, put) for kind, (get, put, _) in GENERATORS.items()},
 }
 PLAIN: tuple[type, ...] = (bool, int, float, str, type(None), tuple, *CONTENTS)
 # The global generators. NumPy's is the old one, which a loss without a generator of its own draws from.
@@ -217,7 +217,7 @@ def _inside(name: str, value: Any, seen: dict[int, Any], deep: int = DEEPEST) ->
         yield Place(f"the cache of {name}", lambda: value.cache_info().currsize, lambda _: value.cache_clear())
     elif kind := next((kind for kind in CONTENTS if isinstance(value, kind)), None):
         get, put = CONTENTS[kind]
-        seed = partial(SEEDS[kind], value) if kind in SEEDS else None
+        seed = partial(GENERATORS[kind][2], value) if kind in GENERATORS else None
         yield Place(name, partial(get, value), partial(put, value), seed)
     elif isinstance(value, type):
         attributes = f"attributes of {name.removeprefix('attributes of ')}"
