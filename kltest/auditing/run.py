@@ -1,7 +1,6 @@
 """Audits of a loss on a real model: units are added until the verdict is clear, or there are no more."""
 
 import math
-import platform
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +29,7 @@ from kltest.samples.fits import distance, nearest
 from kltest.samples.sketch import SIZE, Sketch
 from kltest.truth import counts_alone, of_support, plain
 from kltest.truth.next_tokens import is_of_next_tokens
-from kltest.version import VERSION
+from kltest.version import versions
 
 UNITS = 256
 FIRST_LOOK = 16
@@ -209,7 +208,7 @@ class Auditing:
             needed=self._needed(sample, own - declared, unit) if undecided else None,
             facts=self._facts(),
             notes=notes,
-            versions={"kltest": VERSION, "python": platform.python_version(), "torch": str(torch.__version__)},
+            versions=versions(torch),
             seconds=time.monotonic() - self.began,
         )
 

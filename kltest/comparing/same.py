@@ -1,6 +1,5 @@
 """Compare two losses: call both with every batch, find the smallest on which they differ, and write it as a program."""
 
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from kltest.grading.options import OPTIONS, Options
 from kltest.loss.callables import name_of
 from kltest.loss.outcome import Call
 from kltest.moments.tolerances import TOLERANCES as ALLOWED
-from kltest.version import VERSION
+from kltest.version import versions
 
 # Times that the search for a smaller input tries all that are simpler; numeric parameters that are varied.
 ROUNDS, NUMBERS = 12, 6
@@ -79,8 +78,7 @@ def same(
         _side(loss, {**(arguments or {}), **(own or {})}, seed, isolated, timeout, deadline)
         for loss, own in ((a, arguments_a), (b, arguments_b))
     )
-    versions = {"kltest": VERSION, "python": platform.python_version(), "torch": str(torch.__version__)}
-    found = Comparison(one.name, other.name, seed, versions=versions)
+    found = Comparison(one.name, other.name, seed, versions=versions(torch))
     try:
         _Comparing(one, other, found, tolerance).run(ranks)
     except TargetError as error:

@@ -1,7 +1,6 @@
 """`kltest.diagnose`: what logged log-probs show, without any model."""
 
 import math
-import platform
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +13,7 @@ from kltest.diagnosing.intervals import LEAST, MOST_INTERVALS, Units
 from kltest.diagnosing.logs import Logs, read
 from kltest.diagnosing.report import Diagnosis
 from kltest.errors import UsageError
-from kltest.version import VERSION
+from kltest.version import versions
 
 __all__ = ["diagnose", "diagnosed", "questions", "rewards"]
 
@@ -74,7 +73,7 @@ def diagnosed(
         unread=logs.unread,
         answers=answers,
         notes=logs.notes,
-        versions={"kltest": VERSION, "python": platform.python_version()},
+        versions=versions(),
         seconds=time.monotonic() - began,
     )
     return diagnosis, logs

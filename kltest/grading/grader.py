@@ -1,7 +1,6 @@
 """Grading of one loss: resolve it, measure its expected gradient, check it, and report."""
 
 import inspect
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,7 +40,7 @@ from kltest.report import CheckResult, CounterExample, Report
 from kltest.rollout import SAMPLER_FIELDS, Rollout
 from kltest.samplers import TRUNCATED
 from kltest.truth import is_of_groups, plain
-from kltest.version import VERSION
+from kltest.version import versions
 
 # A call that was cut off hangs if it took more than this share of the time, and this many times the longest other.
 HANGS = 4
@@ -398,13 +397,12 @@ def _setting(target: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]
 
 def unmeasured(options: Options, target: str, *, reduction: str = "mean", error: str = "") -> Report:
     """Return the report of a loss before anything is measured."""
-    versions = {"kltest": VERSION, "python": platform.python_version()}
     return Report(
         target=target,
         expect=plain(options.expect),
         placement=options.placement or "loss",
         seed=options.seed,
-        versions={**versions, "torch": str(torch.__version__), "numpy": np.__version__},
+        versions=versions(torch, np),
         verdict="error",
         reduction=reduction,
         dtype="float64",

@@ -1,7 +1,6 @@
 """`kltest.preflight`: a few passes over one batch show whether a KL term is what it is meant to be."""
 
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from kltest.preflighting.models import Pair, bare, has_adapters, left_as_found
 from kltest.preflighting.report import FAILED, NOT_LOOKED_AT, PASSED, Preflight
 from kltest.preflighting.scene import Scene
 from kltest.preflighting.subjects import Whole, runs_the_model, subject_of
-from kltest.version import VERSION
+from kltest.version import versions
 
 UNLIMITED = 2**62
 
@@ -113,7 +112,7 @@ def preflight(
         findings=findings,
         passes=dict(pair.passes),
         notes=[] if isinstance(subject, Whole) else subject.loss.notes,
-        versions={"kltest": VERSION, "python": platform.python_version(), "torch": str(torch.__version__)},
+        versions=versions(torch),
         seconds=time.monotonic() - began,
     )
 
