@@ -3,12 +3,12 @@
 import html
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kltest.errors import KltestError
-from kltest.files import mapped
+from kltest.files import as_json, finite
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -29,6 +29,27 @@ class RefutedError(KltestError, AssertionError):
     """Raised by Report.raise_for_failure: the gradient is not the declared one, or could not be graded."""
 
     exit_code = 1
+
+
+class Published:
+    """What a command found, as a dataclass with a verdict: its JSON has the schema `SCHEMA`, which is published."""
+
+    SCHEMA: ClassVar[str]
+    CODES: ClassVar[Mapping[str, int]] = EXIT_CODES
+    verdict: str
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command line."""
+        return self.CODES[self.verdict]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; numbers that are not finite are None."""
+        return {"schema": self.SCHEMA, **finite(asdict(self))}  # type: ignore[call-overload]
+
+    def to_json(self) -> str:
+        """Return the JSON text."""
+        return as_json(self.to_dict())
 
 
 @dataclass(frozen=True)
@@ -378,7 +399,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries and lists; non-finite numbers are None."""
-        found = {"schema": SCHEMA, **mapped(asdict(self), _finite)}
+        found = {"schema": SCHEMA, **finite(asdict(self))}
         return {key: value for key, value in found.items() if key not in LOCAL}
 
     def to_json(self) -> str:
@@ -425,7 +446,3 @@ class Report:
         """Raise RefutedError with the whole report as text, unless the verdict is confirmed."""
         if self.verdict != "confirmed":
             raise RefutedError(self.to_text(verbose=True))
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

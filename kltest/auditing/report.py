@@ -1,18 +1,14 @@
 """The result of an audit as plain data: text, and JSON in the schema kltest.audit/1."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
 
 from kltest.errors import KltestError
-from kltest.files import as_json, finite
 from kltest.render.tables import PLAIN, Terminal, table
-from kltest.report import EXIT_CODES, RefutedError, Verdict
+from kltest.report import Published, RefutedError, Verdict
 from kltest.samples.blocks import Interval
 from kltest.samples.fits import Combination
 from kltest.truth import ATLAS
-
-SCHEMA = "kltest.audit/1"
 
 
 @dataclass(frozen=True)
@@ -29,7 +25,7 @@ class NamedRow:
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(Published):
     """The result of an audit.
 
     Attributes:
@@ -49,6 +45,7 @@ class Audit:
         notes: Sentences.
     """
 
+    SCHEMA = "kltest.audit/1"
     target: str
     expect: str
     verdict: Verdict
@@ -73,20 +70,6 @@ class Audit:
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code of the command line, as that of `kltest grade`."""
-        return EXIT_CODES[self.verdict]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data; numbers that are not finite are None."""
-        found = {"schema": SCHEMA, **asdict(self)}
-        return dict(finite(found))
-
-    def to_json(self) -> str:
-        """Return the JSON text."""
-        return as_json(self.to_dict())
 
     def scalars(self) -> dict[str, float]:
         """Return the numbers for a training log: how the declared gradient is followed, and the noise."""

@@ -2,15 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from kltest.comparing.differences import Difference
 from kltest.errors import KltestError
-from kltest.files import as_json, finite
+from kltest.report import Published
 
-SCHEMA = "kltest.same/1"
-EXIT_CODES = {"same": 0, "differ": 1, "undecided": 4}
 # Differences, and reasons why something was not tried, that are listed in the text.
 LISTED = 4
 
@@ -32,7 +30,7 @@ class Tried:
 
 
 @dataclass
-class Comparison:
+class Comparison(Published):
     """Whether two losses are the same function, on what was tried.
 
     Attributes:
@@ -47,6 +45,8 @@ class Comparison:
         notes: Sentences on what was compared otherwise, or not.
     """
 
+    SCHEMA = "kltest.same/1"
+    CODES: ClassVar = {"same": 0, "differ": 1, "undecided": 4}
     a: str
     b: str
     seed: int
@@ -59,16 +59,6 @@ class Comparison:
     unwritten: str = ""
     notes: list[str] = field(default_factory=list)
     versions: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code of the command line."""
-        return EXIT_CODES[self.verdict]
-
-    def to_json(self) -> str:
-        """Return the JSON text; numbers that are not finite are null."""
-        found = {"schema": SCHEMA, **asdict(self)}
-        return as_json(finite(found))
 
     def raise_for_failure(self) -> None:
         """Raise KltestError unless they are the same."""

@@ -1,21 +1,18 @@
 """The result of a diagnosis as plain data: text, and JSON in the schema kltest.diagnose/1."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from kltest.diagnosing.answers import FINDING, INCONCLUSIVE, NOT_LOOKED_AT, NOTHING, STATUSES, Answer
-from kltest.files import as_json, finite
 from kltest.names import listed
 from kltest.render.tables import PLAIN, Terminal, by_status, wrap
 from kltest.render.words import visible
-
-SCHEMA = "kltest.diagnose/1"
-EXIT_CODES = {NOTHING: 0, FINDING: 1, INCONCLUSIVE: 4}
+from kltest.report import Published
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Published):
     """The result of a diagnosis.
 
     Attributes:
@@ -31,6 +28,8 @@ class Diagnosis:
         notes: Sentences.
     """
 
+    SCHEMA = "kltest.diagnose/1"
+    CODES: ClassVar = {NOTHING: 0, FINDING: 1, INCONCLUSIVE: 4}
     source: str
     verdict: str
     error_rate: float
@@ -45,22 +44,8 @@ class Diagnosis:
     versions: dict[str, str]
     seconds: float
 
-    @property
-    def exit_code(self) -> int:
-        """Exit code of the command line."""
-        return EXIT_CODES[self.verdict]
-
     def __getitem__(self, question: str) -> Answer:
         return next(one for one in self.answers if one.question == question)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data; numbers that are not finite are None."""
-        found = {"schema": SCHEMA, **asdict(self)}
-        return dict(finite(found))
-
-    def to_json(self) -> str:
-        """Return the JSON text."""
-        return as_json(self.to_dict())
 
     def first_line(self) -> str:
         """Return the verdict, the questions that it comes from, and how many were not looked at."""

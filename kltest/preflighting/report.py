@@ -1,19 +1,17 @@
 """The result of a preflight as plain data: text, and JSON in the schema kltest.preflight/1."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kltest.errors import KltestError
-from kltest.files import as_json, finite
 from kltest.names import listed
 from kltest.render.tables import PLAIN, Terminal, by_status, wrap
 from kltest.render.words import visible
+from kltest.report import Published
 
-SCHEMA = "kltest.preflight/1"
 FAILED, WARNING, PASSED, NOT_LOOKED_AT = "failed", "warning", "passed", "not looked at"
 STATUSES = (FAILED, WARNING, PASSED, NOT_LOOKED_AT)
-EXIT_CODES = {PASSED: 0, FAILED: 1, NOT_LOOKED_AT: 4}
 
 
 class PreflightError(KltestError):
@@ -42,7 +40,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Preflight:
+class Preflight(Published):
     """The result of a preflight.
 
     Attributes:
@@ -57,6 +55,8 @@ class Preflight:
         notes: Sentences.
     """
 
+    SCHEMA = "kltest.preflight/1"
+    CODES: ClassVar = {PASSED: 0, FAILED: 1, NOT_LOOKED_AT: 4}
     target: str
     verdict: str
     beta: float
@@ -76,11 +76,6 @@ class Preflight:
         """Return the names of the checks with a status."""
         return [one.check for one in self.findings if one.status == status]
 
-    @property
-    def exit_code(self) -> int:
-        """0 passed, 1 failed, 4 if the KL term was not looked at."""
-        return EXIT_CODES[self.verdict]
-
     def raise_for_failure(self) -> None:
         """Raise PreflightError with the report as its text if a check failed, or the KL term was not looked at."""
         if self.verdict != PASSED:
@@ -91,15 +86,6 @@ class Preflight:
         counts = {status.replace(" ", "_"): float(len(self.having(status))) for status in STATUSES}
         found = {f"{one.check.replace(' ', '_')}/{name}": n for one in self.findings for name, n in one.numbers.items()}
         return counts | found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data; numbers that are not finite are None."""
-        found = {"schema": SCHEMA, **asdict(self)}
-        return dict(finite(found))
-
-    def to_json(self) -> str:
-        """Return the JSON text."""
-        return as_json(self.to_dict())
 
     def first_line(self) -> str:
         """Return the verdict, the checks that failed or warn, and how many were not looked at."""
