@@ -18,7 +18,7 @@ from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from shutil import copymode
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from kltest.errors import KltestError, UsageError
 
@@ -49,13 +49,18 @@ def held(folder: Path, *, shared: bool = False) -> Iterator[None]:
         UsageError: another process holds the folder.
     """
     with (folder / ".lock").open("a") as file:
-        try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UsageError(
-                f"another kltest is writing to {folder}; wait for it to end, or give another --output"
-            ) from error
+        lock(file, folder, shared=shared)
         yield
+
+
+def lock(file: IO[Any], folder: Path, *, shared: bool = False) -> None:
+    """Lock an open file until it is closed; UsageError, naming a folder, if another process has it."""
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        raise UsageError(
+            f"another kltest is writing to {folder}; wait for it to end, or give another --output"
+        ) from error
 
 
 def relative(path: Path, root: Path) -> str:

@@ -7,7 +7,6 @@ failure is a record too, with its reason; the last record of a configuration cou
 was changed is passed over, and its configuration is run again.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from kltest.errors import KltestError, UsageError
+from kltest.files import lock
 
 Row = dict[str, Any]
 CHECKSUM = re.compile(rb'^{"checksum": "[0-9a-f]{16}", ')
@@ -73,12 +73,10 @@ class Store:
         except OSError as error:
             raise KltestError(f"cannot open the results in {self.path}: {error.strerror}") from error
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            lock(self._file, self.path.parent)
+        except UsageError:
             self._file.close()
-            raise UsageError(
-                f"another kltest is writing to {self.path.parent}; wait for it to end, or give another --output"
-            ) from error
+            raise
         self._read()
         return self
 
