@@ -6,7 +6,6 @@ The options come from `kltest.grading.options`.
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -114,10 +113,12 @@ def command(
     if call and read_only:
         raise UsageError("--call and --read exclude each other; give one of them")
     with tempfile.TemporaryDirectory(prefix="kltest-read-") as folder:
-        reader = _Reader(Path(folder), never=call)
+        programs = Path(folder)
         if read_only:
-            jobs = [one for job in jobs for one in reader.read(job)]
-        code = _run(jobs, where, old, verbosity, reader, apply=fix == fixes.APPLY)
+            from kltest.scanning import reading
+
+            jobs = [one for job in jobs for one in reading.read(job, programs)]
+        code = _run(jobs, where, old, verbosity, None if call else programs, apply=fix == fixes.APPLY)
     if page and page.is_file():
         show(page)
     return code
@@ -137,34 +138,6 @@ def _jobs(targets: Sequence[str], given: Mapping[str, Any], configuration: Confi
     ]
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads the source of losses that cannot be called; the programs that are graded for them lie in a folder."""
-
-    folder: Path
-    never: bool
-
-    def read(self, job: Job) -> list[Job]:
-        from kltest.scanning.reading import read
-
-        return read(job, self.folder)
-
-    @staticmethod
-    def folded(reports: Sequence[Report]) -> list[Report]:
-        """Return the reports of what decides, each with the variants that do not."""
-        if not any(report.beside for report in reports):
-            return list(reports)
-        from kltest.scanning.reading import folded
-
-        return folded(reports)
-
-    def instead(self, job: Job, report: Report) -> list[Job]:
-        """Return what is graded of a loss that could not be called; nothing if it must be."""
-        from kltest.scanning.reading import instead
-
-        return [] if self.never else instead(job, report, self.folder)
-
-
 def _nothing(configuration: Configuration) -> str:
     where = f"{configuration.path} lists none in [tool.kltest]" if configuration.path else "there is no pyproject.toml"
     return (
@@ -178,20 +151,36 @@ def _run(
     where: Sequence[Destination],
     old: Old | None,
     verbosity: Mapping[str, bool],
-    reader: "_Reader",
+    programs: Path | None,
     *,
     apply: bool,
 ) -> int:
+    """Grade, write the reports, and return the exit code.
+
+    Programs made of the source of losses that cannot be called lie in the folder `programs`; without one none are made.
+    """
+
+    def instead(job: Job, report: Report) -> list[Job]:
+        if programs is None:
+            return []
+        from kltest.scanning import reading
+
+        return reading.instead(job, report, programs)
+
     found: dict[float, Report] = {}
     misused = interrupted = False
     try:
         with terminated_as_interrupted():
-            for number, report, kind in graded(jobs, reader.instead):
+            for number, report, kind in graded(jobs, instead):
                 found[number] = report
                 misused |= kind == "usage" and not report.beside
     except KeyboardInterrupt:
         interrupted = True
-    reports = reader.folded([report for _, report in sorted(found.items(), key=itemgetter(0))])
+    reports = [report for _, report in sorted(found.items(), key=itemgetter(0))]
+    if any(report.beside for report in reports):
+        from kltest.scanning import reading
+
+        reports = reading.folded(reports)
     if reports:
         write(reports, where, None if old is None else compare(*old, reports), **verbosity)
     for line in fixes.applied(reports) if apply else ():

@@ -43,18 +43,13 @@ class Source:
         return self.cells[min(line, len(self.cells)) - 1][2] if self.cells else line
 
 
-def sources(paths: Iterable[Path], left_out: list[str]) -> Iterator[Source]:
-    """Yield the files below the paths that parse, each once; add a line to `left_out` for each that does not.
-
-    Raises UsageError for a path that does not exist.
-    """
-    return parsed(contents(paths, left_out), left_out)
-
-
 def contents(
     paths: Iterable[Path], left_out: list[str], excluded: Callable[[Path], bool] = lambda path: False
 ) -> Iterator[tuple[Path, bytes]]:
-    """Yield the Python files and notebooks below the paths, each once, as bytes; otherwise as `sources`."""
+    """Yield the Python files and notebooks below the paths, each once, as bytes; add a line to `left_out` for others.
+
+    Raises UsageError for a path that does not exist.
+    """
     seen: set[str] = set()
     for path in paths:
         for file in _files(path, left_out):

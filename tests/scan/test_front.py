@@ -21,7 +21,7 @@ from kltest.scanning.judge import Judge, filled
 from kltest.scanning.report import FORMATS, text
 from kltest.scanning.rows import Row, Scan
 from kltest.scanning.search import Search
-from kltest.scanning.sources import Source, contents, sources
+from kltest.scanning.sources import Source, contents, parsed
 from kltest.scanning.store import Store
 
 K2 = "def loss(logp, ref_logp):\n    return ((logp - ref_logp) ** 2 / 2).mean()\n"
@@ -824,5 +824,5 @@ def test_a_folder_without_permission_is_a_line(tree, monkeypatch):
     else:
         Path("code.py").chmod(0)
     left_out = []
-    assert list(sources([Path()], left_out)) == []
+    assert list(parsed(contents([Path()], left_out), left_out)) == []
     assert left_out == ["code.py: Permission denied"]
