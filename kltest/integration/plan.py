@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from kltest.errors import UsageError
+from kltest.files import template
 from kltest.grading.configuration import Configuration, read
 from kltest.integration.losses import Held
 from kltest.scanning.declarations import Rules, rules
 
 PROJECT, WORKFLOWS, HOOKS = Path("pyproject.toml"), Path(".github/workflows"), Path(".pre-commit-config.yaml")
 WORKFLOW, BASELINE, TEST = WORKFLOWS / "kltest.yml", Path("kltest-scan.json"), "test_kl_gradient.py"
+TEMPLATES = Path(__file__).parent / "templates"
 NOBODY = "https://github.com/OWNER/kltest"
 """What stands for the address of kltest's repository where it is not known."""
 
@@ -45,14 +45,6 @@ class Plan:
         self.configuration = read(PROJECT) if PROJECT.is_file() else Configuration()
         self.configured = PROJECT.is_file() and "kltest" in tomllib.loads(PROJECT.read_text("utf-8")).get("tool", {})
         self.test = Path("tests", TEST) if Path("tests").is_dir() else Path(TEST)
-        self._templates = Environment(
-            loader=PackageLoader("kltest.integration"),
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-            keep_trailing_newline=True,
-        )
-        self._templates.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False)
 
     @property
     def rules(self) -> Rules:
@@ -95,11 +87,9 @@ class Plan:
             self._new(WORKFLOW, "workflow.yml.j2", targets=targets)
         self._new(HOOKS, "pre-commit.yaml.j2")
 
-    def _new(self, path: Path, template: str, **given: object) -> None:
-        """Add a file, unless one stands there."""
-        text = self._templates.get_template(template).render(
-            repository=self.repository, revision=self.revision, **given
-        )
+    def _new(self, path: Path, name: str, **given: object) -> None:
+        """Add a file made of a template, unless one stands there."""
+        text = template(TEMPLATES / name).render(repository=self.repository, revision=self.revision, **given)
         if path.exists():
             add = (
                 ": left alone"
@@ -113,8 +103,8 @@ class Plan:
     def _configuration(self, losses: Sequence[Held], baseline: Path | None) -> File:
         """Return pyproject.toml with `[tool.kltest]` at its end."""
         before = PROJECT.read_bytes().decode("utf-8") if PROJECT.is_file() else ""
-        template = self._templates.get_template("pyproject.toml.j2")
-        added = template.render(losses=losses, baseline=baseline, exclude=list(self._excluded()))
+        given = {"losses": losses, "baseline": baseline, "exclude": list(self._excluded()), "quoted": _quoted}
+        added = template(TEMPLATES / "pyproject.toml.j2").render(**given)
         gap = "" if not before else "\n" if before.endswith("\n") else "\n\n"
         end = (gap + added).replace("\n", "\r\n" if "\r\n" in before else "\n")
         try:
@@ -132,6 +122,10 @@ class Plan:
         """Return the workflow that runs kltest."""
         flows = sorted(WORKFLOWS.glob("*.y*ml"))
         return next((one for one in flows if one == WORKFLOW or "kltest" in one.read_text("utf-8", "replace")), None)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def installed_from() -> tuple[str, str]:
