@@ -146,8 +146,11 @@ def _write(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> No
 
 
 def chosen(log_probs: Tensor, batch: Batch) -> Tensor:
-    """Return (B, W) log-probs of the targets from those of all next tokens (B, W, V)."""
-    return log_probs.gather(2, batch.targets[..., None])[..., 0]
+    """Return (B, W) log-probs of the targets from those of all next tokens (B, W, V).
+
+    An id beyond the vocabulary stands for the last one: that a model does not know it is found by its own check.
+    """
+    return log_probs.gather(2, batch.targets.clamp(max=log_probs.shape[-1] - 1)[..., None])[..., 0]
 
 
 def of_targets(logits: Tensor, batch: Batch) -> Tensor:

@@ -101,8 +101,7 @@ class Scene:
         return self._chosen(self.pair.logits(one, self.batch))
 
     def _chosen(self, logits: Tensor) -> Tensor:
-        targets = self.batch.targets.clamp(max=logits.shape[-1] - 1)
-        return of_targets(logits, self.batch).log_softmax(-1).gather(2, targets[..., None])[..., 0]
+        return chosen(of_targets(logits, self.batch).log_softmax(-1), self.batch)
 
     def gap(self, one: Tensor, other: Tensor) -> Tensor:
         """Return the differences of two tables of log-probs at the tokens that count."""
