@@ -8,7 +8,7 @@ from tabular_environments import SHARED, TREES, placed, reference_of
 
 from kltest.environments import Instance
 from kltest.errors import InvalidEnvironmentError, UsageError
-from kltest.truth import gradient_again, optimum, token_level_fixed_point, value
+from kltest.truth import gradient_again, optimum, token_level_fixed_point, token_level_gap, value
 
 BETAS = (0.05, 0.5, 10.0)
 
@@ -67,7 +67,7 @@ def test_the_optimal_value_is_the_objective_there(label, beta):
         assert theirs == pytest.approx(best.value - beta * gap, rel=1e-11)
 
 
-@pytest.mark.parametrize("solve", FIXED_POINTS.values())
+@pytest.mark.parametrize("solve", [*FIXED_POINTS.values(), token_level_gap])
 def test_bad_input_is_refused(solve):
     environment = TREES["bandit"]
     for beta in (0.0, -1.0, float("nan"), float("inf")):
