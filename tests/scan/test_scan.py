@@ -1,7 +1,6 @@
 """`kltest scan` as its users meet it: what is lifted, what it follows, comments, baselines, formats and exit codes."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -304,19 +303,6 @@ def test_a_gradient_without_a_name_has_a_direction(small: Path, sign: str, told:
     assert set(cosines) == {"reverse_kl", "local_reverse_kl", "forward_kl", "local_forward_kl"}
     assert all(0.3 < abs(each) < 1 and (each < 0) == (sign == "-") for each in cosines.values()), cosines
     assert (code, term["status"], told in output) == (4, "unnamed", True), output
-
-
-def test_only_changed_lines_are_looked_at(small: Path) -> None:
-    def git(*arguments: str) -> None:
-        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *arguments], check=True, capture_output=True)
-
-    git("init")
-    git("add", ".")
-    git("commit", "-m", "x")
-    assert scan("--changed-since", "HEAD") == (0, "no KL term in 2 files (39 lines)\n")
-    code, text = scan("--changed-since", "nowhere")
-    assert code == 2
-    assert "nowhere" in text
 
 
 def test_no_term_is_5_and_bad_input_is_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
