@@ -12,7 +12,7 @@ import torch
 from kltest.scanning.entries import Tree
 from kltest.scanning.finds import Find, finds
 from kltest.scanning.rows import NAME
-from kltest.scanning.sources import sources
+from kltest.scanning.sources import contents, parsed
 from kltest.scanning.variants import Variant, told
 
 HEAD = "import optax\nimport torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n\n"
@@ -26,7 +26,7 @@ def found(folder: Path, text: str = "", *, logged: bool = False, **more: str) ->
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(code)
     left_out: list[str] = []
-    tree = Tree({str(source.path): source for source in sources([folder], left_out)})
+    tree = Tree({str(source.path): source for source in parsed(contents([folder], left_out), left_out)})
     assert left_out == []
     return [(find, told(find.made)) for find in finds(tree, logged=logged)]
 

@@ -23,7 +23,7 @@ from scan.reading import (
 )
 
 from kltest.scanning.entries import Tree
-from kltest.scanning.sources import sources
+from kltest.scanning.sources import contents, parsed
 from kltest.scanning.variants import Variant
 from kltest.symbolic.operations import ATTRIBUTES, FUNCTIONS
 
@@ -573,7 +573,7 @@ def logps_of(model, ids, kept):
     return model(ids).logits.log_softmax(-1).gather(2, ids.unsqueeze(-1)).squeeze(-1)
 """
     (tmp_path / "losses.py").write_text("import torch\n" + text, encoding="utf-8")
-    (entry,) = Tree({str(source.path): source for source in sources([tmp_path], [])}).entries()
+    (entry,) = Tree({str(source.path): source for source in parsed(contents([tmp_path], []), [])}).entries()
     assert entry.roles.of(entry.returned).is_field
 
 
