@@ -115,6 +115,7 @@ FILES = [
     ("[tool.kltest]\noutput = 3\n", ["line 2", "output"]),
     ("[tool.kltest]\nquiet = true\nverbose = true\n", "line 2: quiet and verbose exclude each other"),
     ("[tool.kltest]\nverbose = 'yes'\n", "line 2: verbose: give true or false"),
+    ("[tool.kltest]\ncache = 3\n", "line 2: cache: give true or false"),
     ("[tool.kltest]\ntargets = 'k3-loss'\n", ["line 2", "targets", "list"]),
     ("[tool.kltest]\ntargets = [3]\n", ["line 2", "targets"]),
     ("[tool.kltest]\ntargets = [{expect = 'zero'}]\n", ["line 2", "target"]),
