@@ -139,7 +139,7 @@ def _gradient(
     masks: torch.dtype | None = None,
 ) -> np.ndarray:
     """Gradients of a batch, with the same random numbers and the same state of the loss in each call."""
-    loss = findings.loss.for_experiments(masks=masks).changed(instead=None).within(pretend, given)
+    loss = findings.measure.loss.for_experiments(masks=masks).changed(instead=None).within(pretend, given)
     with loss.calls.holding(*loss.calls.held, *_held(findings)):
         return gradient_of(loss, batch)
 
