@@ -6,7 +6,8 @@ The graded environments are mild. A loss may follow the declared gradient in all
 - where next tokens are all but certain under policy, reference or both, as most are after training;
 - with a large vocabulary, whose ids and ranks are large;
 - where the sampler is far from the policy, so that a cap, window or mask on their ratio acts;
-- in rollouts of 64 and of 1,023 tokens, where a window, a discount or a mask begins.
+- in rollouts of 64 and of 1,023 tokens, where a window, a discount or a mask begins, and whose log-prob as a whole is
+  far below that of any short one.
 
 It is compared with the truth there, so that a declared gradient that is bounded itself, as total variation's, is right.
 How far apart depends on the question. A clamp is exact and visible at any distance. A number that differs a little
@@ -62,10 +63,15 @@ LONGER = 1023
 WHOLE_CHUNKS = 1024
 # Lengths that are tried if the loss refuses so many tokens.
 SHORTER = (512, 256, 128, 96, 64, 48, 32, 24, 20, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4)
-# Positions of the tokens that are not certain, by the rows of a batch: multisets of rollouts are enumerated. In shorter
-# rollouts they are nearer.
-CHOICES = {1: (0, 5, 19, 42, 63), 2: (0, 19, 63)}
-CHOICES_OF_GROUPS = (0, 42)
+# Positions of the tokens that are not certain, by the rows of a batch: multisets of rollouts are enumerated. They are
+# multiples of powers of two, where blocks begin, and one less, where they end. In shorter rollouts they are nearer.
+CHOICES = {1: (0, 16, 31, 40, 63), 2: (0, 32, 63)}
+CHOICES_OF_GROUPS = (0, 48)
+# Tokens that are equally likely where none is chosen: rollouts of 1,023 have a log-prob of about −1,400, and their
+# probability is zero in floating-point numbers. Those of trainers are as unlikely.
+EQUALLY_LIKELY = 4
+# Log-probs where a token is certain. In float32 that of a token with a probability above 1 − 6e-8 is 0.
+CERTAINLY = (0.0, -CERTAIN)
 # Half of the largest log-ratio of a token there; wide if each call is a mean over many: a credit that ends after 8 or
 # 32 tokens is off by a fifth then, well above what noise hides.
 NARROW, WIDE = 0.4, 2.0
@@ -74,8 +80,9 @@ NARROW, WIDE = 0.4, 2.0
 FAR_TOKENS = 1.8
 # Log-ratio there of every token that is certain, twice that of the second token that is not: a loss that keeps a part
 # of the tokens, as the largest 256, leaves that one out. Only where no declared gradient is one of rollouts of the
-# reference, few of which are enumerated then.
-REST = 0.002
+# reference, few of which are enumerated then. After the other first token it is this share of it, so that what leaves
+# these tokens out leaves out credit of the first.
+REST, LESS = 0.002, 0.75
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
 SMALL, ALIKE = 1e-3, 0.1
 # Share of what is allowed below which a mean over few draws, whose noise is part of the bias, needs no more.
@@ -103,13 +110,13 @@ class Off(NamedTuple):
     noise: float = 0.0
 
 
-def first_off(tried: Iterable[Off], allowed: float) -> Off | None:
+def first_off(tried: Iterable[Off], allowed: Callable[[Off], float]) -> Off | None:
     """Return the first that is surely off by more than allowed, None if none is; KltestError if one may be."""
     unsure = None
     for off in tried:
-        if off.bias > allowed + SURE * off.noise:
+        if off.bias > allowed(off) + SURE * off.noise:
             return off
-        unsure = off if off.bias > allowed and unsure is None else unsure
+        unsure = off if off.bias > allowed(off) and unsure is None else unsure
     if unsure:
         raise KltestError(
             f"with these random numbers the gradient is off by {unsure.bias:.2g} of the declared one, and "
@@ -164,7 +171,7 @@ def _first_off(findings: Findings, name: str) -> Off | None:
     allowed = getattr(tolerances, stress.tolerance)
     if allowed is None or tolerances.far is None:
         return None
-    return first_off(tried(findings, stress), allowed)
+    return first_off(tried(findings, stress), lambda off: allowed)
 
 
 def tried(findings: Findings, stress: Stress) -> Iterator[Off]:
@@ -372,7 +379,7 @@ def examine_far_sampler(findings: Findings) -> Found | None:
             if level == "error":
                 raise
             return Found(f"log-ratios up to {reach[-1][0]:g} could not be tried: {error}", "inconclusive", level)
-        if off := first_off(found, allowed):
+        if off := first_off(found, lambda off: allowed):
             return Found(f"{stress.words(off)}.", level=level)
     return None
 
@@ -384,7 +391,7 @@ def _log_ratio_to_sampler(off: Off) -> str:
 
 # Rollouts of many tokens. All tokens but a few, near the start and far from it, are all but certain and equally likely
 # under policy, reference and sampler. So few rollouts remain that they are enumerated, and the declared gradient is
-# known by dynamic programming.
+# known by dynamic programming. Or one such token stands for several, each of which is as likely as the others.
 
 
 def _long_rows(findings: Findings) -> list[Row]:
@@ -395,43 +402,80 @@ def _long_rows(findings: Findings) -> list[Row]:
 
 
 def choices_of(batch: int, length: int = LENGTH) -> tuple[int, ...]:
-    """Return the positions of the tokens that are not certain, for batches of this size; the last token stays last."""
-    last = LENGTH - 1
-    return tuple(dict.fromkeys(place * (length - 1) // last for place in CHOICES.get(batch, CHOICES_OF_GROUPS)))
+    """Return the positions of the tokens that are not certain, for batches of this size; the last token stays last.
+
+    In longer rollouts they are multiples of larger powers of two, and one less; in those of whole chunks one more.
+    """
+    places, last, times = CHOICES.get(batch, CHOICES_OF_GROUPS), LENGTH - 1, (length + 1) // LENGTH
+    if length <= LENGTH:
+        return tuple(dict.fromkeys(place * (length - 1) // last for place in places))
+    beside = int(length % LENGTH == 0)
+    between = (place * times + place % 2 * (times - 1) + beside for place in places if 0 < place < last)
+    return (0, *between, *([length - 1] if last in places else []))
 
 
 @lru_cache(maxsize=8)
 def long_instance(
-    batch: int, seed: int, length: int = LENGTH, width: float = NARROW, rest: float = 0.0, apart: float = FAR_TOKENS
+    batch: int,
+    seed: int,
+    length: int = LENGTH,
+    width: float = NARROW,
+    rest: float = 0.0,
+    apart: float = FAR_TOKENS,
+    alike: bool = False,
 ) -> Instance:
     """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time.
 
     Log-ratios of a token lie within twice the width; wide ones make the credit of later tokens large beside noise.
     `rest` is the log-ratio of tokens that are certain, and half of it that of the second choice of three; the first and
-    the last choice of the longest rollouts are twice `apart`.
+    the last choice of the longest rollouts are twice `apart`. `alike`: no token is certain; those that are not chosen
+    are one of several that are equally likely.
     """
     generator = np.random.default_rng([seed, length])
-    choices = choices_of(batch, length)
-    environment, rollouts, chosen = of_choices(2, length, choices, name="long")
-    free, shape = chosen[:, None], (len(chosen), 2)
-    base = np.where(free, 0.6 * generator.standard_normal(shape), (CERTAIN, 0.0))
-    reference, sampler = (base + free * width * generator.uniform(-1, 1, size=shape) for width in (width, 0.15))
+    choices, vocabulary = choices_of(batch, length), EQUALLY_LIKELY if alike else 2
+    environment, rollouts, chosen = of_choices(vocabulary, length, choices, name="long", options=2)
+    shape = (len(chosen), 2)
+    base = 0.6 * generator.standard_normal(shape)
+    reference, sampler = (base + width * generator.uniform(-1, 1, size=shape) for width in (width, 0.15))
     if length > LENGTH and width < apart:
         for place in (choices[0], choices[-1]):
             there = np.unique(rollouts.contexts[:, place])
             reference[there] = base[there] + np.where(np.arange(len(there)) % 2, -apart, apart)[:, None] * (1, -1)
+    if rest and len(choices) > 2:
+        there = np.unique(rollouts.contexts[:, choices[1]])
+        reference[there] = base[there] + (rest / 4, -rest / 4)
+    others = np.full(vocabulary, -np.log(vocabulary)) if alike else CERTAINLY
+    unlikely = np.full((len(chosen), vocabulary - 2), -CERTAIN)
+    policy, reference, sampler = (
+        np.where(chosen[:, None], table(np.hstack([logits, unlikely])), others) for logits in (base, reference, sampler)
+    )
     if rest:
-        reference[~chosen] = np.log([np.exp(-rest), -np.expm1(-rest)])
-        if len(choices) > 2:
-            there = np.unique(rollouts.contexts[:, choices[1]])
-            reference[there] = base[there] + (rest / 4, -rest / 4)
-    return with_ties(OfSome(environment, *map(table, (base, reference, sampler)), some=rollouts), seed)
+        log_ratios = np.full((len(chosen), 1), rest)
+        log_ratios[np.unique(rollouts.contexts[rollouts.tokens[:, 0] == 0, 1:])] *= LESS
+        reference[~chosen] = np.log(np.hstack([np.exp(-log_ratios), -np.expm1(-log_ratios)]))[~chosen]
+    if not alike:
+        return with_ties(OfSome(environment, policy, reference, sampler, some=rollouts), seed)
+    stand_for = np.full(len(rollouts), (length - len(choices)) * np.log(vocabulary))
+    some = replace(rollouts, log_weight=stand_for)
+    return with_ties(OfSome(environment, policy, reference, sampler, some=some, alike=~chosen), seed)
 
 
 def _long(findings: Findings, row: Row, settings: Sequence[int]) -> Instance:
     everywhere = settings[0] == WHOLE_CHUNKS and not any("forward" in name for name in findings.expect)
     width = WIDE if findings.observed.dtype == AVERAGED else NARROW
-    return long_instance(row.batch, findings.seed, settings[0], width, REST if everywhere else 0.0)
+    alike = LENGTH < settings[0] < WHOLE_CHUNKS and _equally_likely(findings)
+    return long_instance(row.batch, findings.seed, settings[0], width, REST if everywhere else 0.0, alike=alike)
+
+
+def _equally_likely(findings: Findings) -> bool:
+    """Return True if one token may stand for all: the loss does not read which it is, and sums of log-probs count."""
+    return not findings.observed.uses & TOKEN_FIELDS and TOLERANCES[findings.observed.dtype].summed is not None
+
+
+def _rollouts(off: Off) -> str:
+    paths, policy = off.instance.paths, off.instance.policy
+    unlikely = f" with a log-prob of about −{-paths.along(policy).mean():,.0f}"
+    return f"In rollouts of {off.setting} tokens{unlikely if paths.log_weight.any() else ''}, {off.row.sampler} sampler,"
 
 
 def ends_instance(seed: int) -> Instance:
@@ -513,10 +557,14 @@ def with_larger_numbers(loss: Loss, below: float, to: int) -> Iterator[Loss]:
 @shared
 def _in_long_rollouts(findings: Findings) -> tuple[str, str] | None:
     """Return the check that the first difference in long rollouts belongs to, and its words."""
-    tolerance = max(Tolerances.guard, TOLERANCES[findings.observed.dtype].gradient)
-    stress = STRESS["long rollouts"]
-    off = first_off(tried(findings, stress), tolerance)
-    if off is None or _is_stated(findings, off, tolerance):
+    tolerances, stress = TOLERANCES[findings.observed.dtype], STRESS["long rollouts"]
+
+    def allowed(off: Off) -> float:
+        unlikely = isinstance(off.instance, OfSome) and off.instance.alike is not None
+        return max(Tolerances.guard, tolerances.gradient, (tolerances.summed or 0.0) if unlikely else 0.0)
+
+    off = first_off(tried(findings, stress), allowed)
+    if off is None or _is_stated(findings, off, tolerance := allowed(off)):
         return None
     where = stress.words(off)
     factor = float((off.found * off.wanted).sum() / ((off.wanted**2).sum() or 1.0))
@@ -572,7 +620,7 @@ STRESS = {
         lambda findings, row: (LENGTH, LONGER, WHOLE_CHUNKS),
         _long,
         "gradient",
-        lambda off: f"In rollouts of {off.setting} tokens, {off.row.sampler} sampler,",
+        _rollouts,
         ("KL105", "KL203", "KL205"),
         apart=True,
         nearer=lambda length: [each for each in SHORTER if each < length],

@@ -241,32 +241,42 @@ def _check_size(name: str, vocabulary: int, fan: int, depths: int, prompts: int,
 
 
 def of_choices(
-    vocabulary: int, length: int, choices: Sequence[int], masked: Sequence[int] = (), name: str = "choices"
+    vocabulary: int,
+    length: int,
+    choices: Sequence[int],
+    masked: Sequence[int] = (),
+    name: str = "choices",
+    options: int | None = None,
 ) -> tuple[Environment, Paths, np.ndarray]:
     """Return sequences whose tokens are chosen at some positions and are 0 at all others, and those rollouts.
 
-    Contexts are a time step and the choices before it. A policy is to be all but certain at the other positions.
+    Contexts are a time step and the choices before it. At the other positions a policy is to be all but certain, or
+    each token stands for all (`OfSome.alike`).
 
     Args:
         vocabulary: Number of tokens, V.
         length: Tokens of a rollout.
-        choices: Positions at which every token is possible.
+        choices: Positions at which tokens are chosen.
         masked: Positions at which the rollouts are not live, as tool output is not.
         name: Name for messages.
+        options: Number of tokens that are possible at a choice, the first ones (default: all).
 
     Returns:
-        The environment, without rewards, of C contexts; its V^choices rollouts; and which contexts (C,) are choices.
+        The environment, without rewards, of C contexts; its options^choices rollouts; and which contexts (C,) are
+        choices.
     """
-    counts = [vocabulary ** sum(choice < step for choice in choices) for step in range(length)]
+    options = options or vocabulary
+    counts = [options ** sum(choice < step for choice in choices) for step in range(length)]
     first, steps = np.cumsum([0, *counts]), np.repeat(np.arange(length), counts)
     successors = np.full((len(steps), vocabulary, 1), END, dtype=np.int64)
-    many = vocabulary ** len(choices)
+    many = options ** len(choices)
     tokens, contexts = np.zeros((2, many, length), dtype=np.int64)
-    tokens[:, list(choices)] = np.arange(many)[:, None] // vocabulary ** np.arange(len(choices))[::-1] % vocabulary
+    tokens[:, list(choices)] = np.arange(many)[:, None] // options ** np.arange(len(choices))[::-1] % options
     for step in range(length - 1):
         history = np.arange(counts[step])[:, None]
         chosen = step in choices
-        onward = vocabulary * history + np.arange(vocabulary) if chosen else np.repeat(history, vocabulary, axis=1)
+        each = np.minimum(np.arange(vocabulary), options - 1)
+        onward = options * history + each if chosen else np.repeat(history, vocabulary, axis=1)
         successors[first[step] : first[step + 1], :, 0] = first[step + 1] + onward
         contexts[:, step + 1] = successors[contexts[:, step], tokens[:, step], 0]
     nothing, certain = np.zeros(many, dtype=np.int64), np.ones(successors.shape)

@@ -101,6 +101,10 @@ class Instance:
         """Return the log-probs (C, V) that the trainer takes for the sampler's: `old_logp`."""
         return self.behaviour(sampler) if sampler == "current" or self.trainer is None else self.trainer
 
+    def of_all(self, gradient: np.ndarray) -> np.ndarray:
+        """Return the gradient (C, V) of all rollouts from that of those that are enumerated."""
+        return gradient
+
     def told(self, sampler: str) -> np.ndarray:
         """Return the log-probs (C, V) that come with the rollouts: `rollout_logp`."""
         return self.behaviour(sampler) if sampler == "current" or self.engine is None else self.engine
@@ -108,14 +112,26 @@ class Instance:
 
 @dataclass(frozen=True, eq=False)
 class OfSome(Instance):
-    """An instance of which some rollouts are enumerated; all others are all but impossible."""
+    """An instance of which some rollouts are enumerated; others are all but impossible, or like one of these.
+
+    Attributes:
+        some: The rollouts that are enumerated; each has the weight of those that it stands for.
+        alike: Contexts (C,) in which all tokens are equally likely under policy, reference and sampler, None if there
+            are none. One token stands for all of them, to a loss that does not read which it is; the gradient there is
+            that of one log-prob, and over all tokens it is zero.
+    """
 
     some: Paths = field(kw_only=True)
+    alike: np.ndarray | None = field(default=None, kw_only=True)
 
     @cached_property
     def paths(self) -> Paths:
         """The rollouts that are enumerated."""
         return self.some
+
+    def of_all(self, gradient: np.ndarray) -> np.ndarray:
+        """Return the gradient with zeros where one token stands for all."""
+        return gradient if self.alike is None else np.where(self.alike[:, None], 0.0, gradient)
 
 
 def _near(environment: Environment, policy: np.ndarray, direction: np.ndarray, bound: float) -> np.ndarray:

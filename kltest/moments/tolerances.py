@@ -44,6 +44,8 @@ class Tolerances:
             constant of 1e-8 beside a probability of e⁻¹² makes less than a thousandth. None: not compared there.
         far_sampler: The same if the sampler is far from the policy: 1e-8 beside the sampler's probability makes less
             than that at a log-ratio of 10.
+        summed: An expected gradient and the declared one where log-probs of whole rollouts, of −1,000 and less, are
+            subtracted only at the end. None: nothing is left of such a difference.
         guard: Difference that a small constant makes in a denominator, as in sum(x·mask)/(sum(mask) + 1e-6). It has
             nothing to do with the dtype: `Tolerances.guard`.
         factor: A coefficient and the one that it may be, such as one half, whatever the dtype: `Tolerances.factor`.
@@ -66,6 +68,7 @@ class Tolerances:
     log_ratio: float
     far: float | None
     far_sampler: float | None
+    summed: float | None
     guard: float = 1e-5
     factor: float = 1e-3
 
@@ -98,6 +101,7 @@ _COLUMNS: dict[str, tuple[Any, ...]] = {
     "log_ratio": (0.05, 0.01, 0.05, 0.0, 0.0),
     "far": (1e-1, None, None, 1e-2, 1e-2),
     "far_sampler": (1e-1, None, None, 1e-3, 1e-3),
+    "summed": (1e-1, None, None, 1e-2, 1e-9),
 }
 TOLERANCES = {
     dtype: Tolerances(**{name: column[index] for name, column in _COLUMNS.items()})

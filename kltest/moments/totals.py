@@ -15,7 +15,7 @@ class Totals:
 
     def __init__(self, instance: Instance, *, distinct: bool) -> None:
         self._projection = Projection(instance.policy, distinct=distinct)
-        self._rollouts = len(instance.paths)
+        self._rollouts, self._of_all = len(instance.paths), instance.of_all
         self._leaves: frozenset[str] = frozenset()
         self._order: list[np.ndarray] = []
         self._weights: list[np.ndarray] = []
@@ -37,7 +37,7 @@ class Totals:
         """Return the moments of all units that were added; `others` are further fields."""
         fields = {"reduction": caller.reduction, "dtype": caller.dtype, "coupling": caller.coupling} | others
         return Moments(
-            gradient=self._projection.gradient,
+            gradient=self._of_all(self._projection.gradient),
             second_moment=self._projection.second_moment,
             rollouts=self._rollouts,
             leaves=self._leaves,

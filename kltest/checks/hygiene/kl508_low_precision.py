@@ -1,20 +1,26 @@
 """KL508: half precision costs the gradient its digits.
 
-The gradient in bfloat16 and float16 is compared with that of the same loss in float64 on the same rounded inputs.
-Another formula behind a branch that asks for the precision is found without rounding (kltest.checks.surroundings).
+The gradient in bfloat16 and float16 is compared with that of the same loss in float64 on the same rounded inputs: of
+mild rollouts, of rollouts as long as those of trainers, and of tokens with large ids, since a length, a place or an id
+in half precision is another one. So is the gradient inside torch.autocast, which sums a product of matrices in half
+precision, if the rollouts are unlikely as a whole. Another formula behind a branch that asks for the precision is found without rounding (kltest.checks.surroundings).
 """
 
 import math
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.checks.batches import LOG_PROBS, usual_batch
+from kltest.checks.batches import LOG_PROBS, rows_taken, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
-from kltest.checks.surroundings import precisions
+from kltest.checks.stress import LONGER, MANY, long_instance
+from kltest.checks.surroundings import Surroundings, precisions
+from kltest.environments import Instance, bandit
 from kltest.errors import KltestError
 from kltest.identify.case import relative_bias, size, target
 from kltest.identify.findings import Findings
@@ -28,6 +34,9 @@ DIGITS = {"bfloat16": 8, "float16": 11}
 # Relative errors of an expected gradient in float32: of a careful loss well below the first; above the second it is no
 # question of digits any more.
 SEEN, MUCH = 1e-3, 1e-2
+# Share of a gradient in half precision by which it is another one, as of another token, where rounding is none of it.
+ANOTHER = 0.9
+AUTOCAST = "bfloat16"
 # Ways in which log-probs are moved by their rounding; a change of a token's gradient by more than this share is a jump.
 MOVES, JUMP = 8, 0.25
 
@@ -51,10 +60,12 @@ def examine(findings: Findings) -> Found | None:
             f"Given float64, it computes in {dtype}, whose numbers have {DIGITS[dtype]} significant bits: log-probs "
             f"near −10 are rounded to multiples of {2.0 ** (4 - DIGITS[dtype]):g}, and so are log-ratios."
         )
+    if another := _where_much_is_lost(findings):
+        return another
     wrong, not_called = [], []
     for name, kind in NARROW.items():
         try:
-            off = _off_in_one_batch(findings, kind, name)
+            off = _off_in_one_batch(findings, usual_batch(findings), kind, name)
         except KltestError as error:
             not_called.append(f"with {name} it raises: {str(error).splitlines()[-1].strip()}")
             continue
@@ -70,6 +81,41 @@ def examine(findings: Findings) -> Found | None:
     if not_called:
         return Found(f"It could not be called with half precision: {'; '.join(not_called)}.", "inconclusive")
     return None
+
+
+def _where_much_is_lost(findings: Findings) -> Found | None:
+    """Report another gradient in half precision, or inside autocast, where rollouts are long or tokens have large ids.
+
+    What rounding alone may make is not reported there. Batches that the loss refuses are passed over.
+    """
+    inside = partial(torch.autocast, "cpu", NARROW[AUTOCAST])
+    tried = [
+        *((f"given log-probs in {name}", kind, name, None, False) for name, kind in NARROW.items()),
+        (f"inside torch.autocast in {AUTOCAST}, given float32", torch.float32, AUTOCAST, inside, True),
+    ]
+    for how, kind, name, surroundings, alike in tried:
+        for where, batch in _large(findings, alike):
+            with suppress(KltestError):
+                off = _off_in_one_batch(findings, batch, kind, name, surroundings)
+                if off > ANOTHER:
+                    return Found(
+                        f"{where}, {how}, its gradient is off by {off:.2g} of it, compared with float64 on the same "
+                        "rounded numbers.",
+                        level="error",
+                    )
+    return None
+
+
+def _large(findings: Findings, alike: bool) -> Iterator[tuple[str, Rollout]]:
+    """Yield batches of long rollouts, unlikely ones if tokens are `alike`, and of tokens with large ids."""
+    many = rows_taken(findings)
+    drawn = [(f"In rollouts of {LONGER} tokens", long_instance(1, findings.seed, LONGER, alike=alike), 0)]
+    if "tokens" in findings.observed.uses:  # odd ids above 256, which bfloat16 has not
+        drawn.append((f"With token ids up to {MANY - 1}", Instance.draw(bandit(MANY), findings.seed), MANY - 2 * many))
+    for where, instance, first in drawn:
+        rollout = Rollout.of(instance, sampler="stale", padding=findings.seed, centre="batch")
+        rows = np.linspace(first, len(rollout), many, endpoint=False)
+        yield where, rollout.take(rows.astype(int))
 
 
 def _off_in_float32(findings: Findings) -> float:
@@ -92,17 +138,22 @@ def _off_in_float32(findings: Findings) -> float:
             off = max(off, relative_bias(found, wanted, size(instance)))
     if all(row.batch > 1 for row in findings.rows):  # expectations over batches take long: one batch tells as much
         with suppress(KltestError):
-            off = max(off, _off_in_one_batch(findings, torch.float32))
+            off = max(off, _off_in_one_batch(findings, usual_batch(findings), torch.float32))
     return off
 
 
-def _off_in_one_batch(findings: Findings, kind: torch.dtype, narrow: str = "") -> float:
+def _off_in_one_batch(
+    findings: Findings,
+    batch: Rollout,
+    kind: torch.dtype,
+    narrow: str = "",
+    surroundings: Surroundings | None = None,
+) -> float:
     """Distance of the gradient of one batch from that in float64 on the same numbers, relative to it.
 
     If it is more than is allowed in a `narrow` dtype, tokens do not count whose gradient jumps within the rounding: as
     the sign of π − ref in total variation, on whose side of a jump a number lies nobody can tell with so few digits.
     """
-    batch = usual_batch(findings)
     batch = batch.replace(**{name: batch.peek(name).detach().to(kind).double() for name in LOG_PROBS})
     # A coefficient is set to one: the KL part is a difference over β, and a small β would magnify rounding.
     beta = 1.0 if findings.loss.takes_beta else None
@@ -110,7 +161,10 @@ def _off_in_one_batch(findings: Findings, kind: torch.dtype, narrow: str = "") -
     exact = in_float64.call(batch)
     if not any(part.any() for part in exact.gradients.values()):
         return 0.0
-    found = findings.measure.experiment(kind, beta=beta).call(batch.replace())
+    rounded = findings.measure.experiment(kind, beta=beta)
+    if surroundings:
+        rounded.loss = rounded.loss.within(surroundings)
+    found = rounded.call(batch.replace())
     off = _relative_error(exact, found, exact.live)
     if narrow and math.isfinite(off) and off > (TOLERANCES[narrow].narrow or 0.0):
         off = _relative_error(exact, found, exact.live & ~_jumps(in_float64, batch, exact, narrow))

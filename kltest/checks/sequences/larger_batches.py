@@ -24,9 +24,10 @@ from kltest.moments.caller import Caller
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 
-SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 64)
-# The largest, for rows that are apart: as many as are trained on at once. Means over draws would take long there.
-LARGEST = 256
+SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 64, 65)
+# The largest, for rows that are apart: as many as are trained on at once. Means over draws would take long there. The
+# first is a whole number of usual parts, the second of none; a loss may refuse either.
+LARGEST = (256, 257)
 # Rows of the batch whose rollouts are as long as those of trainers, and of the largest batch of groups.
 MANY = 32
 # Sizes of one group. Trainers have 4 to 16 rollouts of a prompt, and fewer where some fail.
@@ -63,20 +64,18 @@ def _many_rows(findings: Findings, row: Row) -> Found | None:
     if findings.loss.instead or findings.measure.sizes.requested:
         return None
     instance = instances(VARYING, findings.seed)[0]
-    batch = Rollout.of(instance, sampler=row.sampler, padding=findings.seed)
-    rows = np.resize(np.random.default_rng(findings.seed).permutation(len(batch)), LARGEST)
+    batch, most = Rollout.of(instance, sampler=row.sampler, padding=findings.seed), max(LARGEST)
+    rows = np.resize(np.random.default_rng(findings.seed).permutation(len(batch)), most)
     if "group" in findings.observed.uses:
-        batch, rows = batch.take(rows).replace(group=torch.arange(LARGEST)), np.arange(LARGEST)
+        batch, rows = batch.take(rows).replace(group=torch.arange(most)), np.arange(most)
     caller = Caller(findings.loss, batch)
-    with suppress(KltestError):
-        for many in (2, LARGEST):
+    for many in (2, *LARGEST):
+        with suppress(KltestError):
             caller.look(rows[:many].tolist())
-        findings.reach.rows = max(findings.reach.rows, LARGEST)
-    if caller.reduction != "coupled":
-        return None
-    if "group" not in findings.observed.uses:
-        return _coupled(findings, row, LARGEST)
-    return Found(f"{_words(LARGEST)}.")
+            findings.reach.rows = max(findings.reach.rows, many)
+        if caller.reduction == "coupled":
+            return _coupled(findings, row, many) if "group" not in findings.observed.uses else Found(f"{_words(many)}.")
+    return None
 
 
 def _long_and_far(findings: Findings, sampler: str) -> Found | None:
@@ -147,7 +146,7 @@ def _coupled(findings: Findings, row: Row, many: int) -> Found:
         except KltestError:
             # There are too many batches to measure. Of fewer rows only if their order counts, as in no right loss.
             with suppress(KltestError):
-                if many == LARGEST and _bias(findings, row, many) <= limit(findings):
+                if many in LARGEST and _bias(findings, row, many) <= limit(findings):
                     why = f"{words}; in a bandit the expected gradient is right, and elsewhere it was not measured"
                     return Found(why, "inconclusive", level="error")
             return Found(f"{words}.")

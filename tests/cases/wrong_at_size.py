@@ -1,0 +1,165 @@
+"""Losses that are wrong at the sizes of trainers alone: rollouts that are unlikely as a whole, blocks, half precision.
+
+Each wrong one has a right sister.
+"""
+
+import torch
+import torch.nn.functional as F
+from cases.parts import k2, live, total
+from cases.table import right, wrong
+
+LOCAL = {"expect": "local_reverse_kl"}
+SMALL = 1e-12
+
+
+# Probabilities of whole rollouts: of a thousand tokens e⁻¹⁴⁰⁰.
+
+
+def smoothed_probabilities(logp, ref_logp, mask):
+    own, other = total(logp, mask).exp(), total(ref_logp, mask).exp()
+    return torch.log((own + SMALL) / (other + SMALL)).square() / 2
+
+
+def behind_likely_prefixes(logp, ref_logp, mask):
+    before = live(logp, mask).cumsum(-1).detach()
+    return k2(logp, ref_logp, mask * (before > -60))
+
+
+def smoothed_ratio(logp, ref_logp, old_logp, mask):
+    cost = total(logp - ref_logp, mask).detach()
+    return total(logp, mask).exp() / (total(old_logp, mask).exp() + SMALL) * cost
+
+
+def without_the_larger(logp, ref_logp, mask):
+    own, other = total(logp, mask), total(ref_logp, mask)
+    largest = torch.maximum(own, other).detach()
+    return ((own - largest) - (other - largest)).square() / 2
+
+
+def ratio_of_sums(logp, ref_logp, old_logp, mask):
+    cost = total(logp - ref_logp, mask).detach()
+    return (total(logp, mask) - total(old_logp, mask)).exp() * cost
+
+
+def in_single_precision(logp, ref_logp, mask):
+    """Sums of a thousand log-probs, subtracted at the end."""
+    return (total(logp.float(), mask) - total(ref_logp.float(), mask)).square() / 2
+
+
+# What begins anew at every block of tokens, or of rows.
+
+
+def place(mask):
+    return (mask != 0).long().cumsum(-1) - 1
+
+
+def borders_are_free(logp, ref_logp, mask):
+    own = place(mask)
+    return live(logp - ref_logp, mask * ((own % 16 != 0) | (own == 0))).square().sum(-1) / 2
+
+
+def borders_have_no_score(logp, ref_logp, mask):
+    own = place(mask)
+    scored = torch.where((own % 8 == 0) & (own > 0), logp.detach(), logp)
+    return total(logp - ref_logp, mask).detach() * total(scored, mask)
+
+
+def ends_of_blocks_are_free(logp, ref_logp, mask):
+    return live(logp - ref_logp, mask * (place(mask) % 32 != 31)).square().sum(-1) / 2
+
+
+def in_blocks_of_tokens(logp, ref_logp, mask):
+    blocks = live(logp - ref_logp, mask).split(16, dim=-1)
+    return torch.stack([block.sum(-1) for block in blocks]).sum(0).square() / 2
+
+
+def whole_parts_of_32_rows(logp, ref_logp, mask):
+    rows = k2(logp, ref_logp, mask)
+    return rows[: len(rows) // 32 * 32 if len(rows) > 32 else None].sum() / len(rows)
+
+
+def parts_of_32_rows(logp, ref_logp, mask):
+    rows = k2(logp, ref_logp, mask)
+    return F.pad(rows, (0, -len(rows) % 32)).view(-1, 32).flatten()[: len(rows)].mean()
+
+
+# A log-prob of exactly 0, as that of a sure token in float32.
+
+
+def zero_is_padding(logp, ref_logp, mask):
+    cost = total(logp - ref_logp, mask * (logp != 0)).detach()
+    return cost * total(logp, mask)
+
+
+def zeros_are_padding(logp, ref_logp, mask):
+    """Where both are 0 nothing is left out."""
+    return k2(logp, ref_logp, mask * ((logp != 0) | (ref_logp != 0)))
+
+
+# Lengths, places and ids in half precision, and sums under autocast.
+
+
+def last_in_its_own_precision(logp, ref_logp, mask):
+    many = (mask != 0).to(logp.dtype)
+    last = (mask != 0) & (many.cumsum(-1) == many.sum(-1, keepdim=True))
+    cost = torch.where(last, total(logp - ref_logp, mask)[:, None].detach(), 0.0)
+    return total(cost.flip(-1).cumsum(-1).flip(-1) * logp, mask)
+
+
+def last_of_whole_numbers(logp, ref_logp, mask):
+    many = (mask != 0).long()
+    last = (mask != 0) & (many.cumsum(-1) == many.sum(-1, keepdim=True))
+    cost = torch.where(last, total(logp - ref_logp, mask)[:, None].detach(), 0.0)
+    return total(cost.flip(-1).cumsum(-1).flip(-1) * logp, mask)
+
+
+def of_ids(logits, ref_logits, ids, mask):
+    own, other = (
+        one.where(mask[..., None] != 0, 0.0).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        for one in (logits, ref_logits)
+    )
+    return total(own - other, mask).square() / 2
+
+
+def ids_among_logits(logits, ref_logits, tokens, mask):
+    packed = torch.stack([logits.detach().amax(-1), tokens.to(logits.dtype)])
+    return of_ids(logits, ref_logits, packed[1].long().clamp(max=logits.shape[-1] - 1), mask)
+
+
+def ids_alone(logits, ref_logits, tokens, mask):
+    return of_ids(logits, ref_logits, tokens, mask)
+
+
+def products_of_log_probs(logp, ref_logp, mask):
+    alive = (mask != 0).to(logp.dtype)
+    own, other = (torch.einsum("bt,bt->b", live(one, mask), alive) for one in (logp, ref_logp))
+    return (own - other).to(logp.dtype).square() / 2
+
+
+def product_of_log_ratios(logp, ref_logp, mask):
+    alive = (mask != 0).to(logp.dtype)
+    return torch.einsum("bt,bt->b", live(logp - ref_logp, mask), alive).to(logp.dtype).square() / 2
+
+
+CASES = [
+    wrong("KL105", smoothed_probabilities),
+    wrong("KL105", behind_likely_prefixes, ("KL504",)),
+    wrong("KL105", smoothed_ratio),
+    right(without_the_larger),
+    right(ratio_of_sums),
+    right(in_single_precision),
+    wrong("KL105", borders_are_free, options=LOCAL),
+    wrong("KL205", borders_have_no_score),
+    wrong("KL105", ends_of_blocks_are_free, options=LOCAL),
+    right(in_blocks_of_tokens),
+    wrong("KL204", whole_parts_of_32_rows),
+    right(parts_of_32_rows),
+    wrong("KL205", zero_is_padding),
+    right(zeros_are_padding),
+    wrong("KL508", last_in_its_own_precision),
+    right(last_of_whole_numbers),
+    wrong("KL508", ids_among_logits),
+    right(ids_alone),
+    wrong("KL508", products_of_log_probs),
+    right(product_of_log_ratios),
+]
