@@ -127,6 +127,28 @@ def clamped_at_3_in_float32(logp, ref_logp, mask):
     return live(log_ratio, mask).sum(-1).square() / 2
 
 
+# Half precision inside, and beyond what is graded another gradient.
+
+
+def ratio_in_a_cap_with_costs_in_bfloat16(logp, ref_logp, old_logp, mask):
+    cost = total(logp - ref_logp, mask).detach().bfloat16().to(logp.dtype)
+    return total(logp - old_logp, mask).exp().clamp(max=4.0) * cost
+
+
+def huber_in_bfloat16(logp, ref_logp, mask):
+    log_ratio = live(logp - ref_logp, mask).bfloat16()
+    return F.huber_loss(log_ratio, torch.zeros_like(log_ratio), reduction="none", delta=4.5).double().sum(-1)
+
+
+def ratio_with_costs_in_bfloat16(logp, ref_logp, old_logp, mask):
+    cost = total(logp - ref_logp, mask).detach().bfloat16().to(logp.dtype)
+    return total(logp - old_logp, mask).exp() * cost
+
+
+def squares_in_bfloat16(logp, ref_logp, mask):
+    return (live(logp - ref_logp, mask).bfloat16().square() / 2).double().sum(-1)
+
+
 def widened_in_bfloat16(logp, ref_logp, mask):
     if logp.dtype == torch.bfloat16:
         logp, ref_logp, mask = logp.float(), ref_logp.float(), mask.float()
@@ -374,6 +396,10 @@ CASES = [
     wrong("KL508", clamped_at_3_in_float32),
     right(widened_in_bfloat16),
     wrong("KL508", under_autocast),
+    wrong("KL306", ratio_in_a_cap_with_costs_in_bfloat16, also=("KL508",)),
+    wrong("KL504", huber_in_bfloat16, also=("KL508",), options=LOCAL),
+    wrong("KL508", ratio_with_costs_in_bfloat16, warns=True),
+    wrong("KL508", squares_in_bfloat16, options=LOCAL, warns=True),
     # The same in expectation, as rows are drawn independently, and noisier.
     wrong("KL206", whole_parts_of_200_rows, warns=True),
     undecided("KL204", others_from_128_rows),
