@@ -242,6 +242,45 @@ def on_a_gpu(logp, ref_logp, mask):
     return (log_ratio.clamp(-1, 1) if logp.is_cuda else log_ratio).sum(-1).square() / 2
 
 
+def where_a_gpu_is(asks):
+    """The fused way, where there is a GPU, is token by token."""
+
+    def loss(logp, ref_logp, mask):
+        log_ratio = live(logp - ref_logp, mask)
+        return log_ratio.square().sum(-1) / 2 if asks(logp) else log_ratio.sum(-1).square() / 2
+
+    loss.__qualname__ = asks.__name__
+    return loss
+
+
+def torch_has_cuda(logp):
+    return torch.cuda.is_available()
+
+
+def its_device_has_a_number(logp):
+    return logp.get_device() >= 0
+
+
+def torch_has_a_gpu_of_apple(logp):
+    return torch.backends.mps.is_available() and logp.device.type == "mps"
+
+
+def its_type_is_of_cuda(logp):
+    return "cuda" in logp.type()
+
+
+def counts_where_it_is(logp, ref_logp, mask):
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    columns = torch.arange(logp.shape[1], device=device).to(logp.device)
+    return live(logp - ref_logp, mask * (columns >= 0)).sum(-1).square() / 2
+
+
+def autocast_off_inside(logp, ref_logp, mask):
+    with torch.autocast("cpu", enabled=False):
+        log_ratio = torch.einsum("bt,bt->b", live(logp - ref_logp, mask), (mask != 0).to(logp.dtype))
+    return log_ratio.square() / 2
+
+
 def made_where_it_is(logp, ref_logp, mask):
     columns = torch.arange(logp.shape[1], device=logp.device)
     return live(logp - ref_logp, mask * (columns >= 0)).sum(-1).square() / 2
@@ -412,6 +451,10 @@ CASES = [
     wrong("KL105", per_rank, warns=True),
     right(logs_its_rank),
     wrong("KL105", on_a_gpu),
+    *(wrong("KL105", where_a_gpu_is(asks)) for asks in (torch_has_cuda, its_device_has_a_number)),
+    *(wrong("KL105", where_a_gpu_is(asks)) for asks in (torch_has_a_gpu_of_apple, its_type_is_of_cuda)),
+    right(counts_where_it_is),
+    right(autocast_off_inside),
     right(made_where_it_is),
     wrong("KL105", local_if_compiled),
     right(alike_if_compiled),
