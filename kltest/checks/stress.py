@@ -168,9 +168,7 @@ def wrong(findings: Findings, name: str) -> str:
 
 def _first_off(findings: Findings, name: str) -> Off | None:
     stress, tolerances = STRESS[name], TOLERANCES[findings.observed.dtype]
-    allowed = getattr(tolerances, stress.tolerance)
-    if allowed is None or tolerances.far is None:
-        return None
+    allowed = max(getattr(tolerances, stress.tolerance), tolerances.narrow or 0.0)
     return first_off(tried(findings, stress), lambda off: allowed)
 
 
@@ -369,8 +367,6 @@ def _far_sampler(findings: Findings, row: Row, settings: Sequence[Setting]) -> I
 def examine_far_sampler(findings: Findings) -> Found | None:
     """Report the least log-ratio of policy to sampler at which the gradient is not the declared one: KL306."""
     stress, allowed = STRESS["far sampler"], TOLERANCES[findings.observed.dtype].far_sampler
-    if allowed is None:
-        return None
     levels: tuple[tuple[Level, tuple[Setting, ...]], ...] = (("error", REACHED), ("warning", BEYOND))
     for row, (level, reach) in product(stress.rows(findings), levels):
         try:

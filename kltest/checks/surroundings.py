@@ -22,7 +22,16 @@ from kltest.checks.check import Found
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.loss.state import State
-from kltest.loss.surroundings import Pretended, compiling, later, slices, under_autocast, variable, variables_read
+from kltest.loss.surroundings import (
+    Pretended,
+    compiling,
+    later,
+    on_device,
+    slices,
+    under_autocast,
+    variable,
+    variables_read,
+)
 from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout
 
@@ -32,6 +41,7 @@ FAR = ((1, (-5.0, -3.5, -2.0, 2.0, 3.5, 5.0)), (3, (-3.0, 3.0)))
 MUCH = 1e-2
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MASKS = {"integers": torch.int64, "bools": torch.bool}
+DEVICES = {"cuda": "a GPU", "mps": "an Apple GPU", "xpu": "an Intel GPU"}
 # Hours by which clocks are moved ahead, and values of environment variables.
 HOURS = (2, 240)
 VALUES = ("0", "1", "2", "8", "true", "")
@@ -60,6 +70,7 @@ def elsewhere(findings: Findings) -> Found | None:
     tried: dict[str, tuple[Any, ...]] = {
         "Where tensors are slices of larger ones, as logps[:, :-1],": (nullcontext, slices),
         "Where tensors are on a GPU": (partial(Pretended, device="cuda"),),
+        **{f"Where torch has {device}": (partial(on_device, kind, function),) for kind, device in DEVICES.items()},
         "Where the loss is compiled": (partial(compiling, function),),
         **{f"{hours} hours later": (partial(later, 3600.0 * hours, function),) for hours in HOURS},
     }

@@ -48,7 +48,7 @@ class Chances:
         with ExitStack() as stack:
             for module, names in ((random, _OF_PYTHON), (np.random, _OF_NUMPY)):
                 drawn = {getattr(module, name): self._watching(getattr(module, name)) for name in names}
-                stack.enter_context(exchanged(drawn, vars(module), loss))
+                stack.enter_context(exchanged(drawn, [vars(module)], loss))
             stack.enter_context(_OfTensors(self))
             yield
 

@@ -5,9 +5,12 @@ another formula, behind a branch that asks for it, and no rounding.
 """
 
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import product
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -23,13 +26,22 @@ CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float
 CLOCKS = ("time", "monotonic", "perf_counter")
 CLOCKS_OF_NANOSECONDS = ("time_ns", "monotonic_ns", "perf_counter_ns")
 _AUTOCAST = ("is_autocast_enabled", "is_autocast_cpu_enabled")
+_CAST_ON = ("cpu", "cuda")
 _COMPILING = ("is_compiling", "is_dynamo_compiling")
 # What reads a property of a tensor, by the name of the property.
-_PROPERTIES = {name: getattr(Tensor, name).__get__ for name in ("dtype", "itemsize", "device", "is_cuda")}
+_PROPERTIES = {name: getattr(Tensor, name).__get__ for name in ("dtype", "itemsize", "device", "is_cpu")}
+_OF_DEVICES = {getattr(Tensor, f"is_{kind}").__get__: kind for kind in ("cuda", "mps", "xpu")}
+# Functions of torch.cuda and the like, and what they say where there is such a device.
+_AVAILABLE = {
+    **dict.fromkeys(("is_available", "is_built", "is_bf16_supported"), True),
+    **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), 0),
+    "device_count": 1,
+}
+_FUNCTIONS = BuiltinFunctionType | FunctionType | MethodType | type(lru_cache(len))
 
 
 class Pretended(TorchFunctionMode):
-    """While active, float64 tensors of the CPU say that they are of another type, or of a GPU; they stay what they are.
+    """While active, float64 tensors of the CPU say that they are of another type or device; they stay what they are.
 
     A type that code itself asks for, as `x.float()` does, is what the result says, until it is computed with.
     """
@@ -37,6 +49,10 @@ class Pretended(TorchFunctionMode):
     def __init__(self, kind: torch.dtype | None = None, device: str = "") -> None:
         super().__init__()
         self.kind, self.device = kind, torch.device(device) if device else None
+        self._of_device: dict[Any, Any] = {}
+        if self.device:
+            self._of_device = {_PROPERTIES["device"]: self.device, _PROPERTIES["is_cpu"]: False}
+            self._of_device |= {function: of == self.device.type for function, of in _OF_DEVICES.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (said := self._said(func, args)) is not None:
@@ -63,25 +79,61 @@ class Pretended(TorchFunctionMode):
                 return kind
             if kind and (func == _PROPERTIES["itemsize"] or name == "element_size"):
                 return kind.itemsize
-        if self.device and func == _PROPERTIES["device"]:
-            return self.device
-        return True if self.device and func == _PROPERTIES["is_cuda"] else None
+        if name == "type" and len(args) == 1:
+            said, on = getattr(args[0], "said", self.kind), f".{self.device.type}" if self.device else ""
+            narrow = args[0].to(said) if said and args[0].dtype == torch.float64 else args[0]
+            return f"torch{on}.{narrow.type().rpartition('.')[2]}"
+        return 0 if self.device and name == "get_device" else self._of_device.get(func)
 
     def _real(self, given: Any) -> Any:
         """Return arguments with the types and devices that stay."""
         if self.kind:
             given = tree_map_only(torch.dtype, lambda kind: torch.float64 if kind in DIGITS else kind, given)
         if self.device:
-            given = tree_map_only(torch.device, lambda one: torch.device("cpu") if one.type == "cuda" else one, given)
-            given = tree_map_only(str, lambda one: "cpu" if one.startswith("cuda") else one, given)
+            kind, cpu = self.device.type, torch.device("cpu")
+            given = tree_map_only(torch.device, lambda one: cpu if one.type == kind else one, given)
+            given = tree_map_only(str, lambda one: "cpu" if one.partition(":")[0] == kind else one, given)
         return given
 
 
 @contextmanager
-def under_autocast() -> Iterator[None]:
-    """Pretend that autocast is on: nothing is cast."""
-    with _set(torch, {name: lambda *_: True for name in _AUTOCAST}):
+def on_device(kind: str, function: Any) -> Iterator[None]:
+    """Pretend that tensors are on a device, and that torch has one of this kind: cuda, mps, xpu."""
+    modules = [getattr(owner, name, None) for owner, name in ((torch, kind), (torch.backends, kind))]
+    modules = [one for one in (*modules, getattr(torch, "accelerator", None)) if one is not None]
+    said = {**_AVAILABLE, "current_accelerator": torch.device(kind)}
+    asked = {
+        getattr(module, name): partial(_answer, value)
+        for module, (name, value) in product(modules, said.items())
+        if hasattr(module, name)
+    }
+    with Pretended(device=kind), exchanged(asked, [vars(module) for module in modules], function):
         yield
+
+
+def _answer(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
+@contextmanager
+def under_autocast() -> Iterator[None]:
+    """Pretend that autocast is on: nothing is cast, and the flags of torch are as before.
+
+    torch asks too, to restore what it finds when a context of the loss's own ends, and is told the truth.
+    """
+    asked = {name: getattr(torch, name) for name in _AUTOCAST}
+    before = {kind: torch.is_autocast_enabled(kind) for kind in _CAST_ON}
+
+    def said(truth: Callable[..., bool], *of: Any) -> bool:
+        of_torch = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return truth(*of) if of_torch else True
+
+    try:
+        with _set(torch, {name: partial(said, truth) for name, truth in asked.items()}):
+            yield
+    finally:
+        for kind, enabled in before.items():
+            torch.set_autocast_enabled(kind, enabled)
 
 
 def slices(given: Any) -> Any:
@@ -93,7 +145,7 @@ def slices(given: Any) -> Any:
 def compiling(function: Any) -> Iterator[None]:
     """Pretend that torch compiles a loss, also where it or a helper has imported the question: nothing is compiled."""
     asked = {getattr(torch.compiler, name): lambda: True for name in _COMPILING if hasattr(torch.compiler, name)}
-    with exchanged(asked, vars(torch.compiler), function):
+    with exchanged(asked, [vars(torch.compiler)], function):
         yield
 
 
@@ -144,7 +196,7 @@ def later(seconds: float, function: Any) -> Iterator[None]:
     for names, unit in ((CLOCKS, 1), (CLOCKS_OF_NANOSECONDS, 10**9)):
         for name in names:
             moved[getattr(time, name)] = _ahead(getattr(time, name), type(unit)(seconds * unit))
-    with exchanged(moved, vars(time), function):
+    with exchanged(moved, [vars(time)], function):
         yield
 
 
@@ -153,13 +205,13 @@ def _ahead(clock: Callable[[], Any], by: float) -> Callable[[], Any]:
 
 
 @contextmanager
-def exchanged(functions: Mapping[Any, Any], module: dict[str, Any], loss: Any) -> Iterator[None]:
-    """Put other functions in the place of those of a module, and of what a loss and its helpers have imported of it."""
-    spaces = {id(space): space for space in (module, *(one.__globals__ for one in functions_of(loss)))}
+def exchanged(functions: Mapping[Any, Any], modules: Sequence[dict[str, Any]], loss: Any) -> Iterator[None]:
+    """Put other functions in the place of those of modules, and of what a loss and its helpers import of them."""
+    spaces = {id(space): space for space in (*modules, *(one.__globals__ for one in functions_of(loss)))}
     before: list[tuple[dict[str, Any], str, Any]] = []
     for space in spaces.values():
         for name, value in list(space.items()):
-            if isinstance(value, BuiltinFunctionType | FunctionType | MethodType) and value in functions:
+            if isinstance(value, _FUNCTIONS) and value in functions:
                 before.append((space, name, value))
                 space[name] = functions[value]
     try:

@@ -127,6 +127,28 @@ def clamped_at_3_in_float32(logp, ref_logp, mask):
     return live(log_ratio, mask).sum(-1).square() / 2
 
 
+# Half precision inside, and beyond what is graded another gradient.
+
+
+def ratio_in_a_cap_with_costs_in_bfloat16(logp, ref_logp, old_logp, mask):
+    cost = total(logp - ref_logp, mask).detach().bfloat16().to(logp.dtype)
+    return total(logp - old_logp, mask).exp().clamp(max=4.0) * cost
+
+
+def huber_in_bfloat16(logp, ref_logp, mask):
+    log_ratio = live(logp - ref_logp, mask).bfloat16()
+    return F.huber_loss(log_ratio, torch.zeros_like(log_ratio), reduction="none", delta=4.5).double().sum(-1)
+
+
+def ratio_with_costs_in_bfloat16(logp, ref_logp, old_logp, mask):
+    cost = total(logp - ref_logp, mask).detach().bfloat16().to(logp.dtype)
+    return total(logp - old_logp, mask).exp() * cost
+
+
+def squares_in_bfloat16(logp, ref_logp, mask):
+    return (live(logp - ref_logp, mask).bfloat16().square() / 2).double().sum(-1)
+
+
 def widened_in_bfloat16(logp, ref_logp, mask):
     if logp.dtype == torch.bfloat16:
         logp, ref_logp, mask = logp.float(), ref_logp.float(), mask.float()
@@ -218,6 +240,45 @@ def logs_its_rank(logp, ref_logp, mask):
 def on_a_gpu(logp, ref_logp, mask):
     log_ratio = live(logp - ref_logp, mask)
     return (log_ratio.clamp(-1, 1) if logp.is_cuda else log_ratio).sum(-1).square() / 2
+
+
+def where_a_gpu_is(asks):
+    """The fused way, where there is a GPU, is token by token."""
+
+    def loss(logp, ref_logp, mask):
+        log_ratio = live(logp - ref_logp, mask)
+        return log_ratio.square().sum(-1) / 2 if asks(logp) else log_ratio.sum(-1).square() / 2
+
+    loss.__qualname__ = asks.__name__
+    return loss
+
+
+def torch_has_cuda(logp):
+    return torch.cuda.is_available()
+
+
+def its_device_has_a_number(logp):
+    return logp.get_device() >= 0
+
+
+def torch_has_a_gpu_of_apple(logp):
+    return torch.backends.mps.is_available() and logp.device.type == "mps"
+
+
+def its_type_is_of_cuda(logp):
+    return "cuda" in logp.type()
+
+
+def counts_where_it_is(logp, ref_logp, mask):
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    columns = torch.arange(logp.shape[1], device=device).to(logp.device)
+    return live(logp - ref_logp, mask * (columns >= 0)).sum(-1).square() / 2
+
+
+def autocast_off_inside(logp, ref_logp, mask):
+    with torch.autocast("cpu", enabled=False):
+        log_ratio = torch.einsum("bt,bt->b", live(logp - ref_logp, mask), (mask != 0).to(logp.dtype))
+    return log_ratio.square() / 2
 
 
 def made_where_it_is(logp, ref_logp, mask):
@@ -374,6 +435,10 @@ CASES = [
     wrong("KL508", clamped_at_3_in_float32),
     right(widened_in_bfloat16),
     wrong("KL508", under_autocast),
+    wrong("KL306", ratio_in_a_cap_with_costs_in_bfloat16, also=("KL508",)),
+    wrong("KL504", huber_in_bfloat16, also=("KL508",), options=LOCAL),
+    wrong("KL508", ratio_with_costs_in_bfloat16, warns=True),
+    wrong("KL508", squares_in_bfloat16, options=LOCAL, warns=True),
     # The same in expectation, as rows are drawn independently, and noisier.
     wrong("KL206", whole_parts_of_200_rows, warns=True),
     undecided("KL204", others_from_128_rows),
@@ -386,6 +451,10 @@ CASES = [
     wrong("KL105", per_rank, warns=True),
     right(logs_its_rank),
     wrong("KL105", on_a_gpu),
+    *(wrong("KL105", where_a_gpu_is(asks)) for asks in (torch_has_cuda, its_device_has_a_number)),
+    *(wrong("KL105", where_a_gpu_is(asks)) for asks in (torch_has_a_gpu_of_apple, its_type_is_of_cuda)),
+    right(counts_where_it_is),
+    right(autocast_off_inside),
     right(made_where_it_is),
     wrong("KL105", local_if_compiled),
     right(alike_if_compiled),

@@ -5,13 +5,24 @@ import random
 import time
 from functools import partial
 
+import pytest
 import torch
 
 from kltest.loss.chances import Chances
-from kltest.loss.surroundings import Pretended, compiling, later, slices, under_autocast, variable, variables_read
+from kltest.loss.surroundings import (
+    Pretended,
+    compiling,
+    later,
+    on_device,
+    slices,
+    under_autocast,
+    variable,
+    variables_read,
+)
 
 clock = time.monotonic
 compiles = torch.compiler.is_compiling
+cuda_is_there, mps_is_there = torch.cuda.is_available, torch.backends.mps.is_available
 
 
 def reads_the_clock():
@@ -20,6 +31,16 @@ def reads_the_clock():
 
 def asks_if_it_is_compiled():
     return compiles(), torch.compiler.is_compiling()
+
+
+def asks_for_devices(tensor):
+    accelerator = torch.accelerator.current_accelerator()
+    return {
+        "there": (cuda_is_there(), mps_is_there(), torch.xpu.is_available()),
+        "on it": (tensor.is_cuda, tensor.is_mps, tensor.is_xpu, tensor.is_cpu, tensor.get_device()),
+        "any": (torch.accelerator.is_available(), accelerator and accelerator.type),
+        "type": tensor.type(),
+    }
 
 
 def draws_rarely():
@@ -48,6 +69,42 @@ def test_a_tensor_says_that_it_is_on_a_gpu_and_stays_where_it_is():
         moved = tensor.to("cuda:0")
     assert said == (True, "cuda")
     assert {made.device.type, moved.device.type} == {"cpu"}
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
+def test_a_device_is_there_also_under_another_name_and_is_gone_again(kind):
+    tensor = torch.zeros(2, dtype=torch.float64)
+    before = asks_for_devices(tensor)
+    with on_device(kind, asks_for_devices):
+        said = asks_for_devices(tensor)
+        made = torch.zeros(2, device=kind)
+    assert said == {
+        "there": (kind == "cuda", kind == "mps", kind == "xpu"),
+        "on it": (kind == "cuda", kind == "mps", kind == "xpu", False, 0),
+        "any": (True, kind),
+        "type": f"torch.{kind}.DoubleTensor",
+    }
+    assert made.device.type == "cpu"
+    assert asks_for_devices(tensor) == before
+    assert before["type"] == "torch.DoubleTensor"
+
+
+def test_the_name_of_a_type_is_that_of_another_precision():
+    tensor = torch.zeros(2, dtype=torch.float64)
+    with Pretended(torch.bfloat16):
+        assert (tensor.type(), tensor.float().type()) == ("torch.BFloat16Tensor", "torch.FloatTensor")
+
+
+def test_autocast_that_a_loss_switches_off_is_off_afterwards_and_nothing_is_cast():
+    one = torch.eye(3) / 3
+    with under_autocast():
+        with torch.autocast("cpu", enabled=False):
+            pass
+        assert torch.is_autocast_enabled("cpu")
+        assert (one @ one).dtype == torch.float32
+        torch.set_autocast_enabled("cpu", torch.is_autocast_enabled("cpu"))
+    assert not torch.is_autocast_enabled("cpu")
+    assert (one @ one).dtype == torch.float32
 
 
 def test_autocast_is_pretended_and_undone():
