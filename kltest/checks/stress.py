@@ -469,9 +469,15 @@ def _equally_likely(findings: Findings) -> bool:
 
 
 def _rollouts(off: Off) -> str:
-    paths, policy = off.instance.paths, off.instance.policy
-    unlikely = f" with a log-prob of about −{-paths.along(policy).mean():,.0f}"
-    return f"In rollouts of {off.setting} tokens{unlikely if paths.log_weight.any() else ''}, {off.row.sampler} sampler,"
+    where = f"In rollouts of {off.setting} tokens"
+    if _is_unlikely(off.instance):
+        where += f" with a log-prob of about −{-off.instance.paths.along(off.instance.policy).mean():,.0f}"
+    return f"{where}, {off.row.sampler} sampler,"
+
+
+def _is_unlikely(instance: Instance) -> bool:
+    """Return True if tokens are equally likely in it where none is chosen."""
+    return isinstance(instance, OfSome) and instance.alike is not None
 
 
 def ends_instance(seed: int) -> Instance:
@@ -556,8 +562,8 @@ def _in_long_rollouts(findings: Findings) -> tuple[str, str] | None:
     tolerances, stress = TOLERANCES[findings.observed.dtype], STRESS["long rollouts"]
 
     def allowed(off: Off) -> float:
-        unlikely = isinstance(off.instance, OfSome) and off.instance.alike is not None
-        return max(Tolerances.guard, tolerances.gradient, (tolerances.summed or 0.0) if unlikely else 0.0)
+        summed = (tolerances.summed or 0.0) if _is_unlikely(off.instance) else 0.0
+        return max(Tolerances.guard, tolerances.gradient, summed)
 
     off = first_off(tried(findings, stress), allowed)
     if off is None or _is_stated(findings, off, tolerance := allowed(off)):

@@ -1,5 +1,6 @@
 """Losses that are right in small and mild environments and wrong farther out: samplers, batches, long rollouts."""
 
+import numpy as np
 import pytest
 import torch
 from cases.parts import k2, total
@@ -7,7 +8,11 @@ from weekly import spread
 
 import kltest
 from kltest.checks import CHECKS
-from kltest.checks.stress import STRESS
+from kltest.checks.stress import LONGER, STRESS, WHOLE_CHUNKS, choices_of, long_instance
+from kltest.environments import Instance
+from kltest.loss.resolve import resolve
+from kltest.moments import exact
+from kltest.truth import gradient
 
 LOCAL, BANDIT = {"expect": "local_reverse_kl"}, {"environment": "bandit"}
 SHORT = {**LOCAL, "environment": "bandit,sequence"}
@@ -38,6 +43,37 @@ def test_a_case_in_which_the_loss_raises_does_not_hide_the_next():
     report = kltest.grade(fails_at_the_first, select="KL105,KL504", environment="bandit")
     assert report.verdict == "refuted"
     assert "log-ratios" in " ".join(check.message for check in report.failed)
+
+
+# One token of several that are equally likely stands for all.
+
+
+def test_rollouts_that_stand_for_others_have_the_gradient_of_all():
+    """By enumeration of every rollout, and by the named gradient, which knows the whole environment."""
+    some = long_instance(2, 0, 4, alike=True)
+    every = Instance(some.environment, some.policy, some.reference, some.sampler)
+    assert (len(some.paths), len(every.paths)) == (2**3, 4**4)
+    assert some.rollout_weights("stale").sum() == pytest.approx(1, abs=1e-12)
+    for sampler in ("current", "stale"):
+        loss = resolve(weighted(whole_ratio))
+        found, wanted = (exact(loss, one, sampler).gradient for one in (some, every))
+        assert np.allclose(found, wanted, atol=1e-9)
+        assert np.allclose(wanted, gradient("reverse_kl", every), atol=1e-9)
+
+
+def test_long_rollouts_are_as_unlikely_as_those_of_trainers_and_sure_tokens_have_a_log_prob_of_zero():
+    for alike in (True, False):
+        instance = long_instance(1, 0, LONGER, alike=alike)
+        assert instance.rollout_weights("current").sum() == pytest.approx(1, abs=1e-9)
+        log_probs = instance.paths.chosen(instance.policy)
+        others = np.delete(log_probs, choices_of(1, LONGER), axis=1)
+        assert (others == (-np.log(4) if alike else 0.0)).all()
+
+
+def test_choices_stand_at_the_ends_of_blocks_and_beside_them():
+    places = [place for length in (64, LONGER, WHOLE_CHUNKS) for place in choices_of(1, length)[1:-1]]
+    for block in (2, 4, 8, 16, 32, 64, 128, 256):
+        assert {place % block for place in places} >= {0, 1 % block, block - 1}
 
 
 # Samplers that are far from the policy.
@@ -115,7 +151,7 @@ def nothing_if_long(logp, ref_logp, mask):
 def test_a_report_says_how_far_it_looked():
     report = kltest.grade(weighted(whole_ratio))
     assert report.verdict == "confirmed"
-    assert (report.reach.tokens, report.reach.rows, round(report.reach.sampler)) == (1024, 256, 19)
+    assert (report.reach.tokens, report.reach.rows, round(report.reach.sampler)) == (1024, 257, 19)
 
 
 def of_unsure_tokens(logp, ref_logp, mask):
@@ -156,8 +192,8 @@ FAR = [
     (seventh_row_and_later_ignored, "KL204", {}, "KL204 error", "In a batch of 7 "),
     (first_five_rows_only, "KL204,KL206", {}, "KL206 warning", ""),
     (in_chunks, "KL204", {}, "", ""),
-    (first_thirty_tokens, "KL105,KL203,KL205", LOCAL, "KL105 error", "it differs at tokens 42, 63"),
-    (horizon_of_twenty_five, "KL105,KL203,KL205", {}, "KL205 error", "it differs at tokens 0, 5, 19 of"),
+    (first_thirty_tokens, "KL105,KL203,KL205", LOCAL, "KL105 error", "it differs at tokens 31, 40, 63"),
+    (horizon_of_twenty_five, "KL105,KL203,KL205", {}, "KL205 error", "it differs at tokens 0, 16, 31 of"),
     (k2, "KL105,KL203,KL205", {}, "", ""),
     (nothing_if_long, "KL105,KL203,KL205", {}, "KL105 error", "nothing is left of it"),
     (less_if_long, "KL105,KL203,KL205", {}, "KL203 error", "0.25 times the declared one"),

@@ -38,8 +38,8 @@ from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
 from kltest.truth import combine, render, support_named
 
-# Numbers of actions: the first shows small heads and thresholds on probabilities, the second, a prime of which no blocks
-# are whole, every head in use.
+# Numbers of actions: the first shows small heads and thresholds on probabilities, the second every head in use. It is a
+# prime, so that no blocks are whole.
 SIZES = (12, 2053)
 # Instances drawn, and those in which a head has to show: in some, a threshold leaves one action or all of them.
 DRAWS, SOME = 4, 2

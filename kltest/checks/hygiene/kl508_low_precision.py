@@ -2,8 +2,9 @@
 
 The gradient in bfloat16 and float16 is compared with that of the same loss in float64 on the same rounded inputs: of
 mild rollouts, of rollouts as long as those of trainers, and of tokens with large ids, since a length, a place or an id
-in half precision is another one. So is the gradient inside torch.autocast, which sums a product of matrices in half
-precision, if the rollouts are unlikely as a whole. Another formula behind a branch that asks for the precision is found without rounding (kltest.checks.surroundings).
+in half precision is another one. So is the gradient inside torch.autocast, which makes products of matrices in half
+precision, if the rollouts are unlikely as a whole. Another formula behind a branch that asks for the precision is found
+without rounding (kltest.checks.surroundings).
 """
 
 import math
@@ -89,7 +90,7 @@ def _where_much_is_lost(findings: Findings) -> Found | None:
     What rounding alone may make is not reported there. Batches that the loss refuses are passed over.
     """
     inside = partial(torch.autocast, "cpu", NARROW[AUTOCAST])
-    tried = [
+    tried: list[tuple[str, torch.dtype, str, Surroundings | None, bool]] = [
         *((f"given log-probs in {name}", kind, name, None, False) for name, kind in NARROW.items()),
         (f"inside torch.autocast in {AUTOCAST}, given float32", torch.float32, AUTOCAST, inside, True),
     ]
