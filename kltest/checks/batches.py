@@ -156,6 +156,17 @@ def gradient_of_times(measure: Measure, factor: float, rollout: Rollout) -> np.n
     return gradient_of(loss.changed(instead=scaled), rollout)
 
 
+def gradient_beside(measure: Measure, rollout: Rollout, other: Rollout) -> np.ndarray:
+    """(B, T, 1 + V) gradient of one call, if the loss of a second one is added before the backward pass."""
+    loss = measure.experiment().loss
+
+    def both(one: Rollout) -> Outcome:
+        first, second = loss(one), loss(other)
+        return replace(first, objective=first.objective + second.objective, rows=None, returned="scalar")
+
+    return gradient_of(loss.changed(instead=both), rollout)
+
+
 def moves(measure: Measure, one: Rollout, other: Rollout) -> bool:
     """Return True if the gradient of a batch is not that of another, by more than rounding."""
     before, after = measure.differentiate(one), measure.differentiate(other)

@@ -169,6 +169,50 @@ def weighted_by_progress(logp, ref_logp, mask, beta, progress=0.0):
 # KL511
 
 
+def clipped_by_a_hook(bound):
+    """Loss scaling multiplies what comes in by 65536."""
+
+    def clipped(logp, ref_logp, mask):
+        own = logp * 1
+        if own.requires_grad:
+            own.register_hook(lambda gradient: gradient.clamp(-bound, bound))
+        return k2(own, ref_logp, mask).mean()
+
+    clipped.__qualname__ = f"clipped_at_{bound:g}"
+    return clipped
+
+
+class CostsInABuffer:
+    """As CUDA graphs need it, the factor of the log-probs stands in a buffer, for the last call unless it is copied."""
+
+    def __init__(self, copied=False):
+        self.buffers, self.copied = {}, copied
+
+    def __call__(self, logp, ref_logp, mask):
+        buffer = self.buffers.setdefault(tuple(logp.shape), torch.zeros(len(logp), dtype=logp.dtype))
+        buffer.data.copy_(total(logp - ref_logp, mask).detach())
+        return ((buffer.clone() if self.copied else buffer) * total(logp, mask)).mean()
+
+
+class KeptAtTheClass(torch.autograd.Function):
+    """Half the square; the backward pass reads what the last forward pass left at the class."""
+
+    kept = None
+
+    @staticmethod
+    def forward(context, summed):
+        KeptAtTheClass.kept = summed.clone()
+        return summed.square() / 2
+
+    @staticmethod
+    def backward(context, upstream):
+        return upstream * KeptAtTheClass.kept
+
+
+def kept_at_the_class(logp, ref_logp, mask):
+    return KeptAtTheClass.apply(total(logp - ref_logp, mask))
+
+
 class HalfSquare(torch.autograd.Function):
     @staticmethod
     def forward(ctx, log_ratio, scaled):
@@ -318,6 +362,11 @@ CASES = [
     wrong("KL511", kernel_without_upstream),
     wrong("KL511", sum_that_starts_anew),
     right(kernel_with_upstream),
+    wrong("KL511", clipped_by_a_hook(100)),
+    right(clipped_by_a_hook(float("inf"))),
+    wrong("KL511", CostsInABuffer()),
+    right(CostsInABuffer(copied=True)),
+    wrong("KL511", kept_at_the_class),
     wrong("KL512", kl_div_of_logits, also=("KL502",), options=LOCAL),
     wrong("KL512", exponentials_of_logits, also=("KL502",), options=LOCAL),
     right(of_log_probs, LOCAL),

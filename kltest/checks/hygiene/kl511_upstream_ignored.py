@@ -1,16 +1,21 @@
-"""KL511: the backward pass does not scale with the gradient that comes in."""
+"""KL511: the gradient of a multiple or of a sum of losses is no multiple or sum of their gradients."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from math import log
 from typing import Any
 
 import torch
 
-from kltest.checks.batches import apart, gradient_of_times, limit, usual_batch
+from kltest.checks.batches import apart, gradient_beside, gradient_of_times, limit, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Demonstration, Losses, one_row
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
+from kltest.errors import KltestError
 from kltest.identify.findings import Findings
+
+# What scales a loss: coefficients, and losses of half precision by 2¹⁶ (which float16 itself has no number for).
+FACTORS = (2.0, 2.0**16, 2.0**-16)
 
 
 def moot(findings: Findings) -> str | None:
@@ -19,13 +24,26 @@ def moot(findings: Findings) -> str | None:
 
 
 def examine(findings: Findings) -> Found | None:
-    """Compare the gradient of twice the loss with twice the gradient."""
+    """Compare gradients of multiples of the loss with multiples of its gradient; then that of a sum of two losses."""
     batch = usual_batch(findings)
-    once, twice = (gradient_of_times(findings.measure, factor, batch) for factor in (1.0, 2.0))
-    if not once.any() or (off := apart(twice, 2 * once)) <= limit(findings):
+    once = gradient_of_times(findings.measure, 1.0, batch)
+    if not once.any():
         return None
-    share = float((twice * once).sum() / (once**2).sum())
-    return Found(f"The gradient of 2·loss is {share:.4g} times that of the loss, off by {off:.2g} of twice as much.")
+    for factor in (2.0,) if findings.observed.dtype == "float16" else FACTORS:
+        times = gradient_of_times(findings.measure, factor, batch) / factor
+        if (off := apart(times, once)) > limit(findings):
+            share = factor * float((times * once).sum() / (once**2).sum())
+            return Found(
+                f"The gradient of {factor:.4g}·loss is {share:.4g} times that of the loss, off by {off:.2g} of it."
+            )
+    with suppress(KltestError):  # torch refuses what is written over, loudly
+        added = gradient_beside(findings.measure, batch, batch.take(range(len(batch))[::-1]).near_reference())
+        if (off := apart(added, once)) > limit(findings):
+            return Found(
+                "Of two calls whose losses are added up before one backward pass, the gradient of the first one is off "
+                f"by {off:.2g} of what it is alone."
+            )
+    return None
 
 
 def without_upstream(logp, ref_logp, mask):
