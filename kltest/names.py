@@ -153,13 +153,28 @@ BATCH_SIZES = (
 )
 """Names of parameters and settings that say how many rollouts a batch has, or a part of one."""
 
-_STEPS = (
-    *("global_step", "step", "current_step", "cur_step", "train_step", "training_step", "update_step"),
-    *("iteration", "epoch", "current_epoch"),
+_STEP = frozenset(("step", "epoch", "iteration", "iter"))
+_OF_STEPS = frozenset(
+    (
+        *("global", "current", "cur", "curr", "train", "training", "update", "inner", "outer", "mini", "minibatch"),
+        *("micro", "microbatch", "batch", "ppo", "grpo", "rl", "policy", "actor", "opt", "optim", "optimizer", "this"),
+    )
 )
+_PLACES = frozenset(("idx", "index", "id", "counter"))
 _SHARES = ("progress", "training_progress", "train_progress", "progress_remaining", "current_progress_remaining")
-STEPS: dict[str, int | float] = {**dict.fromkeys(_STEPS, 1), **dict.fromkeys(_SHARES, 0.5)}
-"""How far a training run is, in steps or as a share of it, by the names of parameters and attributes that say so."""
+
+
+def training_step(name: str) -> int | float | None:
+    """Return how far a training run is where a parameter or attribute says so: in steps, or as a share of it.
+
+    All words of the name are known: `inner_epoch`, `ppo_epoch_idx`, not `num_epochs`, `step_size` or `warmup_step`.
+    """
+    last = name.split(".")[-1]
+    words = {*_words(last)}
+    if last in _SHARES:
+        return 0.5
+    return 1 if words & _STEP and words <= _STEP | _OF_STEPS | _PLACES else None
+
 
 _TOKEN_IDS = frozenset(("id", "ids", "eos", "bos", "pad", "padding", "ignore"))
 
