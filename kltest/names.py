@@ -269,13 +269,13 @@ def _similar(word: str, other: str) -> bool:
 
 
 _KL = re.compile(r"(approx|mean|avg|ref|seq|token|policy)?kl(s|d|div|divergence)?\d*")
-_NO_KL = re.compile(
-    r"alpha|beta|bound|budget|clip(ped)?|coeff?(icient)?s?|controller|cost|counts?|ctl|decay|early|exceeded|forward|"
-    r"frac(tion)?|grad(ient)?|horizon|kind|lambda|limit|loss(es)?|lr|margin|mask|max|min|mode|n|name|num|old|penalt(y|ies)|"
-    r"percent|ratio|rewards?|sampler|scaled?|schedule|skipped|sq|squared?|std|steps|stop(ped)?|target|tau|term|threshold|"
-    r"tolerance|type|var(iance)?|warmup|weight(ed)?"
+_OF_KL = re.compile(
+    r"actor|approx(imate|imated)?|average|avg|base|batch|current|curr?|detached|div(ergence)?|est(imate|imated|imator)?|exact|"
+    r"from|full|global|local|masked|init(ial)?|item|k\d|logged|mc|mean|metrics?|model|monte|carlo|of|per|policy|ref(erence)?|response|reverse|"
+    r"rows?|sampled|seq(uence)?s?|sft|student|teacher|the|to|tokens?|train(ing)?|unbiased|values?|vs"
 )
-"""Beside KL, these words say that it is something else: a multiple, another statistic, a setting."""
+"""The words beside KL that leave it what it is. With any other one it is something else, or not known to be the KL:
+a multiple (`kl_loss`), another statistic (`kl_p95`, `kl_sum`), another unit (`kl_bits`), a setting (`kl_horizon`)."""
 
 
 _STATISTICS = frozenset({"mean", "avg", "average"})
@@ -288,12 +288,13 @@ def quantity(key: str) -> str:
 
 
 def says_kl(name: str) -> bool:
-    """Return True for `kl`, `mean_kl`, `approxkl`, `klToRef`, not for `kl_loss`, `kl_coef` or `kl_max`.
+    """Return True for `kl`, `mean_kl`, `approxkl`, `klToRef`, not for `kl_loss`, `kl_coef`, `kl_max` or `kl_p95`.
 
     The scan looks for terms, and so for `kl_loss` and `k3` as well: `kltest.symbolic.words.says_kl`.
     """
     words = _words(name)
-    return any(map(_KL.fullmatch, words)) and not any(map(_NO_KL.fullmatch, words))
+    beside = [word for word in words if not _KL.fullmatch(word)]
+    return len(beside) < len(words) and all(map(_OF_KL.fullmatch, beside))
 
 
 _LOGGED = {
