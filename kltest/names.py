@@ -153,13 +153,28 @@ BATCH_SIZES = (
 )
 """Names of parameters and settings that say how many rollouts a batch has, or a part of one."""
 
-_STEPS = (
-    *("global_step", "step", "current_step", "cur_step", "train_step", "training_step", "update_step"),
-    *("iteration", "epoch", "current_epoch"),
+_STEP = frozenset(("step", "epoch", "iteration", "iter"))
+_OF_STEPS = frozenset(
+    (
+        *("global", "current", "cur", "curr", "train", "training", "update", "inner", "outer", "mini", "minibatch"),
+        *("micro", "microbatch", "batch", "ppo", "grpo", "rl", "policy", "actor", "opt", "optim", "optimizer", "this"),
+    )
 )
+_PLACES = frozenset(("idx", "index", "id", "counter"))
 _SHARES = ("progress", "training_progress", "train_progress", "progress_remaining", "current_progress_remaining")
-STEPS: dict[str, int | float] = {**dict.fromkeys(_STEPS, 1), **dict.fromkeys(_SHARES, 0.5)}
-"""How far a training run is, in steps or as a share of it, by the names of parameters and attributes that say so."""
+
+
+def training_step(name: str) -> int | float | None:
+    """Return how far a training run is where a parameter or attribute says so: in steps, or as a share of it.
+
+    All words of the name are known: `inner_epoch`, `ppo_epoch_idx`, not `num_epochs`, `step_size` or `warmup_step`.
+    """
+    last = name.split(".")[-1]
+    words = {*_words(last)}
+    if last in _SHARES:
+        return 0.5
+    return 1 if words & _STEP and words <= _STEP | _OF_STEPS | _PLACES else None
+
 
 _TOKEN_IDS = frozenset(("id", "ids", "eos", "bos", "pad", "padding", "ignore"))
 
@@ -254,13 +269,13 @@ def _similar(word: str, other: str) -> bool:
 
 
 _KL = re.compile(r"(approx|mean|avg|ref|seq|token|policy)?kl(s|d|div|divergence)?\d*")
-_NO_KL = re.compile(
-    r"alpha|beta|bound|budget|clip(ped)?|coeff?(icient)?s?|controller|cost|counts?|ctl|decay|early|exceeded|forward|"
-    r"frac(tion)?|grad(ient)?|horizon|kind|lambda|limit|loss(es)?|lr|margin|mask|max|min|mode|n|name|num|old|penalt(y|ies)|"
-    r"percent|ratio|rewards?|sampler|scaled?|schedule|skipped|sq|squared?|std|steps|stop(ped)?|target|tau|term|threshold|"
-    r"tolerance|type|var(iance)?|warmup|weight(ed)?"
+_OF_KL = re.compile(
+    r"actor|approx(imate|imated)?|average|avg|base|batch|current|curr?|detached|div(ergence)?|est(imate|imated|imator)?|exact|"
+    r"from|full|global|local|masked|init(ial)?|item|k\d|logged|mc|mean|metrics?|model|monte|carlo|of|per|policy|ref(erence)?|response|reverse|"
+    r"rows?|sampled|seq(uence)?s?|sft|student|teacher|the|to|tokens?|train(ing)?|unbiased|values?|vs"
 )
-"""Beside KL, these words say that it is something else: a multiple, another statistic, a setting."""
+"""The words beside KL that leave it what it is. With any other one it is something else, or not known to be the KL:
+a multiple (`kl_loss`), another statistic (`kl_p95`, `kl_sum`), another unit (`kl_bits`), a setting (`kl_horizon`)."""
 
 
 _STATISTICS = frozenset({"mean", "avg", "average"})
@@ -273,12 +288,13 @@ def quantity(key: str) -> str:
 
 
 def says_kl(name: str) -> bool:
-    """Return True for `kl`, `mean_kl`, `approxkl`, `klToRef`, not for `kl_loss`, `kl_coef` or `kl_max`.
+    """Return True for `kl`, `mean_kl`, `approxkl`, `klToRef`, not for `kl_loss`, `kl_coef`, `kl_max` or `kl_p95`.
 
     The scan looks for terms, and so for `kl_loss` and `k3` as well: `kltest.symbolic.words.says_kl`.
     """
     words = _words(name)
-    return any(map(_KL.fullmatch, words)) and not any(map(_NO_KL.fullmatch, words))
+    beside = [word for word in words if not _KL.fullmatch(word)]
+    return len(beside) < len(words) and all(map(_OF_KL.fullmatch, beside))
 
 
 _LOGGED = {

@@ -20,7 +20,7 @@ from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
-from kltest.names import STEPS, SUPPORT_SIZES, listed, says_token_id
+from kltest.names import SUPPORT_SIZES, listed, says_token_id, training_step
 from kltest.rollout import Rollout
 
 # Numbers above this are beyond the rows of all batches; what cuts long rollouts at less is seen in those.
@@ -136,7 +136,7 @@ def _is_another(usual: np.ndarray, changed: np.ndarray, limit: float, scheduled:
 
 
 def _is_step(name: str) -> bool:
-    return name.split(".")[-1] in STEPS
+    return training_step(name) is not None
 
 
 def _numbers(findings: Findings) -> Iterator[tuple[str, float | None, tuple[float, ...]]]:
@@ -189,7 +189,7 @@ def _gradients(
 
 
 def _later(name: str) -> tuple[float, ...]:
-    return LATER if STEPS[name.split(".")[-1]] == 1 else LATER_SHARES
+    return LATER if training_step(name) == 1 else LATER_SHARES
 
 
 def _other_step(name: str, step: float | None, other: float) -> Found:

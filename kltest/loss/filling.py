@@ -18,12 +18,12 @@ from kltest.loss.view import RolloutView
 from kltest.names import (
     BATCH_SIZES,
     GROUP_SIZES,
-    STEPS,
     SUPPORT_SIZE,
     field_named,
     near_spelling,
     payloads,
     suggested_field,
+    training_step,
 )
 from kltest.rollout import fields_behind
 
@@ -182,8 +182,8 @@ def fill(
             fillings[key] = FieldOf(field)
         elif parameter.default is parameter.empty and key in DERIVED:
             fillings[key] = Derived(key)
-        elif parameter.default is parameter.empty and key in STEPS:
-            fillings[key] = STEPS[key]  # others are tried by `kltest.checks.cuts`
+        elif parameter.default is parameter.empty and (step := training_step(key)) is not None:
+            fillings[key] = step  # others are tried by `kltest.checks.cuts`
         elif parameter.default is parameter.empty:
             if made := configuration(parameter, function):
                 fillings[key] = made

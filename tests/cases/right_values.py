@@ -14,6 +14,15 @@ def logs_k1_a_sequence(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1)}
 
 
+def logs_other_statistics_by_their_names(logp, ref_logp, mask):
+    log_ratio = live(logp - ref_logp, mask).sum(-1).detach()
+    return penalty(logp, ref_logp, mask), {
+        "kl_p95": log_ratio.double().quantile(0.95),
+        "kl_bits": log_ratio.mean() / 0.6931471805599453,
+        "kl_sum": log_ratio.sum(),
+    }
+
+
 def logs_k1_a_token(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": (logp - ref_logp).detach()}
 
@@ -113,6 +122,7 @@ def scales_a_copy(logp, ref_logp, mask, beta):
 
 CASES = [
     right(logs_k1_a_sequence, logs=True),
+    right(logs_other_statistics_by_their_names),
     right(logs_k1_a_token, logs=True),
     right(logs_k1_as_an_array, logs=True),
     right(logs_k1_in_single_precision, logs=True),

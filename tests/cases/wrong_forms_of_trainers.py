@@ -166,6 +166,24 @@ def weighted_by_progress(logp, ref_logp, mask, beta, progress=0.0):
     return beta * (1 - progress) * k2(logp, ref_logp, mask)
 
 
+def later_epochs_token_by_token(logp, ref_logp, old_logp, mask, inner_epoch=0):
+    cost = total(logp - ref_logp, mask).detach()
+    if inner_epoch == 0:
+        return cost * total(logp, mask)
+    return (live(live(logp - old_logp, mask).exp(), mask) * cost[:, None]).sum(-1)
+
+
+def later_steps_are_clamped(logp, ref_logp, mask, micro_step_idx=None):
+    limit = 1.0 if micro_step_idx else float("inf")
+    return live((logp - ref_logp).clamp(-limit, limit), mask).sum(-1).square() / 2
+
+
+def powers_by_settings(logp, ref_logp, mask, num_epochs=1, step_size=1, warmup_step=1, max_iter=1):
+    """Small defaults beside these words that say no step: with others it is another loss."""
+    log_ratio = live(logp - ref_logp, mask).sum(-1)
+    return log_ratio.abs() ** (num_epochs + step_size * warmup_step) / (1 + max_iter)
+
+
 # KL511
 
 
@@ -359,6 +377,9 @@ CASES = [
     right(coefficient_of_later_steps),
     wrong("KL105", mixed_by_progress, also=("KL503",)),
     right(weighted_by_progress),
+    wrong("KL105", later_epochs_token_by_token, options={"sampler": "current"}),
+    wrong("KL105", later_steps_are_clamped),
+    right(powers_by_settings),
     wrong("KL511", kernel_without_upstream),
     wrong("KL511", sum_that_starts_anew),
     right(kernel_with_upstream),

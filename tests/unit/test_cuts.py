@@ -5,6 +5,20 @@ import torch
 from weekly import first
 
 import kltest
+from kltest.names import training_step
+
+STEPS = "step global_step globalStep trainer.state.global_step inner_epoch ppo_epoch epoch_idx micro_step iter epoch_step"
+NO_STEPS = "steps num_epochs step_size max_iter n_iter warmup_step start_epoch sinkhorn_iter time_step steps_per_epoch k"
+
+
+@pytest.mark.parametrize("name", STEPS.split())
+def test_a_name_that_says_a_step_of_training(name):
+    assert training_step(name) == 1
+
+
+@pytest.mark.parametrize("name", NO_STEPS.split())
+def test_a_name_that_says_none(name):
+    assert training_step(name) is None
 
 
 def square(logp, ref_logp, mask):

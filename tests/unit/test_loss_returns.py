@@ -219,7 +219,7 @@ def test_a_list_of_two_rows_is_a_pair(short):
     assert outcome.metric.shape == (2,)
 
 
-KL = ["kl", "mean_kl", "approxkl", "refKL", "kl_div", "kl_to_ref", "KL", "kld", "k3_kl"]
+KL = ["kl", "mean_kl", "approxkl", "refKL", "kl_div", "kl_to_ref", "KL", "kld", "k3_kl", "per_token_kl", "kl_vs_ref"]
 NO_KL = ["", *["loss", "kl_loss", "kl_coef", "klPenalty", "kl_max", "kl_beta", "klaus", "old_kl", "forward_kl", "skl"]]
 NO_KL += [
     "kl_coefs",
@@ -231,6 +231,7 @@ NO_KL += [
     "kl_ratio",
     "kl_steps",
     "early_stop_kl",
+    *("kl_p95", "kl_bits", "kl_sum", "total_kl", "kl_std", "kl_quantile", "kl_nats_per_char"),
 ]
 
 
