@@ -270,9 +270,12 @@ def _similar(word: str, other: str) -> bool:
 
 _KL = re.compile(r"(approx|mean|avg|ref|seq|token|policy)?kl(s|d|div|divergence)?\d*")
 _OF_KL = re.compile(
-    r"actor|approx(imate|imated)?|average|avg|base|batch|current|curr?|detached|div(ergence)?|est(imate|imated|imator)?|exact|"
-    r"from|full|global|local|masked|init(ial)?|item|k\d|logged|mc|mean|metrics?|model|monte|carlo|of|per|policy|ref(erence)?|response|reverse|"
-    r"rows?|sampled|seq(uence)?s?|sft|student|teacher|the|to|tokens?|train(ing)?|unbiased|values?|vs"
+    r"actor|agent|all|answers?|approx(imate|imated)?|average|avg|base|batch|completions?|current|curr?|debug|detached|"
+    r"dist(ance)?|div(ergence)?|ema|empirical|est(imate|imated|imator)?|eval(uation)?|exact|from|full|global|group|info|"
+    r"init(ial)?|item|k\d|local|logged|logs|masked|mc|mean|measured|metrics?|micro|mini|model|monte|carlo|moving|nats|new|"
+    r"now|objective|observed|of|per|pi|policy|ppo|raw|ref(erence)?|response|reverse|rollouts?|rows?|running|sampled|"
+    r"schulman|seq(uence)?s?|sft|smoothed|stats?|step|student|teacher|test|the|to|tokens?|train(ing)?|true|unbiased|"
+    r"val(idation)?|values?|vs"
 )
 """The words beside KL that leave it what it is. With any other one it is something else, or not known to be the KL:
 a multiple (`kl_loss`), another statistic (`kl_p95`, `kl_sum`), another unit (`kl_bits`), a setting (`kl_horizon`)."""
