@@ -1,5 +1,7 @@
 """Correct losses that log a true KL, in the ways of libraries."""
 
+from collections import deque
+
 import torch
 from cases.parts import live, penalty
 from cases.table import right
@@ -120,6 +122,30 @@ def scales_a_copy(logp, ref_logp, mask, beta):
     return kl * live(logp, mask).sum(-1), metrics
 
 
+class MovingAverage:
+    """Logs an exponential moving average over calls, from the first number on or from zero."""
+
+    def __init__(self, kept=0.9, first=None):
+        self.kept, self.kl = kept, first
+
+    def now(self, logp, ref_logp, mask):
+        return live(logp - ref_logp, mask).sum(-1).mean().item()
+
+    def __call__(self, logp, ref_logp, mask):
+        now = self.now(logp, ref_logp, mask)
+        self.kl = now if self.kl is None else self.kept * self.kl + (1 - self.kept) * now
+        return penalty(logp, ref_logp, mask), {"kl": self.kl}
+
+
+class MeanOfLastCalls:
+    def __init__(self, calls=20):
+        self.last = deque(maxlen=calls)
+
+    def __call__(self, logp, ref_logp, mask):
+        self.last.append(live(logp - ref_logp, mask).sum(-1).mean().item())
+        return penalty(logp, ref_logp, mask), {"kl": sum(self.last) / len(self.last)}
+
+
 CASES = [
     right(logs_k1_a_sequence, logs=True),
     right(logs_other_statistics_by_their_names),
@@ -137,6 +163,9 @@ CASES = [
     right(masks_in_place, logs=True),
     right(fills_rows_of_a_view, logs=True),
     right(scales_a_copy, logs=True),
+    right(MovingAverage()),
+    right(MovingAverage(kept=0.999, first=0.0)),
+    right(MeanOfLastCalls()),
     right(logs_a_number, logs=True),
     right(logs_the_token_mean_of_a_group, {"group_size": 2, "environment": "sequence,ragged"}),
 ]

@@ -2,7 +2,7 @@
 
 import torch
 from cases.parts import live, penalty
-from cases.right_values import sampled_k3
+from cases.right_values import MovingAverage, sampled_k3
 from cases.table import wrong
 
 # ------------------------------------------------------------------------------------------------ KL601: none of them
@@ -28,6 +28,22 @@ def leaves_out_the_first_token(logp, ref_logp, mask):
 
 def logs_k1_cut_off_below(logp, ref_logp, mask):
     return penalty(logp, ref_logp, mask), {"kl": live(logp - ref_logp, mask).sum(-1).clamp(min=0).mean().item()}
+
+
+class AddsUpOverCalls:
+    """A sum that nobody sets back to zero."""
+
+    def __init__(self):
+        self.kl = 0.0
+
+    def __call__(self, logp, ref_logp, mask):
+        self.kl += live(logp - ref_logp, mask).sum(-1).mean().item()
+        return penalty(logp, ref_logp, mask), {"kl": self.kl}
+
+
+class AveragesHalfSquares(MovingAverage):
+    def now(self, logp, ref_logp, mask):
+        return penalty(logp, ref_logp, mask).item()
 
 
 # ------------------------------------------------------------------------------------------- KL602: times something
@@ -188,6 +204,8 @@ CASES = [
     wrong("KL601", logs_the_largest_of_coupled_rows, also=("KL206",)),
     wrong("KL601", logs_by_lengths),
     wrong("KL601", logs_k1_cut_at_2, warns=True),
+    wrong("KL601", AddsUpOverCalls()),
+    wrong("KL601", AveragesHalfSquares()),
     wrong("KL602", logs_beta_times_kl),
     wrong("KL602", logs_beta_times_kl, also=("KL601",), options={"beta": 0.1}),
     wrong("KL602", logs_after_the_ratio, also=("KL301",)),

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 from kltest.checks.check import Found
-from kltest.checks.logged_values.metrics import BATCH, logged, metric_of
+from kltest.checks.logged_values.metrics import BATCH, MANY, SYMBOLS, as_one, logged, metric_of, settled
 from kltest.checks.stress import LENGTH, LONGER, long_instance, right_in_long_rollouts
 from kltest.environments import Instance
 from kltest.errors import KltestError
@@ -31,6 +31,24 @@ def elsewhere(findings: Findings) -> Found | None:
     tried = chain(_in_long_rollouts(findings, names), _in_turns(findings), _in_batches(findings, names))
     for level, words in tried:
         return Found(f"{words} It is a KL in the graded environments.", level=level)
+    return None
+
+
+def after_earlier_calls(findings: Findings) -> Found | None:
+    """Report that what a loss logs over its calls comes to no KL: of each rollout, called again and again."""
+    for environment in findings.environments:
+        instance = instances(environment, findings.seed)[0]
+        every = Rollout.of(instance, padding=findings.seed)
+        alone = []
+        for row in range(len(every)):
+            value = settled(findings, every.take([row]))
+            if value is None:
+                return Found(f"Of one batch it is another number in each of {MANY} calls, and comes to none.")
+            alone.append(value)
+        mean, truths = float(instance.rollout_weights("current") @ alone), true_values(instance)
+        if first_match([mean], [truths], _limit(findings)) is None:
+            words = ", ".join(f"{symbol} = {truths[name]:.6g}" for name, symbol in SYMBOLS.items())
+            return Found(f"In {environment} it comes to {mean:.6g} over calls of a rollout, where {words}.")
     return None
 
 
@@ -78,10 +96,10 @@ def _in_batches(findings: Findings, names: set[str]) -> Iterator[tuple[Level, st
     lengths = every.peek("mask").sum(dim=1).numpy()
     for many in ROWS:
         rows = np.resize(order, many)
-        together = _as_one(metric_of(findings, every.take(rows)))
+        together = as_one(metric_of(findings, every.take(rows)))
         means = (alone[rows].mean(), np.average(alone[rows], weights=lengths[rows]))
         if not np.isclose(together, means, rtol=_limit(findings), atol=0).any():
-            copies = _as_one(metric_of(findings, every.take(rows[:1].repeat(many))))
+            copies = as_one(metric_of(findings, every.take(rows[:1].repeat(many))))
             if not (_right_in_pairs(findings, names) and np.isclose(copies, alone[rows[0]], rtol=_limit(findings))):
                 yield (
                     "error",
@@ -94,7 +112,7 @@ def _right_in_pairs(findings: Findings, names: set[str]) -> bool:
     instance = instances("bandit", findings.seed)[0]
     every, chance = Rollout.of(instance, padding=findings.seed), instance.rollout_weights("current")
     pairs = [[one, other] for one in range(len(every)) for other in range(len(every))]
-    mean = sum(chance[pair].prod() * _as_one(metric_of(findings, every.take(pair))) for pair in pairs)
+    mean = sum(chance[pair].prod() * as_one(metric_of(findings, every.take(pair))) for pair in pairs)
     return first_match([float(mean)], [true_values(instance)], _limit(findings)) in {*names, "kl"}
 
 
@@ -105,10 +123,6 @@ def _limit(findings: Findings) -> float:
 def _of_copies(findings: Findings, every: Rollout, row: int) -> float:
     """What is logged for a rollout alone, or for a group of copies of it if the loss takes no single ones."""
     try:
-        return _as_one(metric_of(findings, every.take([row])))
+        return as_one(metric_of(findings, every.take([row])))
     except KltestError:
-        return _as_one(metric_of(findings, every.take([row] * BATCH)))
-
-
-def _as_one(metric: np.ndarray) -> float:
-    return float((metric.sum(axis=1) if metric.ndim == 2 else metric).mean())
+        return as_one(metric_of(findings, every.take([row] * BATCH)))

@@ -1,16 +1,22 @@
 """KL601: the number that is logged as the KL is none."""
 
 from kltest.checks.check import Found
-from kltest.checks.logged_values.further import elsewhere
-from kltest.checks.logged_values.metrics import SYMBOLS, logged, no_kl
+from kltest.checks.logged_values.further import after_earlier_calls, elsewhere
+from kltest.checks.logged_values.metrics import OF_EARLIER_CALLS, SYMBOLS, logged, no_kl
 from kltest.identify.findings import Findings, Row
 from kltest.identify.values import NAMES, Reported
 
-moot = no_kl
+
+def moot(findings: Findings) -> str:
+    """Return a reason to skip the check if the loss logs no KL."""
+    why = no_kl(findings)
+    return "" if why == OF_EARLIER_CALLS else why
 
 
 def examine(findings: Findings) -> Found | None:
     """Compare the metric with the KLs under a current sampler, whatever the cause of a difference; then further out."""
+    if no_kl(findings):
+        return after_earlier_calls(findings)
     known = [(row, found) for row, found in logged(findings) if found.judged]
     if not known:
         why = "draws random numbers" if findings.noisy else "takes larger batches, or there are too many rollouts"

@@ -19,6 +19,10 @@ BATCH = 4
 ALL = list(range(BATCH))
 # Relative change of a metric that counts; room for another order of adding up.
 MOVED = 1e-6
+# Reason to skip checks that read a metric from one call.
+OF_EARLIER_CALLS = "the KL that the loss logs depends on earlier calls and cannot be read from one"
+# Calls of one batch after which what is logged has settled, unless it is seen from a few where it goes.
+FEW, MANY = 5, 1000
 SYMBOLS = {"kl": "E[Σu]", "kl_per_token": "E[Σu]/E[L]", "mean_of_token_means": "E[Σu/L]"}
 
 
@@ -34,7 +38,7 @@ def no_kl(findings: Findings) -> str:
         if first is None or again is None:
             return "the loss logs no KL"
         if moved(first.numpy(), again.numpy()):
-            return "the KL that the loss logs depends on earlier calls and cannot be read from one"
+            return OF_EARLIER_CALLS
         return ""
     return "the loss logs no KL"
 
@@ -62,6 +66,38 @@ def metric_of(findings: Findings, rollout: Rollout, beta: float | None = None) -
     if metric is None:
         raise TargetError(f"{findings.loss.name} logs a KL in some calls and none in others")
     return np.where(rollout.peek("mask").numpy() != 0, metric.numpy(), 0.0) if metric.dim() == 2 else metric.numpy()
+
+
+def settled(findings: Findings, rollout: Rollout) -> float | None:
+    """Return what is logged of a batch if it is called again and again, from the first call of all on.
+
+    A moving average comes to the batch's own number, m + d·r/(1 − r) after steps d that become r times as large. None
+    if it moves on and on, as a sum that is never reset.
+    """
+    calls, seen = findings.loss.calls, list[float]()
+    before = calls.state.now()
+    calls.state.reset()
+    try:
+        with calls.holding():
+            for count in range(MANY):
+                seen.append(as_one(metric_of(findings, rollout)))
+                if count < FEW - 1:
+                    continue
+                steps = np.diff(seen[-FEW:])
+                if np.abs(steps).max() <= MOVED * abs(seen[-1]):
+                    return seen[-1]
+                shares = steps[1:] / np.where(steps[:-1] == 0, np.nan, steps[:-1])
+                share = float(shares[-1])
+                if abs(share) < 1 - MOVED and np.ptp(shares) <= MOVED:
+                    return seen[-1] + float(steps[-1]) * share / (1 - share)
+    finally:
+        before.reset()
+    return None
+
+
+def as_one(metric: np.ndarray) -> float:
+    """Return the metric of some rollouts as one number: the mean of their sums."""
+    return float((metric.sum(axis=1) if metric.ndim == 2 else metric).mean())
 
 
 def moved(one: np.ndarray, other: np.ndarray) -> bool:
