@@ -97,7 +97,9 @@ def _of_other_masks(findings: Findings) -> Found | None:
     Far from the reference log-ratios are no whole numbers either, and there are no more masks: one batch is enough.
     """
     form = findings.loss.record.form
-    for what, kind in MASKS.items() if form and "mask" in findings.observed.uses else ():
+    if form is None or "mask" not in findings.observed.uses:
+        return None
+    for what, kind in MASKS.items():
         for batch, which, usual in _batches(findings)[:1] if kind != form.mask_type else ():
             if (off := _off(findings, batch, usual, nullcontext, None, kind)) > max(Tolerances.guard, limit(findings)):
                 words = f"With a mask of {what} {_words(which, off)}"

@@ -239,11 +239,10 @@ class Loss:
             masks: the type in which it is given its mask, and no other; None for the usual.
         """
         record = replace(self.record, notes=[], writes={}, made_trainable=set())
-        if floats is None and masks is None:
-            return self.changed(exploring=True, record=record)
         same = record.form or INPUT_FORMS[0]
-        if masks:
-            return self.changed(exploring=True, forms=(replace(same, mask_type=masks),), record=record)
+        if floats is None:
+            forms = (replace(same, mask_type=masks),) if masks else self.forms
+            return self.changed(exploring=True, forms=forms, record=record)
         same = replace(same, floats=floats)
         forms = (same, replace(same, mask_type=None if same.mask_type else torch.bool))
         return self.changed(exploring=True, forms=forms, record=replace(record, form=None, traced=None))
