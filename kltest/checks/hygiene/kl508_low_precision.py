@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from math import inf
 
 import numpy as np
 import torch
@@ -99,7 +98,7 @@ def _where_much_is_lost(findings: Findings) -> Found | None:
         for where, batch in _large(findings, alike):
             with suppress(KltestError):
                 off = _off_in_one_batch(findings, batch, kind, name, surroundings)
-                if ANOTHER < off < inf:  # what overflows is KL503's
+                if ANOTHER < off < math.inf:  # what overflows is KL503's
                     return Found(
                         f"{where}, {how}, its gradient is off by {off:.2g} of it, compared with float64 on the same "
                         "rounded numbers.",
