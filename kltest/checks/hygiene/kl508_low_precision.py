@@ -2,9 +2,9 @@
 
 The gradient in bfloat16 and float16 is compared with that of the same loss in float64 on the same rounded inputs, of
 mild rollouts; in bfloat16 also of rollouts as long as those of trainers, and of tokens with large ids, since a length,
-a place or an id is another one in it. So is the gradient inside torch.autocast, which makes products of matrices in half
-precision, if the rollouts are unlikely as a whole. Another formula behind a branch that asks for the precision is found
-without rounding (kltest.checks.surroundings).
+a place or an id is another one in it. So is the gradient inside torch.autocast, which makes products of matrices in
+half precision, if the rollouts are unlikely as a whole. Another formula behind a branch that asks for the precision is
+found without rounding (kltest.checks.surroundings).
 """
 
 import math
