@@ -1,10 +1,10 @@
 """KL508: half precision costs the gradient its digits.
 
-The gradient in bfloat16 and float16 is compared with that of the same loss in float64 on the same rounded inputs: of
-mild rollouts, of rollouts as long as those of trainers, and of tokens with large ids, since a length, a place or an id
-in half precision is another one. So is the gradient inside torch.autocast, which makes products of matrices in half
-precision, if the rollouts are unlikely as a whole. Another formula behind a branch that asks for the precision is found
-without rounding (kltest.checks.surroundings).
+The gradient in bfloat16 and float16 is compared with that of the same loss in float64 on the same rounded inputs, of
+mild rollouts; in bfloat16 also of rollouts as long as those of trainers, and of tokens with large ids, since a length,
+a place or an id is another one in it. So is the gradient inside torch.autocast, which makes products of matrices in
+half precision, if the rollouts are unlikely as a whole. Another formula behind a branch that asks for the precision is
+found without rounding (kltest.checks.surroundings).
 """
 
 import math
@@ -37,7 +37,8 @@ DIGITS = {"bfloat16": 8, "float16": 11}
 SEEN, MUCH = 1e-3, 1e-2
 # Share of a gradient in half precision by which it is another one, as of another token, where rounding is none of it.
 ANOTHER = 0.9
-AUTOCAST = "bfloat16"
+# It has whole numbers up to 256, and float16 those up to 2,048.
+COARSEST = "bfloat16"
 # Ways in which log-probs are moved by their rounding; a change of a token's gradient by more than this share is a jump.
 MOVES, JUMP = 8, 0.25
 
@@ -89,15 +90,17 @@ def _where_much_is_lost(findings: Findings) -> Found | None:
 
     What rounding alone may make is not reported there. Batches that the loss refuses are passed over.
     """
-    inside = partial(torch.autocast, "cpu", NARROW[AUTOCAST])
-    tried: list[tuple[str, torch.dtype, str, Surroundings | None, bool]] = [
-        *((f"given log-probs in {name}", kind, name, None, False) for name, kind in NARROW.items()),
-        (f"inside torch.autocast in {AUTOCAST}, given float32", torch.float32, AUTOCAST, inside, True),
-    ]
-    for how, kind, name, surroundings, alike in tried:
-        for where, batch in _large(findings, alike):
+    tried: dict[str, tuple[torch.dtype, Surroundings | None]] = {
+        f"given log-probs in {COARSEST}": (NARROW[COARSEST], None),
+        f"inside torch.autocast in {COARSEST}, given float32": (
+            torch.float32,
+            partial(torch.autocast, "cpu", NARROW[COARSEST]),
+        ),
+    }
+    for how, (kind, surroundings) in tried.items():
+        for where, batch in _large(findings, alike=surroundings is not None):
             with suppress(KltestError):
-                off = _off_in_one_batch(findings, batch, kind, name, surroundings)
+                off = _off_in_one_batch(findings, batch, kind, COARSEST, surroundings)
                 if ANOTHER < off < math.inf:  # what overflows is KL503's
                     return Found(
                         f"{where}, {how}, its gradient is off by {off:.2g} of it, compared with float64 on the same "
