@@ -37,7 +37,7 @@ _AVAILABLE = {
     **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), 0),
     "device_count": 1,
 }
-_FUNCTIONS = BuiltinFunctionType | FunctionType | MethodType | type(lru_cache(len))
+_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, type(lru_cache(len)))
 
 
 class Pretended(TorchFunctionMode):
