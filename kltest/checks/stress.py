@@ -80,9 +80,10 @@ NARROW, WIDE = 0.4, 2.0
 FAR_TOKENS = 1.8
 # Log-ratio there of every token that is certain, twice that of the second token that is not: a loss that keeps a part
 # of the tokens, as the largest 256, leaves that one out. Only where no declared gradient is one of rollouts of the
-# reference, few of which are enumerated then. After the other first token it is this share of it, so that what leaves
-# these tokens out leaves out credit of the first.
-REST, LESS = 0.002, 0.75
+# reference, few of which are enumerated then.
+REST = 0.002
+# Declared gradients that need no probability of a whole rollout, which is zero where rollouts are long and unlikely.
+OF_SUMS = frozenset({"reverse_kl", "local_reverse_kl"})
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
 SMALL, ALIKE = 1e-3, 0.1
 # Share of what is allowed below which a mean over few draws, whose noise is part of the bias, needs no more.
@@ -446,9 +447,7 @@ def long_instance(
         np.where(chosen[:, None], table(np.hstack([logits, unlikely])), others) for logits in (base, reference, sampler)
     )
     if rest:
-        log_ratios = np.full((len(chosen), 1), rest)
-        log_ratios[np.unique(rollouts.contexts[rollouts.tokens[:, 0] == 0, 1:])] *= LESS
-        reference[~chosen] = np.log(np.hstack([np.exp(-log_ratios), -np.expm1(-log_ratios)]))[~chosen]
+        reference[~chosen] = np.log([np.exp(-rest), -np.expm1(-rest)])
     if not alike:
         return with_ties(OfSome(environment, policy, reference, sampler, some=rollouts), seed)
     stand_for = np.full(len(rollouts), (length - len(choices)) * np.log(vocabulary))
@@ -465,7 +464,8 @@ def _long(findings: Findings, row: Row, settings: Sequence[int]) -> Instance:
 
 def _equally_likely(findings: Findings) -> bool:
     """Return True if one token may stand for all: the loss does not read which it is, and sums of log-probs count."""
-    return not findings.observed.uses & TOKEN_FIELDS and TOLERANCES[findings.observed.dtype].summed is not None
+    summed = TOLERANCES[findings.observed.dtype].summed is not None and set(findings.expect) <= OF_SUMS
+    return summed and not findings.observed.uses & TOKEN_FIELDS
 
 
 def _rollouts(off: Off) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kltest.checks.batches import batch_of, companions, gradient_of, limit, norm, usual_batch
+from kltest.checks.batches import as_array, batch_of, companions, limit, norm, usual_batch
 from kltest.checks.check import Found
-from kltest.errors import KltestError
+from kltest.errors import KltestError, TargetError
 from kltest.identify.findings import Findings, shared
 from kltest.loss.state import State
 from kltest.loss.surroundings import (
@@ -32,6 +32,7 @@ from kltest.loss.surroundings import (
     variable,
     variables_read,
 )
+from kltest.moments.differentiate import differentiate, live_positions
 from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout
 
@@ -94,6 +95,8 @@ def elsewhere(findings: Findings) -> Found | None:
 def _of_other_masks(findings: Findings) -> Found | None:
     """Report another gradient where the mask has another type; a loss that takes bools alone is only warned of.
 
+    Where there is none at all, as of numbers that are cast to the mask's type, torch refuses to go backward.
+
     Far from the reference log-ratios are no whole numbers either, and there are no more masks: one batch is enough.
     """
     form = findings.loss.record.form
@@ -154,7 +157,10 @@ def _gradient(
     """Gradients of a batch, with the same random numbers and the same state of the loss in each call."""
     loss = findings.measure.loss.for_experiments(masks=masks).changed(instead=None).within(pretend, given)
     with loss.calls.holding(*loss.calls.held, *_held(findings)):
-        return gradient_of(loss, batch)
+        found = differentiate(loss, batch.replace(), live_positions(batch))
+    if masks and not found.by_leaf:
+        raise TargetError(f"{loss.name} has no gradient with a mask of {masks}")
+    return as_array(found, batch)
 
 
 @shared
