@@ -147,24 +147,23 @@ def gradient_of(loss: Loss, rollout: Rollout) -> np.ndarray:
 
 def gradient_of_times(measure: Measure, factor: float, rollout: Rollout) -> np.ndarray:
     """(B, T, 1 + V) gradient of a multiple of the loss, which reaches its backward pass from above."""
-    loss = measure.experiment().loss
-
-    def scaled(one: Rollout) -> Outcome:
-        outcome = loss(one)
-        return replace(outcome, objective=factor * outcome.objective, rows=None, returned="scalar")
-
-    return gradient_of(loss.changed(instead=scaled), rollout)
+    return _gradient_of_objective(measure, rollout, lambda loss, own: factor * own)
 
 
 def gradient_beside(measure: Measure, rollout: Rollout, other: Rollout) -> np.ndarray:
     """(B, T, 1 + V) gradient of one call, if the loss of a second one is added before the backward pass."""
+    return _gradient_of_objective(measure, rollout, lambda loss, own: own + loss(other).objective)
+
+
+def _gradient_of_objective(measure: Measure, rollout: Rollout, changed: Callable[[Loss, Tensor], Tensor]) -> np.ndarray:
+    """(B, T, 1 + V) gradient of what is made of the objective of one call, and perhaps of further calls."""
     loss = measure.experiment().loss
 
-    def both(one: Rollout) -> Outcome:
-        first, second = loss(one), loss(other)
-        return replace(first, objective=first.objective + second.objective, rows=None, returned="scalar")
+    def call(one: Rollout) -> Outcome:
+        outcome = loss(one)
+        return replace(outcome, objective=changed(loss, outcome.objective), rows=None, returned="scalar")
 
-    return gradient_of(loss.changed(instead=both), rollout)
+    return gradient_of(loss.changed(instead=call), rollout)
 
 
 def moves(measure: Measure, one: Rollout, other: Rollout) -> bool:
