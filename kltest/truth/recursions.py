@@ -4,15 +4,23 @@ A *visitation* d_t(c) is the probability of context c at time t; an *onward* val
 O(c, v) = Σ_c' P(c'|c, v)·x(c'). Time runs from 0 to the horizon − 1; the last step leads nowhere.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import isqrt
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kltest.environments import END, Environment
 
+if TYPE_CHECKING:
+    from scipy import sparse
+
+    Powers = Sequence[sparse.csr_array | sparse.csc_array]
+
 # Bytes of forward states; beyond that they are recomputed from checkpoints while time runs backwards.
 MEMORY = 2**28
+# A longer horizon is not gone through step by step where each context has a time step of its own.
+LONG = 32
 
 
 def start(environment: Environment, moments: int = 1) -> np.ndarray:
@@ -52,8 +60,45 @@ def visits(environment: Environment, weights: np.ndarray) -> Iterator[np.ndarray
                 return
 
 
+def powers(environment: Environment, chances: np.ndarray) -> "Powers | None":
+    """Return M, M², M⁴, … of the step M (C, C) from one context to the next, under probabilities (C, V).
+
+    None if the horizon is short, or if a context may be visited at two times: then time has to be gone through.
+    """
+    if not environment.tree or environment.horizon <= LONG:
+        return None
+    from scipy import sparse  # slow to import
+
+    contexts, vocabulary = chances.shape
+    cells = environment.transition.multiply(chances.reshape(-1, 1)).tocoo()
+    squared = [sparse.csr_array((cells.data, (cells.row // vocabulary, cells.col)), (contexts, contexts))]
+    while 2 ** len(squared) <= environment.horizon:
+        squared.append(squared[-1] @ squared[-1])
+    beyond = over_all_steps(squared, np.ones(contexts), environment.horizon)[1]
+    return None if beyond.any() else squared
+
+
+def over_all_steps(squared: "Powers", numbers: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return Σ_{k<n} Mᵏx and Mⁿx for numbers x (C,) and n = `count` steps, from M, M², M⁴, …."""
+    total = np.zeros(len(numbers))
+    for index, power in enumerate(squared):
+        if count >> index & 1:
+            part = numbers
+            for lower in squared[:index]:
+                part = part + lower @ part
+            total, numbers = total + part, power @ numbers
+    return total, numbers
+
+
+def _visited(environment: Environment, squared: "Powers") -> np.ndarray:
+    transposed = [power.T for power in squared]
+    return over_all_steps(transposed, environment.start_distribution(), environment.horizon)[0]
+
+
 def total_visits(environment: Environment, log_probs: np.ndarray) -> np.ndarray:
     """Return the expected number of visits Σ_t d_t (C,) of each context, under log-probs (C, V)."""
+    if squared := powers(environment, np.exp(log_probs)):
+        return _visited(environment, squared)
     total = np.zeros(environment.n_contexts)
     for visit in visits(environment, np.exp(log_probs)):
         total += visit
@@ -110,6 +155,9 @@ def future(
     """
     chances = np.exp(policy)
     mean_cost = np.einsum("cv,cv->c", chances, cost) if mean_cost is None else mean_cost
+    if squared := powers(environment, chances):
+        visited = _visited(environment, squared)[:, None]
+        return visited * onward(environment, over_all_steps(squared, mean_cost, environment.horizon)[0]), visited
     values, signal, visited = mean_cost, np.zeros(cost.shape), np.zeros((len(cost), 1))
     states = backwards(lambda state: forward(environment, chances, state), start(environment), environment.horizon)
     for index, state in enumerate(states):

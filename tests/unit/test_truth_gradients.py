@@ -1,5 +1,6 @@
 """The atlas as properties over one table: every name × every environment × several seeds."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -276,6 +277,40 @@ def test_checkpoints_give_the_same_as_keeping_everything(environment, monkeypatc
     monkeypatch.setattr(recursions, "MEMORY", 0)
     again = [gradient(name, instance) for name in ("reverse_kl", "squared_log_ratio", "chi_square")]
     assert all(np.array_equal(one, other) for one, other in zip(kept, again, strict=True))
+
+
+def _endless(instance):
+    """The same rollouts, whose last tokens lead on to contexts that lie beyond the horizon."""
+    environment = instance.environment
+    successors = np.where(environment.successors == END, environment.n_contexts, environment.successors)
+    successors = np.concatenate([successors, np.full_like(successors[:1], END)])
+    longer = replace(
+        environment,
+        successors=successors,
+        probabilities=np.ones(successors.shape),
+        reward=np.concatenate([environment.reward, environment.reward[:1]]),
+    )
+    policies = (np.concatenate([one, one[:1]]) for one in (instance.policy, instance.reference, instance.sampler))
+    return Instance(longer, *policies)
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "local_reverse_kl", "entropy", "expected_reward", "forward_kl"])
+def test_all_steps_at_once_give_the_same_as_one_after_another(name, monkeypatch):
+    """Where each context has a time step of its own; not where contexts follow the last time step."""
+    trees = [draw(environment, 0) for environment in ENVIRONMENTS if ENVIRONMENTS[environment].tree]
+    fixed = Instance.draw(sequence(2, 4), 0)
+    instances = [*trees, fixed, _endless(fixed)]
+    wanted = [gradient(name, instance) for instance in instances]
+    at_once = []
+    true = recursions.powers
+    monkeypatch.setattr(recursions, "LONG", 0)
+    monkeypatch.setattr(recursions, "powers", lambda *given: (at_once.append(true(*given)), at_once[-1])[1])
+    for instance, one in zip(instances, wanted, strict=True):
+        at_once.clear()
+        np.testing.assert_allclose(gradient(name, instance), one, rtol=0, atol=1e-14)
+        assert at_once
+        assert all((squared is None) == (instance is instances[-1]) for squared in at_once), instance.environment.name
+    np.testing.assert_allclose(wanted[-1][:-1], wanted[-2], rtol=0, atol=1e-14)
 
 
 class Counted:
