@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from kltest.loss.precision import is_numbers
 from kltest.loss.surroundings import exchanged
 
 _DRAWN = ("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal", "multinomial")
@@ -125,7 +126,7 @@ class _OfTensors(TorchFunctionMode):
         if name in _DRAWN or name in _FILLED:
             result.watched = True  # type: ignore[attr-defined]
             return result
-        tensors = [one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = [one for one in tree_iter((args, kwargs), is_numbers) if isinstance(one, Tensor)]
         if not tensors or not any(getattr(one, "watched", False) for one in tensors):
             return result
         if name in _COMPARED and isinstance(result, Tensor):

@@ -38,7 +38,7 @@ class PrecisionTrace(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        inputs = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
+        inputs = [item for item in tree_iter((args, kwargs), is_leaf=is_numbers) if isinstance(item, Tensor)]
         seen = least_precise(map(self.of, inputs))
         outputs = func(*args, **kwargs)
         for output in tree_iter((outputs, args[:1] if _writes(func) else ())):
@@ -49,6 +49,11 @@ class PrecisionTrace(TorchFunctionMode):
                     self._alive.append(_memory(output))
                     self._narrowest[self._alive[-1]._cdata] = found
         return outputs
+
+
+def is_numbers(item: Any) -> bool:
+    """Return True for a list of numbers: a million of them, given to `torch.tensor`, are not looked at one by one."""
+    return type(item) is list and set(map(type, item)) <= {bool, int, float}
 
 
 def _memory(tensor: Tensor) -> torch.UntypedStorage:
@@ -64,7 +69,7 @@ def _rounded(func: Any, args: tuple, kwargs: dict[str, Any], output: Tensor) -> 
         return False
     if _writes(func):
         return any(isinstance(item, Tensor) and item.is_floating_point() for item in args[1:])
-    args, kwargs = tree_map_only((Tensor, torch.dtype), _widened, (args, kwargs))
+    args, kwargs = tree_map_only((Tensor, torch.dtype), _widened, (args, kwargs), is_leaf=is_numbers)
     try:
         again = func(*args, **kwargs)
     except (RuntimeError, TypeError):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from kltest.loss.precision import DIGITS
+from kltest.loss.precision import DIGITS, is_numbers
 from kltest.loss.state import functions_of
 
 CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
@@ -88,11 +88,13 @@ class Pretended(TorchFunctionMode):
     def _real(self, given: Any) -> Any:
         """Return arguments with the types and devices that stay."""
         if self.kind:
-            given = tree_map_only(torch.dtype, lambda kind: torch.float64 if kind in DIGITS else kind, given)
+            given = tree_map_only(
+                torch.dtype, lambda kind: torch.float64 if kind in DIGITS else kind, given, is_numbers
+            )
         if self.device:
             kind, cpu = self.device.type, torch.device("cpu")
-            given = tree_map_only(torch.device, lambda one: cpu if one.type == kind else one, given)
-            given = tree_map_only(str, lambda one: "cpu" if one.partition(":")[0] == kind else one, given)
+            given = tree_map_only(torch.device, lambda one: cpu if one.type == kind else one, given, is_numbers)
+            given = tree_map_only(str, lambda one: "cpu" if one.partition(":")[0] == kind else one, given, is_numbers)
         return given
 
 
