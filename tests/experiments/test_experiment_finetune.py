@@ -360,6 +360,7 @@ def test_each_claim_about_audits_can_fail(audits):
     TRIAL.claims_can_fail(audits, "audited")
 
 
+@pytest.mark.scheduled
 def test_what_final_policies_lack_is_measured_as_it_is_read(tmp_path, monkeypatch):
     """After a few updates of hardly trained models; the reward is that of the task, and K sums to the KL."""
     from kltest.files import as_csv
