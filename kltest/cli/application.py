@@ -15,7 +15,7 @@ import typer
 import typer.core
 import typer.main
 
-from kltest.errors import INTERRUPTED, KltestError
+from kltest.errors import INTERRUPTED, KltestError, UsageError
 from kltest.version import VERSION
 
 # The module of each command and its help, in the order of `--help`; the function is `command` or has its name. A
@@ -85,11 +85,16 @@ def with_exit_code(command: Callable[..., int | None]) -> Callable[..., NoReturn
 
 
 def _failed(error: Exception) -> int:
-    """Report a full disk as such, and everything else as a bug of kltest."""
+    """Report a full disk and a library that was left out as such, and everything else as a bug of kltest."""
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         _give_up_standard_output()
         typer.echo(f"kltest: {error.filename or 'standard output'} cannot be written: {error.strerror}", err=True)
         return 3
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing not in ("", "kltest"):
+        remedy = f"python -m pip install {missing}"
+        typer.echo(f"kltest: this command needs {missing}, which is not installed here; `{remedy}`", err=True)
+        return UsageError.exit_code
     from kltest.grading.isolated import describe, note_bug
 
     typer.echo(f"kltest: {note_bug(describe(error), traceback.format_exc())}", err=True)
@@ -162,7 +167,7 @@ def main() -> None:
     gc.set_threshold(50_000, 20, 20)
     try:
         app()
-    except OSError as error:  # --help and --version are written before any command runs
+    except (OSError, ModuleNotFoundError) as error:  # before a command runs: as it is loaded, or writes its --help
         sys.exit(_failed(error))
 
 

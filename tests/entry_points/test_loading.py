@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from processes import ran
+from trial import CHECKOUT
 
 from kltest.adapters import NAMES, find
 from kltest.cli.application import COMMANDS
@@ -29,7 +30,8 @@ STEPS = [
     (["grade", "losses.py:truth", "--output", "json:missing/x.json"], {"torch"}),
     (["explain", "KL102"], {"torch", "pandas", "matplotlib"}),
     (["list"], {"torch", "pandas", "matplotlib"}),
-    (["grade", "losses.py:truth", "--environment", "bandit"], {"pandas", "matplotlib", "scipy.stats"}),
+    (["grade", "losses.py:truth", "--environment", "bandit"], {"pandas", "matplotlib", "joblib", "scipy.stats"}),
+    (["scan", "losses.py"], {"pandas", "matplotlib", "joblib"}),
     ("import torch", set()),
     (GRADED, {"pandas", "matplotlib"}),
     ("import kltest.grading.grader, kltest.loss.jax", {"jax"}),
@@ -55,3 +57,15 @@ def test_nothing_heavy_is_imported_where_it_is_not_used(tmp_path):
     (tmp_path / "losses.py").write_text("def truth(logp, ref_logp):\n    return (logp - ref_logp).sum(-1) ** 2 / 2\n")
     run = ran(sys.executable, "-c", SCRIPT, cwd=tmp_path)
     assert "function grade" in run.stdout, run.stderr
+
+
+@pytest.mark.parametrize(("words", "library"), [(["libraries", "--list"], "pandas"), (["figures"], "joblib")])
+def test_a_command_says_which_library_it_lacks(words, library):
+    """An installation for grading alone may leave them out."""
+    program = (
+        f"import sys; sys.modules[{library!r}] = None; from kltest.cli import main; sys.argv[1:] = {words!r}; main()"
+    )
+    run = ran(sys.executable, "-c", program, cwd=CHECKOUT.root)
+    assert run.returncode == 2
+    said = f"this command needs {library}, which is not installed here; `python -m pip install {library}`"
+    assert run.stderr == f"kltest: {said}\n"
