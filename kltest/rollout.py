@@ -87,7 +87,8 @@ class Rollout:
             value = self._builders[name]
             value = value() if callable(value) else value
             if name in LEAVES:
-                value = value.detach().requires_grad_()
+                value = value.detach()
+                value = value if is_mapped(value) else value.requires_grad_()
             self._built[name] = value
         return self._built[name]
 
@@ -164,6 +165,13 @@ class Rollout:
 
         return Rollout({name: partial(column, name) for name in parts[0]._builders}, beta=parts[0].peek("beta"))
 
+    @classmethod
+    def within_vmap(cls, fields: Mapping[str, Tensor], beta: float) -> "Rollout":
+        """Return a batch of what torch.vmap maps over: its leaves are those given, for all batches at once."""
+        batch = cls(fields, beta=beta)
+        batch._built |= {name: fields[name] for name in LEAVES if name in fields}
+        return batch
+
     def near_reference(self) -> "Rollout":
         """Return the same batch with the policy as its reference, and fresh leaves: a KL term is zero there."""
         same: dict[str, Any] = {f"ref_{name}": lambda name=name: self.peek(name).detach() for name in LEAVES}  # type: ignore[misc]
@@ -224,6 +232,11 @@ def fields_behind(name: str) -> frozenset[str]:
     if name not in SUPPORT_FIELDS:
         return frozenset({name})
     return frozenset({name, *(("logits", "ref_logits") if name != "ref_topk_logp" else ("ref_logits",))})
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Return True inside torch.vmap for a tensor that it maps over, at whose numbers nobody can look."""
+    return bool(torch._C._functorch.is_batchedtensor(tensor))
 
 
 def elsewhere(log_probs: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ measured. `tests/unit/test_graded.py` has a loss that needs each rule, and its s
 """
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -35,7 +34,7 @@ from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Outcome
 from kltest.loss.placement import ROW_FIELDS, reduce, with_rewards
 from kltest.loss.precision import least_precise
-from kltest.loss.results import Result, check_finite
+from kltest.loss.results import Result, check_finite, is_finite
 from kltest.moments.differentiate import at_leaves
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import SAMPLER_FIELDS, Rollout, elsewhere
@@ -264,7 +263,7 @@ def whole(loss: Loss, beta: float | None = 0.0, sign: int = 1) -> Loss:
             loss(rollout)  # the first call follows rounding
         found = loss.returned(rollout, loss.beta(rollout) if beta is None else beta).loss
         objective = sign * reduce(found.double(), rollout.peek("mask")).mean()
-        if not math.isfinite(float(objective.detach())):
+        if not is_finite(objective):
             check_finite(loss.name, found, rollout, loss.fields)
         dtype = least_precise((*(loss.record.traced or ()), found.dtype))
         return Outcome(objective, "scalar", dtype=str(dtype).removeprefix("torch."))

@@ -23,11 +23,11 @@ from kltest.loss.outcome import Call, Calls, Outcome
 from kltest.loss.placement import ROW_FIELDS, place
 from kltest.loss.precision import PrecisionTrace, least_precise
 from kltest.loss.reach import is_for_jax
-from kltest.loss.results import Reader, Result, check_finite
+from kltest.loss.results import Reader, Result, check_finite, is_finite
 from kltest.loss.state import State
 from kltest.loss.view import INPUT_FORMS, InputForm, RolloutView, made_unambiguous, unambiguous
 from kltest.names import field_named
-from kltest.rollout import LEAVES, NotGivenError, Rollout
+from kltest.rollout import LEAVES, NotGivenError, Rollout, is_mapped
 
 
 def bind(
@@ -310,7 +310,7 @@ class Loss:
         loss = loss / beta if self.takes_beta else loss
         logp = loss if self.placement == "loss" else rollout.peek("logp")
         placed = place(loss, logp, rollout.peek("mask"), self.placement, self.credit)
-        if not self.exploring and not math.isfinite(float(placed.detach().sum())):
+        if not self.exploring and not is_finite(placed):
             for name, part in results.items():
                 check_finite(name, part.loss, rollout, self.fields)
         if isinstance(trace, PrecisionTrace):
@@ -354,6 +354,8 @@ class Loss:
         errors: list[BaseException] = []
         forms = [form for form in self.forms if self.record.per_token in (None, form.per_token)]
         forms.sort(key=lambda form: form is not self.record.form)
+        if (leaf := rollout.built("logp")) is not None and is_mapped(leaf):
+            forms = forms[:1]  # what torch.vmap refuses is no matter of the form
         for form in forms:
             if errors and not form.may_fix(errors, rollout.accessed):
                 continue

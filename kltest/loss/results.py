@@ -1,6 +1,7 @@
 """Read what a loss returned: a tensor of a known shape, alone or beside what it logs, the KL perhaps among that."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from kltest.loss.outcome import Returned
 from kltest.loss.returned_names import returned_names
 from kltest.loss.view import RolloutView
 from kltest.names import quantity, says_kl
-from kltest.rollout import Rollout, elsewhere
+from kltest.rollout import Rollout, elsewhere, is_mapped
 
 ACCEPTED = (
     "a scalar, (B,) or (B, T) tensor, a pair (loss, metrics) of one and a mapping, (loss, metric, metric, …) with "
@@ -200,6 +201,11 @@ def as_metric(logged: Any, rollout: Rollout) -> Tensor | None:
     except (TypeError, ValueError, RuntimeError):
         return None
     return None if _kind(metric, rollout) is None else metric
+
+
+def is_finite(numbers: Tensor) -> bool:
+    """Return False if the sum is not finite; True if torch.vmap maps over the numbers, whose caller looks at all."""
+    return is_mapped(numbers) or math.isfinite(float(numbers.detach().sum()))
 
 
 def check_finite(name: str, loss: Tensor, rollout: Rollout, fields: Mapping[str, str]) -> None:

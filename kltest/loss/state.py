@@ -67,8 +67,15 @@ class State:
         for place, before in self._before:
             with suppress(Exception):
                 # A generator is written as fast as it is compared.
-                if place.drawn or not same(place.get(), before):
+                if place.drawn or not _seems_same(place, before):
                     place.put(before)
+
+
+def _seems_same(place: Place, before: Any) -> bool:
+    try:
+        return same(place.get(), before)
+    except Exception:  # what cannot be compared, as what is left of a tensor that torch.vmap mapped over
+        return False
 
 
 def same(one: Any, other: Any) -> bool:

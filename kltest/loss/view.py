@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kltest.loss.placement import ROW_FIELDS
-from kltest.rollout import Rollout
+from kltest.rollout import Rollout, is_mapped
 
 # Fields of up to this many numbers are copied for every call; of larger ones, writes are noticed by their version.
 SMALL = 2**16
@@ -81,7 +81,7 @@ class TrackedTensor:
     @classmethod
     def of(cls, tensor: Tensor, original: Tensor) -> "TrackedTensor":
         """Track a field; `original` is the rollout's own."""
-        before = tensor.detach().clone() if tensor.numel() <= SMALL else None
+        before = tensor.detach().clone() if tensor.numel() <= SMALL and not is_mapped(tensor) else None
         return cls(tensor, tensor is original, before, tensor.requires_grad, tensor._version)
 
     def change(self) -> str | None:

@@ -1,5 +1,7 @@
 """Calls of a loss on units of rows, one rollout or a batch of several each: alone, or many units in one call.
 
+Units are rows of one call if the loss keeps them apart. If it does not, torch.vmap gives it each unit alone, if it can.
+
 Let g_i be the gradient at the rows of unit i when it is called alone, and g_i(S) within a call of units S. A mean over
 units has g_i(S) = g_i/|S| and a sum g_i(S) = g_i, for every call and unit; anything else couples units, however small
 the effect. Calls of few prove what a call of many gives.
@@ -16,7 +18,9 @@ from torch import Tensor
 
 from kltest.errors import KltestError, TargetError
 from kltest.loss.calling import Loss
+from kltest.loss.outcome import Outcome
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
+from kltest.moments.mapped import mapped
 from kltest.moments.moments import Reduction, Together
 from kltest.moments.tolerances import LOWEST_FIRST, near_rows
 from kltest.rollout import Rollout
@@ -66,6 +70,7 @@ class Caller:
         together: Which batches are called together: of "any" lengths, of the "same" lengths, or "none".
         dtype: The lowest precision in which the latest call computed.
         reads_groups: True if the loss reads which group a row belongs to.
+        mapped: False if torch.vmap was seen to refuse the loss, or to give something else than a call of each unit.
         wide: True if a gradient reached the next-token log-probs of a row that was called alone.
     """
 
@@ -75,6 +80,7 @@ class Caller:
         self.shares, self.coupling = BOTH, ""
         self.together: Together = "none"
         self.dtype, self.wide, self.reads_groups, self._by_row = "float64", False, False, False
+        self.mapped, self._read = True, set[str]()
         self.singles: dict[int, RowGradients] = {}
         self._patterns: set[object] = set()
         self.take_from(base)
@@ -91,6 +97,7 @@ class Caller:
         called = differentiate(self.loss, taken, None if self._live is None else self._live[rows])
         self.dtype = called.dtype
         self._by_row |= called.outcome.rows is not None
+        self._read |= taken.accessed
         self.reads_groups |= "group" in taken.accessed or "group" in self.loss.takes
         return called
 
@@ -154,7 +161,7 @@ class Caller:
 
     def alone(self, units: np.ndarray) -> Iterator[Called]:
         """Yield the gradients of units (N, n), each from a call of its own."""
-        called = [self.call(unit) if self.batches else self.single(int(unit[0])) for unit in units]
+        called = [self._alone(unit) for unit in units]
         for leaves in dict.fromkeys(one.leaves for one in called):
             index = [place for place, one in enumerate(called) if one.leaves == leaves]
             mine = [called[place] for place in index]
@@ -173,7 +180,51 @@ class Caller:
                     self.dtype = own.dtype
                     yield found
                     return
+        yield from self.apart(units) if self.coupling else self.alone(units)
+
+    def apart(self, units: np.ndarray) -> Iterator[Called]:
+        """Yield the gradients of units (N, n) as each gives them alone: called by torch.vmap, or else one by one."""
+        if self.mapped and len(units) > FEW:
+            with suppress(KltestError):  # it is raised again where each is called alone
+                if found := self._mapped(units):
+                    yield found
+                    return
+            self.mapped = False
         yield from self.alone(units)
+
+    def _mapped(self, units: np.ndarray) -> Called | None:
+        """Return the gradients of units (N, n) by torch.vmap; None if calls of single units give something else.
+
+        Three of them: those of the largest and of the smallest gradient, and one at random. torch.vmap refuses whatever
+        would do with some units what it does not do with others. Not believed either, if every gradient is zero.
+        """
+        if not self._read:
+            self._alone(units[0])  # it shows which fields the loss reads
+        rows, taken = units.reshape(-1), self._taken(units)
+        if self.batches:
+            taken = taken.replace(group=self.base.peek("group")[rows])
+        loss = mapped(self.loss, units.shape[1], self._read)
+        whole = differentiate(loss, taken, None if self._live is None else self._live[rows])
+        found = Called(np.arange(len(units)), _flat(whole.by_leaf, len(units)), *self._reports(whole.outcome, units))
+        if not any(part.any() for part in whole.parts):
+            return None
+        sizes = _sizes(whole, len(units))
+        for place in (int(sizes.argmax()), int(sizes.argmin()), int(np.random.default_rng(0).integers(len(units)))):
+            called = self._alone(units[place])
+            own = tuple(part.reshape(len(units), -1, *part.shape[1:])[place] for part in whole.parts)
+            if called.leaves != whole.leaves or not called.close_rows(own):
+                return None
+            reports = zip(self._reports(called.outcome, units[[place]]), (found.value, found.metric), strict=True)
+            if not all(_near_reports(one, many, place, called.dtype) for one, many in reports):
+                return None
+        return found
+
+    def _alone(self, unit: np.ndarray) -> RowGradients:
+        return self.call(unit) if self.batches else self.single(int(unit[0]))
+
+    def _reports(self, outcome: Outcome, units: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Value and metric (N,) of what a call reports of N units; of batches no value."""
+        return None if self.batches else self._each(outcome.value, units), self._each(outcome.metric, units)
 
     def joint(self, units: np.ndarray, generator: np.random.Generator, *, prove: bool = True) -> Called | None:
         """Return the gradients of units (N, n) as each gives them alone, from one call.
@@ -214,7 +265,7 @@ class Caller:
         return Called(np.arange(len(units)), _flat(by_leaf, len(units)), value, metric)
 
     def _again(self, units: np.ndarray, whole: RowGradients, generator: np.random.Generator) -> Iterator[np.ndarray]:
-        sizes = np.zeros(len(units)) + sum((part**2).reshape(len(units), -1).sum(axis=1) for part in whole.parts)
+        sizes = _sizes(whole, len(units))
         totals = self._lengths[units].sum(axis=1) if self.batches else np.zeros(len(units))
         for total in np.unique(totals):
             alike = np.flatnonzero(totals == total)
@@ -259,7 +310,7 @@ class Caller:
             joint = (
                 self._joined(units[index], generator, prove) if self.together == "same" and len(index) > FEW else None
             )
-            for part in [joint] if joint else self.alone(units[index]):
+            for part in [joint] if joint else self.apart(units[index]):
                 yield replace(part, index=index[part.index])
 
     def _joined(self, units: np.ndarray, generator: np.random.Generator, prove: bool) -> Called | None:
@@ -308,6 +359,18 @@ def _same_reports(part: RowGradients, whole: RowGradients, rows: np.ndarray) -> 
         elif own.dim() != other.dim() or not near_rows(own.numpy(), other.numpy()[rows], part.dtype):
             return False
     return True
+
+
+def _sizes(called: RowGradients, count: int) -> np.ndarray:
+    """(count,) squared sizes of the gradients of units of equal numbers of rows."""
+    return np.zeros(count) + sum((part**2).reshape(count, -1).sum(axis=1) for part in called.parts)
+
+
+def _near_reports(one: np.ndarray | None, whole: np.ndarray | None, place: int, dtype: str) -> bool:
+    """True if a call of one unit reports what a call of many reports for it, or if neither reports anything."""
+    if one is None or whole is None:
+        return one is whole
+    return bool(np.isnan([*one, whole[place]]).all()) or near_rows(one, whole[[place]], dtype)
 
 
 def _flat(by_leaf: dict[str, np.ndarray], count: int) -> dict[str, np.ndarray]:

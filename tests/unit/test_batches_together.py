@@ -1,4 +1,4 @@
-"""Batches of the same lengths in one call: the same moments as from a call each, and no batch taken for granted."""
+"""Batches in one call, as rows or by torch.vmap: the same moments as from a call each, and none taken for granted."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,13 @@ from cases.parts import k2
 from weekly import first
 
 from kltest.environments import Instance, ragged
+from kltest.errors import TargetError
 from kltest.estimators import find
 from kltest.estimators.groups import group_sum
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
 from kltest.moments import caller, exact, exact_batches, exact_batches_each
+from kltest.moments.mapped import mapped
 from kltest.rollout import Rollout
 
 # The same terms of size one in another order.
@@ -96,6 +98,33 @@ def masked_by_advantage(logp, ref_logp, mask, advantage):
     return k2(logp, ref_logp, mask) * (advantage.abs() > 1e-9)
 
 
+def whitened(logp, ref_logp, mask, reward):
+    """Rewards less their mean over their deviation in the batch, whatever the group."""
+    advantage = (reward - reward.mean()) / (reward.var(correction=0) + 1e-8).sqrt()
+    return (advantage[:, None] * logp * mask).sum() / mask.sum(), {"kl": ((logp - ref_logp) * mask).detach().sum(1)}
+
+
+def of_the_first_group(logp, ref_logp, mask, group):
+    """Reads numbers of the group, which all batches of one prompt share."""
+    cost = per_token(logp, ref_logp, mask)
+    return cost.square() / (1 + int((group == group[0]).sum()))
+
+
+def more_inside_vmap(logp, ref_logp, mask, reward):
+    """Is another loss where its tensors do not say that they require a gradient, as inside torch.vmap."""
+    return whitened(logp, ref_logp, mask, reward)[0] * (1.0 if logp.requires_grad else 1.001)
+
+
+def cut_inside_vmap(logp, ref_logp, mask, reward):
+    return whitened(logp if logp.requires_grad else logp.detach(), ref_logp, mask, reward)[0]
+
+
+def logged_inside_vmap(logp, ref_logp, mask, reward):
+    loss, metrics = whitened(logp, ref_logp, mask, reward)
+    return loss, {"kl": metrics["kl"] + (0.0 if logp.requires_grad else 1e-3)}
+
+
+MAPPED = [less_the_mean, root_of_the_total, whitened, of_the_first_group]
 TOGETHER = [token_mean, longest, by_advantage]
 OF_GROUPS = [find(name).function for name in ("group-mean", "leave-one-out", "tied-groups-masked")]
 TOUCHING = [
@@ -112,6 +141,11 @@ TOUCHING = [
     root_of_the_total,
     in_small_calls,
     hinged,
+    whitened,
+    of_the_first_group,
+    more_inside_vmap,
+    cut_inside_vmap,
+    logged_inside_vmap,
 ]
 
 
@@ -127,11 +161,15 @@ def test_batches_in_one_call_are_what_they_are_in_a_call_each(function, grouped,
     plain = exact_batches(apart, instance, "stale", size, grouped=grouped)
     assert np.abs(found.gradient - plain.gradient).max() < EXACT
     assert found.second_moment == pytest.approx(plain.second_moment, rel=EXACT)
-    if function is token_mean:
+    if function in (token_mean, whitened, logged_inside_vmap):
         assert found.metric.mean == pytest.approx(plain.metric.mean, rel=EXACT)
         assert found.metric.std == pytest.approx(plain.metric.std, rel=EXACT)
     if function in TOGETHER[1:] or (grouped and function in OF_GROUPS):
         assert 2 * loss.calls.count < apart.calls.count
+    if function in MAPPED and (grouped or function is not of_the_first_group):
+        assert 3 * loss.calls.count < apart.calls.count
+    if function.__name__.endswith("inside_vmap"):
+        assert loss.calls.count >= apart.calls.count
 
 
 @pytest.mark.parametrize("grouped", first(1, [True, False]), ids=["groups", "rows"])
@@ -164,7 +202,15 @@ def mean_of_the_batch(logp, ref_logp, mask, group):
     return cost * cost.detach().mean() + 0 * group
 
 
-@pytest.mark.parametrize(("function", "one_call"), [(mean_of_the_group, True), (mean_of_the_batch, False)])
+def mean_of_numbers(logp, ref_logp, mask, group):
+    """Couples all rows by a number that torch.vmap cannot give."""
+    cost = k2(logp, ref_logp, mask)
+    return cost * cost.detach().mean().item() + 0 * group
+
+
+@pytest.mark.parametrize(
+    ("function", "one_call"), [(mean_of_the_group, True), (mean_of_the_batch, True), (mean_of_numbers, False)]
+)
 def test_rows_of_coupled_groups_are_called_together_as_groups_of_one(function, one_call):
     instance = instances("ragged", 0)[0]
     first, further = bind(function), bind(function)
@@ -174,6 +220,51 @@ def test_rows_of_coupled_groups_are_called_together_as_groups_of_one(function, o
     assert found.value.rows == pytest.approx(np.array([float(row.detach()) for row in apart]), rel=EXACT)
     assert np.abs(known.gradient - found.gradient).max() < EXACT
     assert (further.calls.count < len(instance.paths)) == one_call
+
+
+class Remembers:
+    """Couples rows by their mean, and keeps the mean of its latest call."""
+
+    def __init__(self):
+        self.mean = torch.zeros((), dtype=torch.float64)
+
+    def __call__(self, logp, ref_logp, mask):
+        cost = k2(logp, ref_logp, mask)
+        self.mean = cost.detach().mean()
+        return cost * self.mean
+
+
+def noisy_mean(logp, ref_logp, mask):
+    """Draws a number a call that torch.vmap knows nothing of."""
+    return less_the_mean(logp, ref_logp, mask) * np.random.uniform()  # noqa: NPY002
+
+
+@pytest.mark.parametrize(
+    ("function", "words"), [(Remembers(), "keeps something"), (noisy_mean, "random"), (mean_of_numbers, "vmap")]
+)
+def test_what_many_batches_would_share_is_not_called_with_many_batches_at_once(function, words):
+    loss, rollout = bind(function), Rollout.of(instances("ragged", 0)[0])
+    single = float(loss(rollout.take([0, 5])).objective)
+    draws = loss.calls.draws()
+    with pytest.raises(TargetError, match=words):
+        mapped(loss, 2, ["logp", "ref_logp", "mask", "group"])(rollout.take([0, 5, 1, 4]))
+    assert not draws.changed()
+    assert function is noisy_mean or float(loss(rollout.take([0, 5])).objective) == single
+
+
+def test_nothing_of_many_batches_is_left_where_a_loss_keeps_its_first_call():
+    class First(Remembers):
+        def __call__(self, logp, ref_logp, mask):
+            before = self.mean
+            loss = super().__call__(logp, ref_logp, mask)
+            self.mean = before if len(mask) != 2 else self.mean
+            return loss
+
+    loss, rollout = bind(first := First()), Rollout.of(instances("ragged", 0)[0])
+    loss(rollout)
+    found = mapped(loss, 2, ["logp", "ref_logp", "mask"])(rollout.take([0, 5, 1, 4]))
+    assert found.objective.isfinite()
+    assert float(first.mean) == 0
 
 
 def test_a_logged_number_is_taken_from_a_call_each_and_only_if_it_is_asked_for():
