@@ -264,10 +264,10 @@ def pins() -> dict[str, str]:
 
 
 @cache
-def needed() -> dict[str, list[Requirement]]:
+def needed(extras: str = "paper,test") -> dict[str, list[Requirement]]:
     """Everything that the README's two commands install, by following the installed packages' own requirements."""
     found: dict[str, list[Requirement]] = {}
-    waiting = [Requirement("kltest[paper,test]")]
+    waiting = [Requirement(f"kltest[{extras}]")]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
         requirement = waiting.pop()
@@ -287,15 +287,19 @@ def needed() -> dict[str, list[Requirement]]:
     return found
 
 
-def test_constraints_cover_everything_that_is_installed_and_nothing_else():
+def test_constraints_cover_everything_that_is_installed():
     required = needed()
     # Extras of this checkout may be newer than the installed metadata, so the project's own file is what counts.
-    # JAX (400 MB) is in an extra that neither the tests nor the paper ask for: what needs it is skipped without it.
-    extras = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name != "jax"}
+    # JAX (400 MB) and the site are in extras that neither the tests nor the paper ask for: what needs JAX is skipped.
+    extras = {name: lines for name, lines in PROJECT["optional-dependencies"].items() if name not in ("docs", "jax")}
     own = [*PROJECT["dependencies"], *(line for lines in extras.values() for line in lines)]
     assert {canonicalize_name(Requirement(line).name) for line in own} - {"kltest"} <= required.keys()
     assert required.keys() - pins().keys() == set()
-    assert pins().keys() - required.keys() == set()
+
+
+@pytest.mark.scheduled
+def test_constraints_cover_the_site_and_nothing_else():
+    assert pins().keys() == needed("docs,paper,test").keys()
 
 
 def test_constraints_meet_what_is_asked_for():
@@ -309,14 +313,14 @@ def test_pins_can_be_installed_with_the_oldest_python():
     (oldest,) = SpecifierSet(PROJECT["requires-python"])
     assert oldest.operator == ">="
     assert f"Python {oldest.version} or later" in README
-    asked = {name: metadata.metadata(name).get("Requires-Python") or "" for name in pins()}
-    same = {name for name, version in pins().items() if metadata.version(name).split("+")[0] == version}
+    asked = {name: metadata.metadata(name).get("Requires-Python") or "" for name in needed()}
+    same = {name for name in asked if metadata.version(name).split("+")[0] == pins()[name]}
     assert {name for name in same if not SpecifierSet(asked[name]).contains(oldest.version)} == set()
 
 
 def test_this_environment_is_the_pinned_one():
     """The README's command installs with the constraints; elsewhere than in CI other versions are fine, but said."""
-    installed = {name: metadata.version(name).split("+")[0] for name in pins()}
+    installed = {name: metadata.version(name).split("+")[0] for name in needed()}
     different = {name: (version, pins()[name]) for name, version in installed.items() if version != pins()[name]}
     assert not (different and os.environ.get("CI")), different
     if different:
