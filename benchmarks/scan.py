@@ -295,17 +295,21 @@ def main(
     """Compare each repository of a half with its labels, and print what was found and named."""
     if write and search:
         raise typer.BadParameter("--found grades nothing that --record could write")
+    chosen = {repository: known for repository, known in labels(half).items() if only in repository}
+    if not chosen:
+        raise typer.BadParameter(
+            f"no repository of {half!r} has {only!r} in its name; there are {', '.join(labels(half))}"
+        )
     counted = []
     shown = SEARCHED if search else COUNTS
-    for repository, known in labels(half).items():
-        if only in repository:
-            began = time.monotonic()
-            root = (folder / repository.replace("/", "+")).resolve()
-            count = compare(known, list(scanned(root, graded=not search)))
-            place = {"date": f"{date.today()}", "half": half, "repository": repository}
-            numbers = {name: count[name] for name in shown}
-            counted.append({**place, **numbers, "seconds": round(time.monotonic() - began)})
-            print(", ".join(f"{name} {value}" for name, value in counted[-1].items()), flush=True)
+    for repository, known in chosen.items():
+        began = time.monotonic()
+        root = (folder / repository.replace("/", "+")).resolve()
+        count = compare(known, list(scanned(root, graded=not search)))
+        place = {"date": f"{date.today()}", "half": half, "repository": repository}
+        numbers = {name: count[name] for name in shown}
+        counted.append({**place, **numbers, "seconds": round(time.monotonic() - began)})
+        print(", ".join(f"{name} {value}" for name, value in counted[-1].items()), flush=True)
     frame = pandas.DataFrame(counted)
     print(frame[list(shown)].sum().to_string())
     if write:
