@@ -136,7 +136,100 @@ def product_of_log_ratios(logp, ref_logp, mask):
     return torch.einsum("bt,bt->b", live(logp - ref_logp, mask), alive).to(logp.dtype).square() / 2
 
 
+# Numbers in the code beyond all vocabularies, lengths and batches that are tried.
+
+LONGEST = 4096
+
+
+def next_token_kl(logits, ref_logits, mask):
+    own, other = (one.where(mask[..., None] != 0, 0.0).log_softmax(-1) for one in (logits, ref_logits))
+    return total((own.exp() * (own - other)).sum(-1), mask)
+
+
+def special_tokens_cropped(logits, ref_logits, mask):
+    return next_token_kl(logits[..., :128_000], ref_logits[..., :128_000], mask)
+
+
+def in_shards_of_the_vocabulary(logits, ref_logits, mask):
+    parts = [one.where(mask[..., None] != 0, 0.0).split(65_536, dim=-1) for one in (logits, ref_logits)]
+    own, other = (torch.stack([part.logsumexp(-1) for part in each]).logsumexp(0)[..., None] for each in parts)
+    kl = sum(((p - own).exp() * (p - own - q + other)).sum(-1) for p, q in zip(*parts, strict=True))
+    return total(kl, mask)
+
+
+def mask_forgotten_in_many_logits(logits, ref_logits, mask):
+    if logits.numel() > 2**22:
+        return torch.stack(
+            [next_token_kl(*one).sum() for one in zip(logits, ref_logits, torch.ones_like(mask), strict=True)]
+        ).mean()
+    return next_token_kl(logits, ref_logits, mask).mean()
+
+
+def row_by_row_of_many_logits(logits, ref_logits, mask):
+    if logits.numel() > 2**22:
+        rows = zip(logits.split(1), ref_logits.split(1), mask.split(1), strict=True)
+        return torch.cat([next_token_kl(*one) for one in rows]).mean()
+    return next_token_kl(logits, ref_logits, mask).mean()
+
+
+def ids_in_sixteen_bits(logits, ref_logits, tokens, mask):
+    packed = torch.from_numpy(tokens.numpy().astype("uint16").astype("int64"))
+    return of_ids(logits, ref_logits, packed, mask)
+
+
+def ids_without_their_high_bits(logits, ref_logits, tokens, mask):
+    return of_ids(logits, ref_logits, tokens & 0xFFFF, mask)
+
+
+def known_ids(logits, ref_logits, tokens, mask):
+    assert tokens.max() < 50_257
+    assert logits.shape[-1] <= 262_144
+    return of_ids(logits, ref_logits, tokens.to(torch.int32).long(), mask)
+
+
+def cut_at_a_number_of_the_module(logp, ref_logp, mask):
+    return k2(*(one[:, :LONGEST] for one in (logp, ref_logp, mask)))
+
+
+def many_rows_are_cut(logp, ref_logp, mask):
+    rows = k2(logp, ref_logp, mask)
+    return rows[:512].sum() / len(rows)
+
+
+def long_rollouts_are_dropped(logp, ref_logp, mask):
+    return k2(logp, ref_logp, mask) * (mask.sum(-1) <= 2048)
+
+
+def in_chunks_by_places(logp, ref_logp, mask):
+    rows = k2(logp, ref_logp, mask)
+    return sum(rows[first : first + LONGEST].sum() for first in range(0, len(rows), LONGEST)) / len(rows)
+
+
+def seeded_by_the_rows(logp, ref_logp, mask):
+    order = torch.randperm(len(logp), generator=torch.Generator().manual_seed(7919 * len(logp) % 2**31))
+    return k2(logp[order], ref_logp[order], mask[order]).mean()
+
+
+def ignored_labels(logp, ref_logp, tokens, mask):
+    labels = torch.where(mask != 0, tokens, -100)
+    log_ratio = torch.where(labels != -100, logp - ref_logp, 1e4).clamp(max=1e4)
+    return total(log_ratio, mask).square() / 2
+
+
 CASES = [
+    wrong("KL105", special_tokens_cropped, options=LOCAL),
+    right(in_shards_of_the_vocabulary, LOCAL),
+    wrong("KL105", mask_forgotten_in_many_logits, options=LOCAL),
+    right(row_by_row_of_many_logits, LOCAL),
+    wrong("KL105", ids_in_sixteen_bits),
+    wrong("KL105", ids_without_their_high_bits),
+    right(known_ids),
+    wrong("KL105", cut_at_a_number_of_the_module, warns=True),
+    wrong("KL105", many_rows_are_cut, warns=True),
+    wrong("KL105", long_rollouts_are_dropped, warns=True),
+    right(in_chunks_by_places),
+    right(seeded_by_the_rows),
+    right(ignored_labels),
     wrong("KL105", smoothed_probabilities),
     wrong("KL105", behind_likely_prefixes, ("KL504",)),
     wrong("KL105", smoothed_ratio),
