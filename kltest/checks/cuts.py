@@ -19,6 +19,7 @@ import torch
 
 from kltest.checks.batches import as_array, gradient_of, limit, norm
 from kltest.checks.check import Found
+from kltest.checks.stress import right_in_long_rollouts
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
@@ -44,8 +45,9 @@ MOST_IDS, LARGEST_ID, UNLIKELY = 64, 2**19, -60.0
 EXACT_UP_TO = {"float16": 2**11, "half": 2**11, "int16": 2**15 - 1, "short": 2**15 - 1, "uint16": 2**16 - 1}
 # What training reaches: ids of a vocabulary, and tokens in one call.
 VOCABULARY, TOKENS = 2**18, 2**15
-# Numbers in the code that are tried; distance from one at which an id is no other number in the code.
-MOST, AWAY = 16, 98
+# Numbers in the code above this are beyond the rows, and those that are lengths are seen in long rollouts. As many as
+# this are tried; distance from one at which an id is no other number in the code.
+LARGE_IN_CODE, MOST, AWAY = 257, 16, 98
 # Share of the usual log-ratios at which bounds on numbers other than lengths and sizes do not act.
 NEAR = 0.1
 # The same at which bounds that begin at a later step do.
@@ -91,8 +93,8 @@ def _cuts_in_code(findings: Findings) -> list[Found]:
     grows with the tokens, of as many tokens as one call has.
     """
     function = findings.loss.function
-    numbers = set() if findings.loss.instead is not None else numbers_above(function, LARGE)
-    if not numbers:
+    numbers = set() if findings.loss.instead is not None else numbers_above(function, LARGE_IN_CODE)
+    if not (numbers and right_in_long_rollouts(findings)):
         return []
     batches = _batches(findings, NEAR)
     first, last = batches[1], batches[1].peek("ref_logits").shape[-1] - 1

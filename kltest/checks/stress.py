@@ -4,7 +4,7 @@ The graded environments are mild. A loss may follow the declared gradient in all
 
 - once the policy has left the reference, as Huber's loss does beyond its bound;
 - where next tokens are all but certain under policy, reference or both, as most are after training;
-- with a large vocabulary, whose ids and ranks are large;
+- with a large vocabulary, whose ids and ranks are large, and most of whose tokens are unlikely;
 - where the sampler is far from the policy, so that a cap, window or mask on their ratio acts;
 - in rollouts of 64 and of 1,023 tokens, where a window, a discount or a mask begins, and whose log-prob as a whole is
   far below that of any short one.
@@ -52,6 +52,11 @@ SUREST = (*ONE_SURE[-2:], BOTH_SURE[-1])
 # Actions of a bandit, a prime, so that no shards or blocks are whole; and those that have all of the probability if
 # batches are enumerated, as shares of their number.
 MANY, LIKELY = 307, (0.14, 0.57, 1.0)
+# Likely actions of a bandit of as many; how far below their logits those of the others lie, as a millionth is, and how
+# much nearer those of the other one of policy and reference, a log-ratio that training reaches.
+HEAD, UNLIKELY, TIMES = 3, 13.2, 4.8
+# Share of a gradient below which what lies at unlikely actions is none of it; share of that of which nothing is left.
+FEW, LEFT = 1e-2, 5e-2
 TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 # |log π/μ| of the first token and of the second, an entry for each prompt: of one token up to 5, then summed up to 10,
 # which training reaches; a clamp at 20 is out of reach.
@@ -80,8 +85,9 @@ NARROW, WIDE = 0.4, 2.0
 FAR_TOKENS = 1.8
 # Log-ratio there of every token that is certain, twice that of the second token that is not: a loss that keeps a part
 # of the tokens, as the largest 256, leaves that one out. Only where no declared gradient is one of rollouts of the
-# reference, few of which are enumerated then.
-REST = 0.002
+# reference, few of which are enumerated then. How many times as much it is after one of the first choices: there it is
+# a cost of that choice, and no constant, whose expected gradient is zero.
+REST, MORE = 0.002, 1.5
 # Declared gradients that need no probability of a whole rollout, which is zero where rollouts are long and unlikely.
 OF_SUMS = frozenset({"reverse_kl", "local_reverse_kl"})
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
@@ -348,6 +354,46 @@ def _many(off: Off) -> str:
     return f"In a bandit with {many} actions, token ids 0 to {many - 1},"
 
 
+# Many unlikely tokens
+
+
+def _many_unlikely(findings: Findings, row: Row, settings: Sequence[str]) -> Instance:
+    """A few likely actions; to the others one of policy and reference gives next to nothing, the other one more."""
+    (unlikely,) = settings
+    instance = _many_actions(findings, row, [MANY])
+    tables = {}
+    for name in ("policy", "reference"):
+        logits = getattr(instance, name).copy()
+        logits[:, :HEAD] -= logits[:, :HEAD].max()
+        logits[:, HEAD:] = 0.1 * logits[:, HEAD:] - UNLIKELY + (name != unlikely) * TIMES
+        tables[name] = table(logits)
+    return replace(instance, **tables, sampler=tables["policy"])
+
+
+def cut_off(findings: Findings) -> str:
+    """Say that a part of the gradient is missing which lies at many unlikely actions; "" if it is there.
+
+    A constant beside a probability leaves some of it, a cut at a share of the largest probability nothing.
+    """
+    if findings.observed.dtype == AVERAGED:  # a mean over draws does not show so little
+        return ""
+    for off in tried(findings, STRESS["unlikely tokens"]):
+        wanted, found = off.wanted[:, HEAD:], off.found[:, HEAD:]
+        share = np.abs(wanted).sum() / np.abs(off.wanted).sum()
+        if share > FEW and abs((found * wanted).sum()) <= LEFT * (wanted**2).sum():
+            where = STRESS["unlikely tokens"].where(off)
+            return f"{where} nothing is left of their part of the gradient, {share:.0%} of it."
+    return ""
+
+
+def _unlikely(off: Off) -> str:
+    other = "reference" if off.setting == "policy" else "policy"
+    return (
+        f"Where {MANY - HEAD} tokens have about {np.exp(-UNLIKELY):.0e} of the largest probability under the "
+        f"{off.setting} each, and {np.exp(TIMES):.0f} times that under the {other},"
+    )
+
+
 # A sampler far from the policy
 
 
@@ -424,9 +470,9 @@ def long_instance(
     """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time.
 
     Log-ratios of a token lie within twice the width; wide ones make the credit of later tokens large beside noise.
-    `rest` is the log-ratio of tokens that are certain, and half of it that of the second choice of three; the first and
-    the last choice of the longest rollouts are twice `apart`. `alike`: no token is certain; those that are not chosen
-    are one of several that are equally likely.
+    `rest` is the log-ratio of tokens that are certain, more of it after one of the first choices, and half of it that
+    of the second choice of three; the first and the last choice of the longest rollouts are twice `apart`. `alike`: no
+    token is certain; those that are not chosen are one of several that are equally likely.
     """
     generator = np.random.default_rng([seed, length])
     choices, vocabulary = choices_of(batch, length), EQUALLY_LIKELY if alike else 2
@@ -447,7 +493,10 @@ def long_instance(
         np.where(chosen[:, None], table(np.hstack([logits, unlikely])), others) for logits in (base, reference, sampler)
     )
     if rest:
-        reference[~chosen] = np.log([np.exp(-rest), -np.expm1(-rest)])
+        rests = np.full(len(chosen), rest)
+        rests[rollouts.contexts[rollouts.tokens[:, choices[0]] == 1]] *= MORE
+        sure = np.log(np.stack([np.exp(-rests), -np.expm1(-rests)], axis=-1))
+        reference[~chosen] = sure[~chosen]
     if not alike:
         return with_ties(OfSome(environment, policy, reference, sampler, some=rollouts), seed)
     stand_for = np.full(len(rollouts), (length - len(choices)) * np.log(vocabulary))
@@ -537,8 +586,12 @@ def right_in_long_rollouts(findings: Findings) -> bool:
 def _is_stated(findings: Findings, off: Off, tolerance: float) -> bool:
     """Return True if a number that the loss states, as `max_length=512`, is all that is in the way of the gradient.
 
-    Rollouts may never be longer than it says; `kltest.checks.cuts` tells what it does.
+    Rollouts may never be longer than it says; `kltest.checks.cuts` tells what it does. But if tokens further on have
+    the declared gradient, rollouts may be longer, and others lack a part of theirs: a window of a credit does that.
     """
+    last = np.unique(off.instance.paths.contexts[:, choices_of(off.row.batch, off.setting)[-1]])
+    if off.wanted[last].any() and norm((off.found - off.wanted)[last]) <= tolerance * norm(off.wanted[last]):
+        return False
     for larger in with_larger_numbers(findings.loss, off.setting, 10 * LONGER):
         try:
             found = findings.measure.gradient_of(larger, off.instance, off.row.sampler)
@@ -608,6 +661,15 @@ STRESS = {
         _many,
         ("KL105",),
         nearer=lambda many: [many // 3, many // 10],
+    ),
+    "unlikely tokens": Stress(
+        lambda findings: [row for row in _bandit_rows(findings) if row.batch == 1],
+        lambda findings, row: ["policy", "reference"],
+        _many_unlikely,
+        "far",
+        _unlikely,
+        ("KL105",),
+        apart=True,
     ),
     "far sampler": Stress(
         lambda findings: _row_of(findings, "stale"),

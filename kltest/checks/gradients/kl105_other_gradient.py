@@ -10,7 +10,7 @@ from kltest.checks.cuts import cuts
 from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.sequences.lengths import of_lengths_alone
-from kltest.checks.stress import late, wrong
+from kltest.checks.stress import cut_off, late, wrong
 from kltest.checks.surroundings import elsewhere
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, when_current
@@ -80,6 +80,7 @@ def examine(findings: Findings) -> Found | None:
         lambda: None if dead else _found(findings, "less far apart"),
         lambda: None if dead and dead.level == "error" else _found(findings, "near-deterministic"),
         lambda: None if any(head(findings) for head in HEADS) else _found(findings, "many tokens"),
+        lambda: None if any(head(findings) for head in HEADS) else _said(cut_off(findings)),
         lambda: late(findings, "KL105"),
     )
     failure: KltestError | None = None
@@ -96,7 +97,10 @@ def examine(findings: Findings) -> Found | None:
 
 
 def _found(findings: Findings, name: str) -> Found | None:
-    words = wrong(findings, name)
+    return _said(wrong(findings, name))
+
+
+def _said(words: str) -> Found | None:
     return Found(words) if words else None
 
 
