@@ -9,6 +9,7 @@ from cases.parts import k2, live, total
 from cases.table import right, wrong
 
 LOCAL = {"expect": "local_reverse_kl"}
+FORWARD = {"expect": "local_forward_kl"}
 SMALL = 1e-12
 
 
@@ -91,6 +92,17 @@ def zeros_are_padding(logp, ref_logp, mask):
     return k2(logp, ref_logp, mask * ((logp != 0) | (ref_logp != 0)))
 
 
+def zeros_of_the_policy_are_padding(logp, ref_logp, mask):
+    """What the reference says of a token of which the policy is sure is a cost of the choices before it."""
+    cost = total(logp - ref_logp, mask * (logp != 0)).detach()
+    return cost * total(logp, mask)
+
+
+def score_without_sure_tokens(logp, ref_logp, mask):
+    """The score of a sure token is zero, its cost is not."""
+    return total(logp - ref_logp, mask).detach() * total(logp, mask * (logp != 0))
+
+
 # Lengths, places and ids in half precision, and sums under autocast.
 
 
@@ -134,6 +146,48 @@ def products_of_log_probs(logp, ref_logp, mask):
 def product_of_log_ratios(logp, ref_logp, mask):
     alive = (mask != 0).to(logp.dtype)
     return torch.einsum("bt,bt->b", live(logp - ref_logp, mask), alive).to(logp.dtype).square() / 2
+
+
+# Many tokens that policy or reference gives next to nothing, as most of a large vocabulary.
+
+
+def forward_kl_of(logits, ref_logits, mask, kept):
+    own, other = (one.where(mask[..., None] != 0, 0.0).log_softmax(-1) for one in (logits, ref_logits))
+    return total(torch.where(kept(own.detach()), other.exp() * (other - own), 0.0).sum(-1), mask)
+
+
+def forward_kl_of_the_likely(logits, ref_logits, mask):
+    return forward_kl_of(logits, ref_logits, mask, lambda own: own >= own.amax(-1, keepdim=True) - 11.5)
+
+
+def forward_kl_of_all(logits, ref_logits, mask):
+    return forward_kl_of(logits, ref_logits, mask, lambda own: own > -700)
+
+
+def forward_kl_of_likely_tokens(logp, ref_logp, mask):
+    """The same of drawn tokens, whose weights π/π the expectation multiplies by π."""
+    log_ratio = live(ref_logp - logp, mask * (logp > -11))
+    return (log_ratio.exp() - log_ratio - 1).sum(-1)
+
+
+def reverse_kl_of_the_likely(logits, ref_logits, mask):
+    """To tokens that the policy never draws ∇KL(π‖ref) gives nothing either."""
+    own, other = (one.where(mask[..., None] != 0, 0.0).log_softmax(-1) for one in (logits, ref_logits))
+    kept = own.detach() >= own.detach().amax(-1, keepdim=True) - 11.5
+    return total(torch.where(kept, own.exp() * (own - other), 0.0).sum(-1), mask)
+
+
+# A number of the signature within the lengths that are tried: a window is none of a longest rollout.
+
+
+def credit_of_a_window(logp, ref_logp, mask, window=128):
+    sums = F.pad(live(logp - ref_logp, mask).detach().flip(-1).cumsum(-1).flip(-1), (0, window))
+    return total((sums[:, : logp.shape[1]] - sums[:, window:]) * logp, mask)
+
+
+def in_windows(logp, ref_logp, mask, window=128):
+    parts = live(logp - ref_logp, mask).detach().split(window, dim=-1)
+    return torch.stack([part.sum(-1) for part in parts]).sum(0) * total(logp, mask)
 
 
 # Numbers in the code beyond all vocabularies, lengths and batches that are tried.
@@ -243,6 +297,14 @@ CASES = [
     wrong("KL204", whole_parts_of_32_rows),
     right(parts_of_32_rows),
     right(zeros_are_padding),
+    wrong("KL205", zeros_of_the_policy_are_padding),
+    right(score_without_sure_tokens),
+    wrong("KL105", forward_kl_of_the_likely, options=FORWARD),
+    right(forward_kl_of_all, FORWARD),
+    wrong("KL105", forward_kl_of_likely_tokens, ("KL504",), FORWARD),
+    right(reverse_kl_of_the_likely, LOCAL),
+    wrong("KL205", credit_of_a_window, ("KL105",)),
+    right(in_windows),
     wrong("KL508", last_in_its_own_precision),
     right(last_of_whole_numbers),
     wrong("KL508", ids_among_logits),
