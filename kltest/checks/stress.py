@@ -52,11 +52,12 @@ SUREST = (*ONE_SURE[-2:], BOTH_SURE[-1])
 # Actions of a bandit, a prime, so that no shards or blocks are whole; and those that have all of the probability if
 # batches are enumerated, as shares of their number.
 MANY, LIKELY = 307, (0.14, 0.57, 1.0)
-# Likely actions of a bandit of as many; how far below their logits those of the others lie, as a millionth is, and how
-# much nearer those of the other one of policy and reference, a log-ratio that training reaches.
-HEAD, UNLIKELY, TIMES = 3, 13.2, 4.8
-# Share of a gradient below which what lies at unlikely actions is none of it; share of that of which nothing is left.
-FEW, LEFT = 1e-2, 5e-2
+# Actions of a bandit, of which the first are likely; how far below their logits those of the others lie, as a millionth
+# is, and how much nearer those of the other one of policy and reference, a log-ratio that training reaches.
+SEVERAL, HEAD, UNLIKELY, TIMES = (16, 12, 8, 6), 3, 13.2, 4.8
+# Share of the larger probability of unlikely actions below which a gradient there is none; share of it of which nothing
+# is left.
+FEW, LEFT = 0.1, 0.05
 TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 # |log π/μ| of the first token and of the second, an entry for each prompt: of one token up to 5, then summed up to 10,
 # which training reaches; a clamp at 20 is out of reach.
@@ -354,13 +355,13 @@ def _many(off: Off) -> str:
     return f"In a bandit with {many} actions, token ids 0 to {many - 1},"
 
 
-# Many unlikely tokens
+# Unlikely tokens
 
 
-def _many_unlikely(findings: Findings, row: Row, settings: Sequence[str]) -> Instance:
-    """A few likely actions; to the others one of policy and reference gives next to nothing, the other one more."""
-    (unlikely,) = settings
-    instance = _many_actions(findings, row, [MANY])
+def _some_unlikely(findings: Findings, row: Row, settings: Sequence[tuple[str, int]]) -> Instance:
+    """To all actions but some one of policy and reference gives next to nothing, and the other one more."""
+    ((unlikely, many),) = settings
+    instance = _many_actions(findings, row, [many])
     tables = {}
     for name in ("policy", "reference"):
         logits = getattr(instance, name).copy()
@@ -370,8 +371,19 @@ def _many_unlikely(findings: Findings, row: Row, settings: Sequence[str]) -> Ins
     return replace(instance, **tables, sampler=tables["policy"])
 
 
+def _unlikely_settings(findings: Findings, row: Row) -> list[tuple[str, int]]:
+    """Return where the declared gradient has a part at unlikely actions."""
+    found, unit = [], max(map(abs, findings.expect.values()))
+    for setting in (("policy", SEVERAL[0]), ("reference", SEVERAL[0])):
+        instance = _some_unlikely(findings, row, [setting])
+        part = np.abs(target(findings.expect, instance, row.sampler)[:, HEAD:]).sum()
+        likelier = np.exp(np.maximum(instance.policy, instance.reference))[:, HEAD:]
+        found += [setting] if part > FEW * unit * likelier.sum() else []
+    return found
+
+
 def cut_off(findings: Findings) -> str:
-    """Say that a part of the gradient is missing which lies at many unlikely actions; "" if it is there.
+    """Say that the part of the gradient is missing which lies at unlikely actions; "" if it is there.
 
     A constant beside a probability leaves some of it, a cut at a share of the largest probability nothing.
     """
@@ -379,18 +391,17 @@ def cut_off(findings: Findings) -> str:
         return ""
     for off in tried(findings, STRESS["unlikely tokens"]):
         wanted, found = off.wanted[:, HEAD:], off.found[:, HEAD:]
-        share = np.abs(wanted).sum() / np.abs(off.wanted).sum()
-        if share > FEW and abs((found * wanted).sum()) <= LEFT * (wanted**2).sum():
-            where = STRESS["unlikely tokens"].where(off)
-            return f"{where} nothing is left of their part of the gradient, {share:.0%} of it."
+        if abs((found * wanted).sum()) <= LEFT * (wanted**2).sum():
+            return f"{STRESS['unlikely tokens'].where(off)} nothing is left of their part of the gradient."
     return ""
 
 
 def _unlikely(off: Off) -> str:
-    other = "reference" if off.setting == "policy" else "policy"
+    unlikely, many = off.setting
+    other = "reference" if unlikely == "policy" else "policy"
     return (
-        f"Where {MANY - HEAD} tokens have about {np.exp(-UNLIKELY):.0e} of the largest probability under the "
-        f"{off.setting} each, and {np.exp(TIMES):.0f} times that under the {other},"
+        f"Where {many - HEAD} tokens have about {np.exp(-UNLIKELY):.0e} of the largest probability each under the "
+        f"{unlikely}, as most of a large vocabulary, and {np.exp(TIMES):.0f} times that under the {other},"
     )
 
 
@@ -664,12 +675,13 @@ STRESS = {
     ),
     "unlikely tokens": Stress(
         lambda findings: [row for row in _bandit_rows(findings) if row.batch == 1],
-        lambda findings, row: ["policy", "reference"],
-        _many_unlikely,
+        _unlikely_settings,
+        _some_unlikely,
         "far",
         _unlikely,
         ("KL105",),
         apart=True,
+        nearer=lambda setting: [(setting[0], many) for many in SEVERAL if many < setting[1]],
     ),
     "far sampler": Stress(
         lambda findings: _row_of(findings, "stale"),
