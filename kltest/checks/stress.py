@@ -362,13 +362,14 @@ def _some_unlikely(findings: Findings, row: Row, settings: Sequence[tuple[str, i
     """To all actions but some one of policy and reference gives next to nothing, and the other one more."""
     ((unlikely, many),) = settings
     instance = _many_actions(findings, row, [many])
-    tables = {}
-    for name in ("policy", "reference"):
-        logits = getattr(instance, name).copy()
-        logits[:, :HEAD] -= logits[:, :HEAD].max()
-        logits[:, HEAD:] = 0.1 * logits[:, HEAD:] - UNLIKELY + (name != unlikely) * TIMES
-        tables[name] = table(logits)
-    return replace(instance, **tables, sampler=tables["policy"])
+
+    def sharp(logits: np.ndarray, below: float) -> np.ndarray:
+        likely = logits[:, :HEAD] - logits[:, :HEAD].max()
+        return table(np.hstack([likely, 0.1 * logits[:, HEAD:] - below]))
+
+    policy = sharp(instance.policy, UNLIKELY - (unlikely != "policy") * TIMES)
+    reference = sharp(instance.reference, UNLIKELY - (unlikely != "reference") * TIMES)
+    return replace(instance, policy=policy, reference=reference, sampler=policy)
 
 
 def _unlikely_settings(findings: Findings, row: Row) -> list[tuple[str, int]]:
