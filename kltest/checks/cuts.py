@@ -3,9 +3,10 @@
 Code behind a comparison with such a number runs in no environment, batch or rollout here. So the number is made small,
 or the id that of the token that ends a rollout. It stands in the signature, in an object, or in the code, where only
 numbers are meant that are compared with a size. What then changes is a fact about the loss, not about its gradient as
-it is used: a warning. But a step of training takes all its values in use: another gradient at a later one is an error,
-unless it is a multiple, as of a coefficient with a schedule, or none. So do vocabularies: a number in the code below
-the size of one, or of its logits, is an error, and so are ids kept in sixteen bits.
+it is used: a warning, or of a generous limit in the code a note. But a step of training takes all its values in use:
+another gradient at a later one is an error, unless it is a multiple, as of a coefficient with a schedule, or none. So
+do vocabularies: a number in the code below the size of one, or of its logits, is an error, and so are ids kept in
+sixteen bits.
 """
 
 import math
@@ -43,8 +44,9 @@ LATER_SHARES = (0.0, 0.3, 0.7, 1.0)
 MOST_IDS, LARGEST_ID, UNLIKELY = 64, 2**19, -60.0
 # The largest ids that are exact in numbers of these types, whose names stand in code.
 EXACT_UP_TO = {"float16": 2**11, "half": 2**11, "int16": 2**15 - 1, "short": 2**15 - 1, "uint16": 2**16 - 1}
-# What training reaches: ids of a vocabulary, and tokens in one call.
-VOCABULARY, TOKENS = 2**18, 2**15
+# What training reaches: ids of a vocabulary, and tokens in one call. Tokens of a rollout, or rows, that it often has: a
+# limit beyond is generous, and only told.
+VOCABULARY, TOKENS, OFTEN = 2**18, 2**15, 4096
 # Numbers in the code above this are beyond the rows, and those that are lengths are seen in long rollouts. As many as
 # this are tried; distance from one at which an id is no other number in the code.
 LARGE_IN_CODE, MOST, AWAY = 257, 16, 98
@@ -120,7 +122,11 @@ def _cuts_in_code(findings: Findings) -> list[Found]:
                 grows = any(after > before for before, after in zip(seen[number], wide.get(number, []), strict=False))
                 reached = VOCABULARY * (TOKENS if max(seen[number]) > last + 1 else 1)
                 error = grows and abs(number) < reached
-                found.append(_cut("a number in its code", number, other, usual, changed, error, grows))
+                cut = _cut("a number in its code", number, other, usual, changed, error, grows)
+                if error or abs(number) <= OFTEN:
+                    found.append(cut)
+                else:
+                    findings.notes.append(cut.message)
                 break
         else:
             same.append(str(number))
