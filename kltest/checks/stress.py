@@ -86,9 +86,8 @@ NARROW, WIDE = 0.4, 2.0
 FAR_TOKENS = 1.8
 # Log-ratio there of every token that is certain, twice that of the second token that is not: a loss that keeps a part
 # of the tokens, as the largest 256, leaves that one out. Only where no declared gradient is one of rollouts of the
-# reference, few of which are enumerated then. How many times as much it is after one of the first choices: there it is
-# a cost of that choice, and no constant, whose expected gradient is zero.
-REST, MORE = 0.002, 1.5
+# reference, few of which are enumerated then.
+REST = 0.002
 # Declared gradients that need no probability of a whole rollout, which is zero where rollouts are long and unlikely.
 OF_SUMS = frozenset({"reverse_kl", "local_reverse_kl"})
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
@@ -482,9 +481,9 @@ def long_instance(
     """Draw the instance for batches of this size; rewards of 0 or 1 a rollout, each about half of the time.
 
     Log-ratios of a token lie within twice the width; wide ones make the credit of later tokens large beside noise.
-    `rest` is the log-ratio of tokens that are certain, more of it after one of the first choices, and half of it that
-    of the second choice of three; the first and the last choice of the longest rollouts are twice `apart`. `alike`: no
-    token is certain; those that are not chosen are one of several that are equally likely.
+    `rest` is the log-ratio of tokens that are certain, and half of it that of the second choice of three; the first and
+    the last choice of the longest rollouts are twice `apart`. `alike`: no token is certain; those that are not chosen
+    are one of several that are equally likely.
     """
     generator = np.random.default_rng([seed, length])
     choices, vocabulary = choices_of(batch, length), EQUALLY_LIKELY if alike else 2
@@ -505,10 +504,7 @@ def long_instance(
         np.where(chosen[:, None], table(np.hstack([logits, unlikely])), others) for logits in (base, reference, sampler)
     )
     if rest:
-        rests = np.full(len(chosen), rest)
-        rests[rollouts.contexts[rollouts.tokens[:, choices[0]] == 1]] *= MORE
-        sure = np.log(np.stack([np.exp(-rests), -np.expm1(-rests)], axis=-1))
-        reference[~chosen] = sure[~chosen]
+        reference[~chosen] = np.log([np.exp(-rest), -np.expm1(-rest)])
     if not alike:
         return with_ties(OfSome(environment, policy, reference, sampler, some=rollouts), seed)
     stand_for = np.full(len(rollouts), (length - len(choices)) * np.log(vocabulary))

@@ -297,7 +297,7 @@ CASES = [
     wrong("KL204", whole_parts_of_32_rows),
     right(parts_of_32_rows),
     right(zeros_are_padding),
-    wrong("KL205", zeros_of_the_policy_are_padding),
+    wrong("KL105", zeros_of_the_policy_are_padding),
     right(score_without_sure_tokens),
     wrong("KL105", forward_kl_of_the_likely, options=FORWARD),
     right(forward_kl_of_all, FORWARD),
