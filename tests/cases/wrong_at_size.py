@@ -113,6 +113,12 @@ def last_in_its_own_precision(logp, ref_logp, mask):
     return total(cost.flip(-1).cumsum(-1).flip(-1) * logp, mask)
 
 
+def huber_beyond_two_in_bfloat16(logp, ref_logp, mask):
+    """What its bound takes off the first and the last token of long rollouts is no factor."""
+    log_ratio = live(logp - ref_logp, mask).bfloat16()
+    return F.huber_loss(log_ratio, torch.zeros_like(log_ratio), reduction="none", delta=2.5).double().sum(-1)
+
+
 def last_of_whole_numbers(logp, ref_logp, mask):
     many = (mask != 0).long()
     last = (mask != 0) & (many.cumsum(-1) == many.sum(-1, keepdim=True))
@@ -306,6 +312,7 @@ CASES = [
     wrong("KL205", credit_of_a_window, ("KL105",)),
     right(in_windows),
     wrong("KL508", last_in_its_own_precision),
+    wrong("KL504", huber_beyond_two_in_bfloat16, ("KL105", "KL508"), LOCAL),
     right(last_of_whole_numbers),
     wrong("KL508", ids_among_logits),
     right(ids_alone),
