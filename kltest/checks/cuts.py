@@ -1,25 +1,32 @@
-"""Numbers in the signature or object of a loss beyond what is tried: a longest rollout, a chunk, a floor, a token's id.
+"""Numbers of a loss beyond what is tried: a longest rollout, a chunk, a floor, a crop of the vocabulary, a token's id.
 
 Code behind a comparison with such a number runs in no environment, batch or rollout here. So the number is made small,
-or the id that of the token that ends a rollout. What then changes is a fact about the loss, not about its gradient as
-it is used: a warning. But a step of training takes all its values in use: another gradient at a later one is an error,
-unless it is a multiple, as of a coefficient with a schedule, or none.
+or the id that of the token that ends a rollout. It stands in the signature, in an object, or in the code, where only
+numbers are meant that are compared with a size. What then changes is a fact about the loss, not about its gradient as
+it is used: a warning, or of a generous limit in the code a note. But a step of training takes all its values in use:
+another gradient at a later one is an error, unless it is a multiple, as of a coefficient with a schedule, or none. So
+do vocabularies: a number in the code below the size of one, or of its logits, is an error, and so are ids kept in
+sixteen bits.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 
-from kltest.checks.batches import gradient_of, limit, norm
+from kltest.checks.batches import as_array, gradient_of, limit, norm
 from kltest.checks.check import Found
+from kltest.checks.stress import right_in_long_rollouts
 from kltest.environments.policies import table
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
+from kltest.loss.constants import Sizes, exchanged_numbers, names_in, numbers_above, watched_numbers
+from kltest.moments.differentiate import differentiate
 from kltest.names import SUPPORT_SIZES, listed, says_token_id, training_step
 from kltest.rollout import Rollout
 
@@ -35,6 +42,14 @@ LATER_SHARES = (0.0, 0.3, 0.7, 1.0)
 # Ids of tokens that are tried: numbers in the code, below the largest vocabulary that there is. Log-prob of tokens that
 # make a vocabulary so large.
 MOST_IDS, LARGEST_ID, UNLIKELY = 64, 2**19, -60.0
+# The largest ids that are exact in numbers of these types, whose names stand in code.
+EXACT_UP_TO = {"float16": 2**11, "half": 2**11, "int16": 2**15 - 1, "short": 2**15 - 1, "uint16": 2**16 - 1}
+# What training reaches: ids of a vocabulary, and tokens in one call. Tokens of a rollout, or rows, that it often has: a
+# limit beyond is generous, and only told.
+VOCABULARY, TOKENS, OFTEN = 2**18, 2**15, 4096
+# Numbers in the code above this are beyond the rows, and those that are lengths are seen in long rollouts. As many as
+# this are tried; distance from one at which an id is no other number in the code.
+LARGE_IN_CODE, MOST, AWAY = 257, 16, 98
 # Share of the usual log-ratios at which bounds on numbers other than lengths and sizes do not act.
 NEAR = 0.1
 # The same at which bounds that begin at a later step do.
@@ -44,10 +59,10 @@ FAR = 4.0
 @shared
 def cuts(findings: Findings) -> Found | None:
     """Report the first of such numbers that changes the gradient by more than a factor where it is made small."""
-    numbers, ids = list(_numbers(findings)), _token_ids(findings)
-    if not (numbers or ids) or any(row.agrees is not True for row in findings.rows):
+    if any(row.agrees is not True for row in findings.rows):
         return None
-    if findings.loss.instead is not None:
+    numbers, ids = list(_numbers(findings)), _token_ids(findings)
+    if (numbers or ids) and findings.loss.instead is not None:
         names = [*(name for name, _, _ in numbers), *(["the ids of tokens"] if ids else [])]
         why = f"other values of {listed(names)} were not tried, since it draws random numbers"
         return Found(why, "inconclusive", level=None if any(_is_step(name) for name, _, _ in numbers) else "warning")
@@ -67,9 +82,58 @@ def cuts(findings: Findings) -> Found | None:
                 break
         else:
             findings.notes.append(f"{name} is {value}; the gradient is the same at {listed(list(map(str, others)))}.")
+    found += _cuts_in_code(findings)
     if ids and (cut := _cut_by_id(findings, ids)):
         found.append(cut)
     return min(found, key=lambda one: one.level == "warning", default=None)
+
+
+def _cuts_in_code(findings: Findings) -> list[Found]:
+    """Report numbers in the code that are compared with sizes, and change the gradient where they are small.
+
+    A size that grows with the vocabulary is that of trainers' logits: of up to a quarter of a million ids and, if it
+    grows with the tokens, of as many tokens as one call has.
+    """
+    function = findings.loss.function
+    numbers = set() if findings.loss.instead is not None else numbers_above(function, LARGE_IN_CODE)
+    if not (numbers and right_in_long_rollouts(findings)):
+        return []
+    batches = _batches(findings, NEAR)
+    first, last = batches[1], batches[1].peek("ref_logits").shape[-1] - 1
+    seen: Sizes = {}
+    wide: Sizes = {}
+    for sizes, batch in ((seen, first), (wide, _with_id(first, last, last + 1))):
+        ids = "tokens" in findings.observed.uses
+        with suppress(KltestError):
+            _gradients(findings, [batch], surroundings=partial(watched_numbers, function, numbers, sizes, ids))
+    if not seen:
+        return []
+    found: list[Found] = []
+    same: list[str] = []
+    usual = _gradients(findings, batches, surroundings=nullcontext)
+    for number in sorted(seen, key=abs)[:MOST]:
+        for other in SMALL:
+            small = partial(exchanged_numbers, function, {number: int(math.copysign(other, number))})
+            try:
+                changed = _gradients(findings, batches, surroundings=small)
+            except KltestError:
+                continue
+            if _is_another(usual, changed, limit(findings), False):
+                grows = any(after > before for before, after in zip(seen[number], wide.get(number, []), strict=False))
+                reached = VOCABULARY * (TOKENS if max(seen[number]) > last + 1 else 1)
+                error = grows and abs(number) < reached
+                cut = _cut("a number in its code", number, other, usual, changed, error, grows)
+                if error or abs(number) <= OFTEN:
+                    found.append(cut)
+                else:
+                    findings.notes.append(cut.message)
+                break
+        else:
+            same.append(str(number))
+    if same:
+        what = f"Where {listed(same)}, in its code and compared with a size, is"
+        findings.notes.append(f"{what} {listed(list(map(str, SMALL)))}, the gradient is the same.")
+    return found
 
 
 def _token_ids(findings: Findings) -> list[int]:
@@ -81,8 +145,9 @@ def _token_ids(findings: Findings) -> list[int]:
         return []
     stated = {value for value in findings.loss.arguments.stated.values() if isinstance(value, int | float)}
     vocabulary = instances("ragged", findings.seed)[0].environment.vocabulary
-    ids = sorted(one for one in findings.loss.calls.numbers() - stated if vocabulary <= one < LARGEST_ID)
-    return [each for one in ids[:MOST_IDS] for each in (one, one + 1)]
+    ids = {one for one in findings.loss.calls.numbers() - stated if vocabulary <= one < LARGEST_ID}
+    exact = {EXACT_UP_TO[name] for name in names_in(findings.loss.function) & EXACT_UP_TO.keys()}
+    return [each for one in [*sorted(exact), *sorted(ids - exact)][:MOST_IDS] for each in (one, one + 1)]
 
 
 def _cut_by_id(findings: Findings, ids: list[int]) -> Found | None:
@@ -90,21 +155,28 @@ def _cut_by_id(findings: Findings, ids: list[int]) -> Found | None:
     batches = [batch for batch in _batches(findings, NEAR) if len(batch) < ROWS]
     last = batches[0].peek("ref_logits").shape[-1] - 1
     usual = _gradients(findings, batches)
-    for one in ids:
+
+    def changed(one: int) -> np.ndarray:
+        """Return the gradient where that token has another id; the usual one if it looks tokens up in a table."""
         try:
-            changed = _gradients(
-                findings, [_with_id(batch, last, one) for batch in batches], columns=[*range(last), one]
-            )
-        except KltestError:  # it looks tokens up in a table of its own
+            return _gradients(findings, [_with_id(batch, last, one) for batch in batches], columns=[*range(last), one])
+        except KltestError:
+            return usual
+
+    for one in ids:
+        if not _is_another(usual, found := changed(one), limit(findings), False):
             continue
-        if _is_another(usual, changed, limit(findings), False):
-            lost, of = (int(each.any(axis=-1).sum()) for each in (usual, changed))
-            what = f"{lost - of} of {lost} tokens have no gradient" if of < lost else "the gradient is another one"
-            return Found(
-                f"It depends on the ids of tokens, beyond the vocabularies that are tried here: where {one}, a number "
-                f"in its code, is the id of the token that ends a rollout, {what}, in batches of {ROWS // 3} rollouts.",
-                level="warning",
-            )
+        lost, of = (int(each.any(axis=-1).sum()) for each in (usual, found))
+        what = f"{lost - of} of {lost} tokens have no gradient" if of < lost else "the gradient is another one"
+        # Of ids beyond, which the code does not name, it makes other tokens: that is no choice of a token.
+        beyond = one + AWAY
+        taken = of >= lost and beyond < VOCABULARY and _is_another(usual, changed(beyond), limit(findings), False)
+        where = f"where {one}{' or ' + str(beyond) if taken else ', a number in its code,'}"
+        return Found(
+            f"It depends on the ids of tokens, beyond the vocabularies that are tried here: {where} is the id of the "
+            f"token that ends a rollout, {what}, in batches of {ROWS // 3} rollouts.",
+            level="error" if taken else "warning",
+        )
     tried = listed(list(map(str, dict.fromkeys(ids[::2]))))
     findings.notes.append(f"The gradient is the same where the token that ends a rollout has the id {tried}.")
     return None
@@ -175,15 +247,25 @@ def _batches(findings: Findings, apart: float) -> list[Rollout]:
 
 
 def _gradients(
-    findings: Findings, batches: list[Rollout], name: str = "", value: float = 0.0, columns: list[int] | None = None
+    findings: Findings,
+    batches: list[Rollout],
+    name: str = "",
+    value: float = 0.0,
+    columns: list[int] | None = None,
+    surroundings: Callable[[], AbstractContextManager[object]] | None = None,
 ) -> np.ndarray:
-    """(N, T, 1 + V) gradients in all rows of the batches, with this value of a number, perhaps at some logits alone."""
+    """(N, T, 1 + V) gradients in all rows of the batches, with this value of a number, perhaps at some logits alone.
+
+    Inside surroundings those at padding are among them.
+    """
     loss = findings.measure.experiment().loss
     if name:
         loss = loss.changed(arguments=loss.arguments.with_value(name, value))
+    if surroundings:
+        loss = loss.within(surroundings)
     found = []
     for batch in batches:
-        joint = gradient_of(loss, batch)
+        joint = as_array(differentiate(loss, batch, None), batch) if surroundings else gradient_of(loss, batch)
         found.append(joint if columns is None else joint[..., [0, *(1 + column for column in columns)]])
     return np.concatenate(found)
 
@@ -196,13 +278,22 @@ def _other_step(name: str, step: float | None, other: float) -> Found:
     return Found(f"Where {name} is {other}, the gradient of some rollouts is no multiple of that where it is {step}.")
 
 
-def _cut(name: str, value: float | None, other: float, usual: np.ndarray, changed: np.ndarray) -> Found:
+def _cut(
+    name: str,
+    value: float | None,
+    other: float,
+    usual: np.ndarray,
+    changed: np.ndarray,
+    error: bool = False,
+    grows: bool = False,
+) -> Found:
     before, after = (each.any(axis=-1) for each in (usual, changed))
     lost = int((before & ~after).sum())
     does = "cuts at" if lost else "depends on"
     what = f"{lost} of {int(before.sum())} tokens have no gradient" if lost else "the gradient is another one"
+    compared = ", compared with a size that grows with the vocabulary" if grows else ""
     return Found(
-        f"It {does} {name}, which is {value}, beyond what is tried here: with {other} in its place {what}, in "
-        f"batches of {ROWS} and of {ROWS // 3} rollouts of up to {usual.shape[1]} tokens.",
-        level="warning",
+        f"It {does} {name}, which is {value}{compared}, beyond what is tried here: with {other} in its place {what}, "
+        f"in batches of {ROWS} and of {ROWS // 3} rollouts of up to {usual.shape[1]} tokens.",
+        level="error" if error else "warning",
     )

@@ -4,7 +4,7 @@ The graded environments are mild. A loss may follow the declared gradient in all
 
 - once the policy has left the reference, as Huber's loss does beyond its bound;
 - where next tokens are all but certain under policy, reference or both, as most are after training;
-- with a large vocabulary, whose ids and ranks are large;
+- with a large vocabulary, whose ids and ranks are large, and most of whose tokens are unlikely;
 - where the sampler is far from the policy, so that a cap, window or mask on their ratio acts;
 - in rollouts of 64 and of 1,023 tokens, where a window, a discount or a mask begins, and whose log-prob as a whole is
   far below that of any short one.
@@ -52,6 +52,12 @@ SUREST = (*ONE_SURE[-2:], BOTH_SURE[-1])
 # Actions of a bandit, a prime, so that no shards or blocks are whole; and those that have all of the probability if
 # batches are enumerated, as shares of their number.
 MANY, LIKELY = 307, (0.14, 0.57, 1.0)
+# Actions of a bandit, of which the first are likely; how far below their logits those of the others lie, as a millionth
+# is, and how much nearer those of the other one of policy and reference, a log-ratio that training reaches.
+SEVERAL, HEAD, UNLIKELY, TIMES = (16, 12, 8, 6), 3, 13.2, 4.8
+# Share of the larger probability of unlikely actions below which a gradient there is none; share of it of which nothing
+# is left.
+FEW, LEFT = 0.1, 0.05
 TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 # |log π/μ| of the first token and of the second, an entry for each prompt: of one token up to 5, then summed up to 10,
 # which training reaches; a clamp at 20 is out of reach.
@@ -348,6 +354,57 @@ def _many(off: Off) -> str:
     return f"In a bandit with {many} actions, token ids 0 to {many - 1},"
 
 
+# Unlikely tokens
+
+
+def _some_unlikely(findings: Findings, row: Row, settings: Sequence[tuple[str, int]]) -> Instance:
+    """To all actions but some one of policy and reference gives next to nothing, and the other one more."""
+    ((unlikely, many),) = settings
+    instance = _many_actions(findings, row, [many])
+
+    def sharp(logits: np.ndarray, below: float) -> np.ndarray:
+        likely = logits[:, :HEAD] - logits[:, :HEAD].max()
+        return table(np.hstack([likely, 0.1 * logits[:, HEAD:] - below]))
+
+    policy = sharp(instance.policy, UNLIKELY - (unlikely != "policy") * TIMES)
+    reference = sharp(instance.reference, UNLIKELY - (unlikely != "reference") * TIMES)
+    return replace(instance, policy=policy, reference=reference, sampler=policy)
+
+
+def _unlikely_settings(findings: Findings, row: Row) -> list[tuple[str, int]]:
+    """Return where the declared gradient has a part at unlikely actions."""
+    found, unit = [], max(map(abs, findings.expect.values()))
+    for setting in (("policy", SEVERAL[0]), ("reference", SEVERAL[0])):
+        instance = _some_unlikely(findings, row, [setting])
+        part = np.abs(target(findings.expect, instance, row.sampler)[:, HEAD:]).sum()
+        likelier = np.exp(np.maximum(instance.policy, instance.reference))[:, HEAD:]
+        found += [setting] if part > FEW * unit * likelier.sum() else []
+    return found
+
+
+def cut_off(findings: Findings) -> str:
+    """Say that the part of the gradient is missing which lies at unlikely actions; "" if it is there.
+
+    A constant beside a probability leaves some of it, a cut at a share of the largest probability nothing.
+    """
+    if findings.observed.dtype == AVERAGED:  # a mean over draws does not show so little
+        return ""
+    for off in tried(findings, STRESS["unlikely tokens"]):
+        wanted, found = off.wanted[:, HEAD:], off.found[:, HEAD:]
+        if abs((found * wanted).sum()) <= LEFT * (wanted**2).sum():
+            return f"{STRESS['unlikely tokens'].where(off)} nothing is left of their part of the gradient."
+    return ""
+
+
+def _unlikely(off: Off) -> str:
+    unlikely, many = off.setting
+    other = "reference" if unlikely == "policy" else "policy"
+    return (
+        f"Where {many - HEAD} tokens have about {np.exp(-UNLIKELY):.0e} of the largest probability each under the "
+        f"{unlikely}, as most of a large vocabulary, and {np.exp(TIMES):.0f} times that under the {other},"
+    )
+
+
 # A sampler far from the policy
 
 
@@ -537,8 +594,12 @@ def right_in_long_rollouts(findings: Findings) -> bool:
 def _is_stated(findings: Findings, off: Off, tolerance: float) -> bool:
     """Return True if a number that the loss states, as `max_length=512`, is all that is in the way of the gradient.
 
-    Rollouts may never be longer than it says; `kltest.checks.cuts` tells what it does.
+    Rollouts may never be longer than it says; `kltest.checks.cuts` tells what it does. But if tokens further on have
+    the declared gradient, rollouts may be longer, and others lack a part of theirs: a window of a credit does that.
     """
+    last = np.unique(off.instance.paths.contexts[:, choices_of(off.row.batch, off.setting)[-1]])
+    if off.wanted[last].any() and norm((off.found - off.wanted)[last]) <= tolerance * norm(off.wanted[last]):
+        return False
     for larger in with_larger_numbers(findings.loss, off.setting, 10 * LONGER):
         try:
             found = findings.measure.gradient_of(larger, off.instance, off.row.sampler)
@@ -573,7 +634,12 @@ def _in_long_rollouts(findings: Findings) -> tuple[str, str] | None:
     small = max(SMALL, tolerance)
     if norm(off.found) <= small * norm(off.wanted):
         return "KL105", f"{where}: nothing is left of it."
-    if norm(off.found - factor * off.wanted) <= min(10 * tolerance, ALIKE) * norm(off.found):
+    left, whole = (
+        norm(off.found - factor * off.wanted) / norm(off.found),
+        norm(off.found - off.wanted) / norm(off.found),
+    )
+    # Where digits are few, a factor also has to account for what is off: it is none of what a bound takes off some.
+    if left <= tolerance or left <= min(10 * tolerance, ALIKE, ALIKE * whole):
         return "KL203", f"{where}: it is {factor:.4g} times the declared one."
     choices = choices_of(off.row.batch, off.setting)
     contexts, difference = off.instance.paths.contexts, off.found - off.wanted
@@ -608,6 +674,16 @@ STRESS = {
         _many,
         ("KL105",),
         nearer=lambda many: [many // 3, many // 10],
+    ),
+    "unlikely tokens": Stress(
+        lambda findings: [row for row in _bandit_rows(findings) if row.batch == 1],
+        _unlikely_settings,
+        _some_unlikely,
+        "far",
+        _unlikely,
+        ("KL105",),
+        apart=True,
+        nearer=lambda setting: [(setting[0], many) for many in SEVERAL if many < setting[1]],
     ),
     "far sampler": Stress(
         lambda findings: _row_of(findings, "stale"),

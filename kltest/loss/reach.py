@@ -63,7 +63,7 @@ def values_read(function: FunctionType) -> dict[str, Any]:
     found = {name: _global(function, name) for name in names_read(function.__code__, _WRITTEN)}
     found |= {name: content(cell) for name, cell in cells(function).items()}
     modules = {name: vars(one) for name, one in found.items() if isinstance(one, ModuleType) and is_own(one.__name__)}
-    named = _all_names(function.__code__) if modules else ()
+    named = all_names(function.__code__) if modules else ()
     return found | {
         f"{module}.{name}": space[name] for module, space in modules.items() for name in named if name in space
     }
@@ -80,9 +80,9 @@ def _installed() -> list[str]:
     return [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 
 
-def _all_names(code: CodeType) -> set[str]:
+def all_names(code: CodeType) -> set[str]:
     """Return the names of attributes and of its module that code has, also in the functions inside it."""
-    return set(code.co_names).union(*(_all_names(one) for one in code.co_consts if isinstance(one, CodeType)))
+    return set(code.co_names).union(*(all_names(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 def cells(function: FunctionType) -> dict[str, CellType]:

@@ -62,9 +62,15 @@ def ends_are_counted(logp, ref_logp, mask, tokens):
 
 
 def lengths_and_tokens(logp, ref_logp, mask, tokens):
-    """Numbers that are compared with lengths, beside tokens."""
+    """Numbers that are compared with lengths, beside tokens: beyond those of trainers."""
     kept = (mask.sum(-1) <= 8192) & (tokens[:, 0] >= 0)
     return kept * k2(logp[:, :16384], ref_logp[:, :16384], mask[:, :16384])
+
+
+def refused_lengths_and_tokens(logp, ref_logp, mask, tokens):
+    assert mask.sum(-1).max() <= 8192
+    assert tokens.min() >= 0
+    return k2(logp, ref_logp, mask)
 
 
 # An argument that trainers pass, and that has None for a default.
@@ -425,6 +431,7 @@ CASES = [
     right(up_to_the_end),
     right(ends_are_counted),
     right(lengths_and_tokens),
+    right(refused_lengths_and_tokens),
     wrong("KL105", over_the_items),
     right(items_are_ignored),
     wrong("KL105", other_when_late),

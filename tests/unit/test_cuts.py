@@ -5,6 +5,7 @@ import torch
 from weekly import first
 
 import kltest
+from kltest.loss.constants import exchanged_numbers, numbers_above, watched_numbers
 from kltest.names import training_step
 
 STEPS = "step global_step globalStep trainer.state.global_step inner_epoch ppo_epoch epoch_idx micro_step iter"
@@ -83,6 +84,41 @@ def after_the_end(logp, ref_logp, mask, tokens, eos_token_id=151645):
 
 def bounded_far_away(logp, ref_logp, mask, bound=100.0):
     return square((logp - ref_logp).clamp(-bound, bound), 0.0, mask)
+
+
+def many_rows_are_dropped(logp, ref_logp, mask):
+    rows = square(logp, ref_logp, mask)
+    return rows[:512].sum() / len(rows)
+
+
+class Limits:
+    tokens = 2048
+
+
+def shared_limit():
+    limit = 4096
+
+    def loss(logp, ref_logp, mask):
+        return square(logp, ref_logp, mask) * (mask.sum(-1) < limit) * (mask.shape[1] < Limits.tokens)
+
+    return loss
+
+
+def test_numbers_are_watched_and_exchanged_in_code_closures_and_classes_and_all_is_as_it_was_afterwards():
+    """Rows of 0 and 2 tokens in 3 columns: what is compared with the numbers, and what is left where they are 2."""
+    loss, seen = shared_limit(), {}
+    mask = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
+    assert {512, 4096, 2048}.issuperset(numbers_above(loss, 257) | numbers_above(many_rows_are_dropped, 257))
+    with watched_numbers(loss, {4096, 2048}, seen, ids=False):
+        loss(mask, 0 * mask, mask)
+    assert seen == {4096: [2], 2048: [3]}
+    with exchanged_numbers(loss, {4096: 2}):
+        assert loss(mask, 0 * mask, mask).tolist() == [0.0, 0.0]
+    assert loss(mask, 0 * mask, mask).tolist() == [0.0, 2.0]
+    code = many_rows_are_dropped.__code__
+    with exchanged_numbers(many_rows_are_dropped, {512: 1}):
+        assert many_rows_are_dropped(mask, 0 * mask, mask) == 0.0
+    assert many_rows_are_dropped.__code__ is code
 
 
 RIGHT = (over_the_longest, refused_if_longer, in_chunks, after_the_end, bounded_far_away)

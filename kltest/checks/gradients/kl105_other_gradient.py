@@ -10,8 +10,9 @@ from kltest.checks.cuts import cuts
 from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.sequences.lengths import of_lengths_alone
-from kltest.checks.stress import late, wrong
+from kltest.checks.stress import cut_off, late, wrong
 from kltest.checks.surroundings import elsewhere
+from kltest.checks.zeros import zeros
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, Row, when_current
 from kltest.moments.tolerances import Tolerances
@@ -76,10 +77,15 @@ def examine(findings: Findings) -> Found | None:
     dead = None
     with suppress(KltestError):
         dead = dead_zones(findings)
+
+    def too_far() -> bool:
+        return dead is not None and dead.level == "error"
+
     experiments = (
         lambda: None if dead else _found(findings, "less far apart"),
-        lambda: None if dead and dead.level == "error" else _found(findings, "near-deterministic"),
+        lambda: None if too_far() else _found(findings, "near-deterministic"),
         lambda: None if any(head(findings) for head in HEADS) else _found(findings, "many tokens"),
+        lambda: None if too_far() or any(head(findings) for head in HEADS) else _said(cut_off(findings)),
         lambda: late(findings, "KL105"),
     )
     failure: KltestError | None = None
@@ -91,12 +97,15 @@ def examine(findings: Findings) -> Found | None:
             failure = failure or error
     if failure:
         raise failure
-    others = [one for one in (cuts(findings), elsewhere(findings)) if one]
+    others = [one for one in (cuts(findings), elsewhere(findings), zeros(findings)) if one]
     return min(others, key=lambda one: one.level == "warning", default=None)
 
 
 def _found(findings: Findings, name: str) -> Found | None:
-    words = wrong(findings, name)
+    return _said(wrong(findings, name))
+
+
+def _said(words: str) -> Found | None:
     return Found(words) if words else None
 
 
