@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter, tree_map_only
 
 from kltest.errors import UsageError
 from kltest.loss.arguments import FieldOf, SizeOf
@@ -46,8 +45,8 @@ ENTRYWISE = CASTS.union(
     _steps("exp exp2 expm1 log log2 log10 log1p sqrt rsqrt pow float_power reciprocal sign sigmoid tanh sin cos erf"),
     _steps("relu softplus log_sigmoid elu leaky_relu silu gelu clamp clip clamp_min clamp_max add sub subtract rsub"),
     _steps("minimum maximum max min fmax fmin remainder floor_divide lerp nan_to_num isnan isfinite isinf logaddexp"),
-    _steps("xlogy lt le ge logical_or logical_xor __or__ __xor__ __rsub__ __rdiv__ __rpow__ __floordiv__ ones_like"),
-    _steps("full_like kl_div mse_loss l1_loss smooth_l1_loss huber_loss"),
+    _steps("xlogy lt le ge logical_or logical_xor __or__ __xor__ __rsub__ __rdiv__ __pow__ __rpow__ __floordiv__"),
+    _steps("ones_like full_like kl_div mse_loss l1_loss smooth_l1_loss huber_loss"),
 )
 SUMS, MEANS, NUMBERS = _steps("sum"), _steps("mean"), _steps("tensor as_tensor scalar_tensor")
 LAST = ((-1,), {}), ((1,), {}), ((), {"dim": -1}), ((), {"dim": 1})
@@ -120,8 +119,8 @@ class _Steps(TorchFunctionMode):
             self._keep(tensor, "silent" if field == "mask" else "token")
 
     def _keep(self, tensor: Tensor, kind: str) -> None:
-        self._kinds[id(tensor)], self._numbers[id(tensor)] = kind, len(self._kept)
         self._kept.append((tensor, tensor._version))
+        self._kinds[id(tensor)], self._numbers[id(tensor)] = kind, len(self._kept)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -131,18 +130,19 @@ class _Steps(TorchFunctionMode):
         kind = "switch" if func is torch._C._set_grad_enabled else self._kind(func, args, kwargs, output)
         self._shown = bool(kind)
         if kind:
-            self.formula.append((func, repr(tree_map_only(Tensor, self._number, (args, kwargs)))))
+            given = [self._numbers.get(id(one)) or repr(one) for one in (*args, *kwargs.values())]
+            self.formula.append((func, given, list(kwargs)))
         if kind and isinstance(output, Tensor):
             self._keep(output, kind)
         return output
 
-    def _number(self, tensor: Tensor) -> str:
-        return f"#{self._numbers[id(tensor)]}"
-
     def _kind(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> str:
         """Return what a step makes of its arguments; empty if that is not known to be one of the kinds."""
-        kinds = [self._kinds.get(id(one), "") for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)]
+        given = (*args, *kwargs.values())
+        kinds = [self._kinds.get(id(one), "") for one in given if isinstance(one, Tensor)]
         if not isinstance(output, Tensor) or output.is_inference() or "" in kinds or "out" in kwargs:
+            return ""
+        if any(isinstance(one, list | tuple | dict) for one in given):
             return ""
         own = [self._kinds[id(one)] if isinstance(one, Tensor) else "" for one in args]
         if {*kinds} <= {"number"}:
@@ -160,25 +160,21 @@ class _Steps(TorchFunctionMode):
 
     def _at_padding(self, func: Any, args: Any, own: Sequence[str]) -> str:
         """Return the kind of an entrywise step by what it gives at padding."""
-        silent, zeros = (
-            own[:1] == ["silent"],
-            [one == "silent" or _is_zero(arg) for one, arg in zip(own, args, strict=True)],
-        )
-        if (
-            func in ZEROS
-            or ("silent" in own and func in PRODUCTS | CONJUNCTIONS)
-            or (silent and func in CASTS | QUOTIENTS | SIZES)
-        ):
-            return "silent"
-        if silent and (func in NEGATIONS or (func in EQUAL and zeros[1:] == [True])):
-            return "padding"
-        if silent and func in UNEQUAL and _is_zero(args[-1]):
-            return "silent"
-        if func in WHERE and "silent" in own[:2] and zeros[2:] == [True]:
-            return "silent"
-        if func in FILL and own[1:2] == ["padding"] and zeros[2:] == [True]:
-            return "silent"
-        return "padding" if own[:1] == ["padding"] and func in CASTS else "token"
+        first, zero = own[:1], [kind == "silent" or _is_zero(one) for kind, one in zip(own, args, strict=True)]
+        if func in CASTS and args:
+            return own[0]
+        if func in EQUAL | NEGATIONS:
+            return "padding" if first == ["silent"] and all(zero) else "token"
+        if func in WHERE:
+            silent = "silent" in own[:2] and zero[2:] == [True]
+        elif func in FILL:
+            silent = own[1:2] == ["padding"] and zero[2:] == [True]
+        elif func in PRODUCTS | CONJUNCTIONS:
+            silent = "silent" in own
+        else:
+            silent = func in ZEROS or (first == ["silent"] and func in QUOTIENTS | SIZES)
+            silent |= first == ["silent"] and func in UNEQUAL and zero == [True, True]
+        return "silent" if silent else "token"
 
     def show(self, answer: Any) -> bool:
         """Return True if the steps show that an answer is made token by token, whatever stands in the fields."""

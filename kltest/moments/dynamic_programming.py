@@ -20,7 +20,6 @@ from kltest.environments.paths import Level
 from kltest.environments.policies import score_norms, softmax_gradient
 from kltest.errors import InvalidEnvironmentError, KltestError, UsageError
 from kltest.loss.calling import Loss
-from kltest.loss.watched import is_watched, watched
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Expectation, ExpectedGradient, Moments, Reduction
 from kltest.moments.reduction import probe
@@ -231,6 +230,8 @@ def second_moment(instance: Instance, behaviour: np.ndarray, visits: np.ndarray,
 
 def _values(loss: Loss, called: RowGradients, shape: tuple[int, int]) -> np.ndarray:
     """Values of rollouts of length 1; a watched loss may return one each, or their mean, which leaves zeros."""
+    from kltest.loss.watched import is_watched  # few losses come here
+
     value = called.outcome.value
     if value is None and is_watched(loss):
         return np.zeros((1, 1))
@@ -306,6 +307,8 @@ def by_tokens(loss: Loss, instance: Instance, sampler: str, padding: int, seed: 
         return None
     if loss.spec is not None:
         return _from_tables(loss, instance, sampler, padding, seed) if loss.spec.per_token else None
+    from kltest.loss.watched import watched  # few losses come here
+
     if (seen := watched(loss)) is None:
         return None
     try:
