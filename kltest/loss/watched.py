@@ -49,12 +49,11 @@ ENTRYWISE = CASTS.union(
     _steps("ones_like full_like kl_div mse_loss l1_loss smooth_l1_loss huber_loss"),
 )
 SUMS, MEANS, NUMBERS = _steps("sum"), _steps("mean"), _steps("tensor as_tensor scalar_tensor")
-LAST = ((-1,), {}), ((1,), {}), ((), {"dim": -1}), ((), {"dim": 1})
+LAST: tuple[Any, ...] = (((-1,), {}), ((1,), {}), ((), {"dim": -1}), ((), {"dim": 1}))
 # What is read of a tensor that is the same in every call.
-CONSTANT = _steps("dim is_floating_point") | {
-    getter.__get__
-    for getter in (Tensor.dtype, Tensor.device, Tensor.ndim)  # type: ignore[attr-defined]
-}
+CONSTANT = _steps("dim is_floating_point").union(
+    getattr(torch._C.TensorBase, name).__get__ for name in ("dtype", "device", "ndim")
+)
 
 
 class NotShownError(UsageError):
