@@ -15,7 +15,7 @@ from math import isqrt
 
 import numpy as np
 
-from kltest.environments import Instance, Tree
+from kltest.environments import Instance, OfSome, Tree
 from kltest.environments.paths import Level
 from kltest.environments.policies import score_norms, softmax_gradient
 from kltest.errors import InvalidEnvironmentError, KltestError, UsageError
@@ -297,13 +297,13 @@ def by_tokens(loss: Loss, instance: Instance, sampler: str, padding: int, seed: 
 
     Returns:
         None if the loss neither declares that it works token by token nor shows it in every call, if it is placed in
-        the reward, or if its tables are not small.
+        the reward, if its tables are not small, or if not all rollouts are enumerated.
 
     Raises:
         UsageError: The loss declares it, and depends on more than each token's own fields.
     """
     few = instance.environment.tree or instance.environment.n_contexts <= FEW_CONTEXTS
-    if loss.placement != "loss" or "logits" in loss.takes or not few:
+    if loss.placement != "loss" or "logits" in loss.takes or not few or isinstance(instance, OfSome):
         return None
     if loss.spec is not None:
         return _from_tables(loss, instance, sampler, padding, seed) if loss.spec.per_token else None

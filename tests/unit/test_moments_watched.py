@@ -1,5 +1,6 @@
 """A function that is seen to work token by token is called on contexts and tokens; any other one on every rollout."""
 
+import dataclasses
 import functools
 import itertools
 import threading
@@ -10,7 +11,7 @@ import torch
 from moments_plain import drawn
 from torch.nn import functional
 
-from kltest.environments import mdp, ngram, ragged, sequence
+from kltest.environments import OfSome, mdp, ngram, ragged, sequence
 from kltest.errors import TargetError
 from kltest.loss import watched
 from kltest.loss.calling import bind
@@ -263,6 +264,17 @@ def test_what_is_shown_is_not_called_on_all_rollouts(name, monkeypatch):
 @pytest.mark.parametrize("placement", ["reward", "both"])
 def test_costs_in_a_reward_are_called_on_every_rollout(placement):
     assert by_tokens(bind(k3, Call(placement=placement)), drawn(ENVIRONMENTS["ragged"])) is None
+
+
+def test_where_some_rollouts_stand_for_all_each_is_called():
+    whole = drawn(ENVIRONMENTS["sequence"])
+    some = OfSome(**vars_of(whole), some=whole.paths)
+    assert by_tokens(bind(k3), whole) is not None
+    assert by_tokens(bind(k3), some) is None
+
+
+def vars_of(instance):
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
 
 def test_errors_are_those_of_calls_on_rollouts():
