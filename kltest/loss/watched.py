@@ -36,16 +36,18 @@ def _steps(names: str) -> frozenset[Any]:
 
 CASTS = _steps("to double float half bfloat16 bool int long type_as clone contiguous detach")
 PRODUCTS, QUOTIENTS = _steps("mul multiply"), _steps("div divide true_divide neg negative")
-SIZES = _steps("abs absolute square")
+# Steps of one tensor, and of several, that leave zeros zero.
+KEEPING, TOTALS = _steps("abs absolute square expm1 sign tanh sin relu"), _steps("add sub subtract")
+POWERS = _steps("pow __pow__")
 CONJUNCTIONS, NEGATIONS = _steps("__and__ logical_and"), _steps("__invert__ logical_not")
 EQUAL, UNEQUAL = _steps("__eq__ eq"), _steps("ne gt")
 WHERE, FILL, ZEROS = _steps("where"), _steps("masked_fill"), _steps("zeros_like")
 ENTRYWISE = CASTS.union(
-    *(PRODUCTS, QUOTIENTS, SIZES, CONJUNCTIONS, NEGATIONS, EQUAL, UNEQUAL, WHERE, FILL, ZEROS),
-    _steps("exp exp2 expm1 log log2 log10 log1p sqrt rsqrt pow float_power reciprocal sign sigmoid tanh sin cos erf"),
-    _steps("relu softplus log_sigmoid elu leaky_relu silu gelu clamp clip clamp_min clamp_max add sub subtract rsub"),
+    *(PRODUCTS, QUOTIENTS, KEEPING, TOTALS, POWERS, CONJUNCTIONS, NEGATIONS, EQUAL, UNEQUAL, WHERE, FILL, ZEROS),
+    _steps("exp exp2 log log2 log10 log1p sqrt rsqrt float_power reciprocal sigmoid cos erf rsub softplus"),
+    _steps("log_sigmoid elu leaky_relu silu gelu clamp clip clamp_min clamp_max"),
     _steps("minimum maximum max min fmax fmin remainder floor_divide lerp nan_to_num isnan isfinite isinf logaddexp"),
-    _steps("xlogy lt le ge logical_or logical_xor __or__ __xor__ __rsub__ __rdiv__ __pow__ __rpow__ __floordiv__"),
+    _steps("xlogy lt le ge logical_or logical_xor __or__ __xor__ __rsub__ __rdiv__ __rpow__ __floordiv__"),
     _steps("ones_like full_like kl_div mse_loss l1_loss smooth_l1_loss huber_loss"),
 )
 SUMS, MEANS, NUMBERS = _steps("sum"), _steps("mean"), _steps("tensor as_tensor scalar_tensor")
@@ -170,9 +172,11 @@ class _Steps(TorchFunctionMode):
             silent = own[1:2] == ["padding"] and zero[2:] == [True]
         elif func in PRODUCTS | CONJUNCTIONS:
             silent = "silent" in own
+        elif func in POWERS:
+            silent = first == ["silent"] and isinstance(args[-1], int | float) and args[-1] > 0
         else:
-            silent = func in ZEROS or (first == ["silent"] and func in QUOTIENTS | SIZES)
-            silent |= first == ["silent"] and func in UNEQUAL and zero == [True, True]
+            silent = func in ZEROS or (first == ["silent"] and func in QUOTIENTS | KEEPING)
+            silent |= first == ["silent"] and func in UNEQUAL | TOTALS and zero == [True, True]
         return "silent" if silent else "token"
 
     def show(self, answer: Any) -> bool:

@@ -43,6 +43,10 @@ def halved(logp, ref_logp):
     return k3(logp, ref_logp)
 
 
+def schulman(delta):
+    return torch.expm1(delta) - delta
+
+
 @torch.no_grad()
 def weight(logp, ref_logp):
     return torch.exp(ref_logp - logp)
@@ -82,6 +86,8 @@ SHOWN = {
     "masked": lambda logp, ref_logp, mask: (logp - ref_logp) ** 2 * mask,
     "summed": lambda logp, ref_logp, mask: ((logp - ref_logp) ** 2 * mask).sum(dim=-1),
     "summed where live": lambda logp, ref_logp, mask: (logp - ref_logp).where(mask != 0, 0.0).square().sum(1),
+    "summed squares": lambda logp, ref_logp, mask: (((logp - ref_logp) * mask) ** 2).sum(-1).mean() / 2,
+    "summed in steps": lambda logp, ref_logp, mask: schulman((ref_logp - logp).where(mask.bool(), 0.0)).sum(-1),
     "summed but for padding": lambda logp, ref_logp, mask: (logp - ref_logp).masked_fill(mask == 0, 0.0).sum(1) / 2,
     "mean of sums": lambda logp, ref_logp, mask, beta: beta * (k3(logp, ref_logp) * mask).sum(dim=1).mean(),
     "constant": lambda logp, ref_logp: (logp - ref_logp) * torch.tensor(0.5, dtype=torch.float64),
@@ -143,6 +149,8 @@ OTHERS = {
     "mean of a row": lambda logp, mask: (logp * mask).sum(1) / mask.sum(1),
     "sum with padding": lambda logp, ref_logp: (logp - ref_logp).sum(dim=1),
     "mean with padding": lambda logp: logp.mean(dim=1),
+    "sum of ones at padding": lambda logp, mask: (logp * ((logp * mask) ** 0)).sum(1),
+    "sum that padding is added to": lambda logp, mask: (logp * mask + (1 - mask)).sum(1),
     "nonlinear in the sum": lambda logp, mask: (logp * mask).sum(1).exp(),
     "constant a rollout": lambda logp, mask: (logp * mask).sum(1) + 1,
     "position": lambda logp, mask: logp * mask.cumsum(dim=1),
