@@ -15,10 +15,10 @@ from math import isqrt
 
 import numpy as np
 
-from kltest.environments import Instance, Tree
+from kltest.environments import Instance, OfSome, Tree
 from kltest.environments.paths import Level
 from kltest.environments.policies import score_norms, softmax_gradient
-from kltest.errors import InvalidEnvironmentError, UsageError
+from kltest.errors import InvalidEnvironmentError, KltestError, UsageError
 from kltest.loss.calling import Loss
 from kltest.moments.differentiate import RowGradients, differentiate
 from kltest.moments.moments import Expectation, ExpectedGradient, Moments, Reduction
@@ -229,8 +229,13 @@ def second_moment(instance: Instance, behaviour: np.ndarray, visits: np.ndarray,
 
 
 def _values(loss: Loss, called: RowGradients, shape: tuple[int, int]) -> np.ndarray:
+    """Values of rollouts of length 1; a watched loss may return one each, or their mean, which leaves zeros."""
+    from kltest.loss.watched import is_watched  # few losses come here
+
     value = called.outcome.value
-    if value is None or value.dim() != 2:
+    if value is None and is_watched(loss):
+        return np.zeros((1, 1))
+    if value is None or (value.dim() != 2 and not is_watched(loss)):
         raise UsageError(
             f"{loss.name} must return one number a token, (B, T), for dynamic programming; it returned "
             f"{called.outcome.returned}"
@@ -254,11 +259,17 @@ def compare(loss: Loss, instance: Instance, sampler: str, padding: int, seed: in
         for part in (paths, tokens)
     )
     value = whole.outcome.value
-    agrees = value is not None and tuple(value.shape) == paths.shape and whole.leaves == single.leaves
-    if agrees and value is not None:
+    agrees = whole.leaves == single.leaves and whole.outcome.returned == single.outcome.returned
+    if agrees:
         cost = np.zeros(paths.shape)
         cost[mask] = _values(loss, single, (len(tokens), 1))[:, 0]
-        agrees = near(value.numpy()[mask], cost[mask], whole.dtype)
+        if value is None:
+            means = (called.outcome.objective.detach().numpy() for called in (whole, single))
+            agrees = near(next(means), len(tokens) / len(paths) * next(means), whole.dtype)
+        elif value.dim() == 1:
+            agrees = near(value.numpy(), cost.sum(axis=1), whole.dtype)
+        else:
+            agrees = near(value.numpy()[mask], cost[mask], whole.dtype)
         if whole.logp is not None and single.logp is not None:
             expected = single.logp[:, 0]
             if loss.placement != "loss":
@@ -281,23 +292,34 @@ def _charged(cost: np.ndarray, credit: str) -> np.ndarray:
     return to_go if credit == "to-go" else np.broadcast_to(to_go[:, :1], cost.shape)
 
 
-def works_token_by_token(loss: Loss, instance: Instance) -> bool:
-    """True if the loss is declared token by token, is placed in the loss, and its tables are small."""
-    return (
-        loss.spec is not None
-        and loss.spec.per_token
-        and loss.placement == "loss"
-        and "logits" not in loss.takes
-        and (instance.environment.tree or instance.environment.n_contexts <= FEW_CONTEXTS)
-    )
-
-
-def from_tables(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Moments:
+def by_tokens(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Moments | None:
     """E[ĝ] and E‖ĝ‖² of a batch of one rollout, over every rollout of an environment; arguments as for `exact`.
 
+    Returns:
+        None if the loss neither declares that it works token by token nor shows it in every call, if it is placed in
+        the reward, if its tables are not small, or if not all rollouts are enumerated.
+
     Raises:
-        UsageError: The loss depends on more than each token's own fields.
+        UsageError: The loss declares it, and depends on more than each token's own fields.
     """
+    few = instance.environment.tree or instance.environment.n_contexts <= FEW_CONTEXTS
+    if loss.placement != "loss" or "logits" in loss.takes or not few or isinstance(instance, OfSome):
+        return None
+    if loss.spec is not None:
+        return _from_tables(loss, instance, sampler, padding, seed) if loss.spec.per_token else None
+    from kltest.loss.watched import watched  # few losses come here
+
+    if (seen := watched(loss)) is None:
+        return None
+    try:
+        # The least that may end the proof: one rollout.
+        seen(Rollout.of(instance, instance.paths.take(slice(1)), sampler=sampler, padding=padding))
+        return _from_tables(seen, instance, sampler, padding, seed)
+    except KltestError:  # what is wrong with it, the calls of its rollouts say
+        return None
+
+
+def _from_tables(loss: Loss, instance: Instance, sampler: str, padding: int, seed: int) -> Moments:
     paths, weights = instance.paths, instance.rollout_weights(sampler)
     if instance.environment.tree:  # each rollout passes once through each of its contexts
         passing, each = np.zeros(instance.policy.shape), np.broadcast_to(weights[:, None], paths.shape)
@@ -314,5 +336,5 @@ def from_tables(loss: Loss, instance: Instance, sampler: str, padding: int, seed
         reduction=found.reduction,
         dtype=found.dtype,
         leaves=found.leaves,
-        value=Expectation.of(paths.along(found.cost), weights),
+        value=None if found.reduction == "mean" else Expectation.of(paths.along(found.cost), weights),
     )

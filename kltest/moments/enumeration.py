@@ -6,7 +6,7 @@ from kltest.environments import Instance, Paths
 from kltest.errors import KltestError, UsageError
 from kltest.loss.calling import Loss
 from kltest.moments.caller import Caller
-from kltest.moments.dynamic_programming import from_tables, works_token_by_token
+from kltest.moments.dynamic_programming import by_tokens
 from kltest.moments.moments import Moments, Reduction
 from kltest.moments.reduction import probe
 from kltest.moments.totals import Totals
@@ -36,8 +36,9 @@ def exact(
 
     First the loss is called on single rollouts, pairs and larger batches, to learn how it combines rows. Then each
     rollout is called alone, which is the definition. More than ONE_BY_ONE rollouts are called in large batches instead,
-    if the loss was seen to treat rows apart; single ones are compared again. A registered estimator that works token
-    by token is called once for each context and token (kltest.moments.dynamic_programming).
+    if the loss was seen to treat rows apart; single ones are compared again. A loss that works token by token, as its
+    SPEC declares or as every step of its calls shows (kltest.loss.watched), is called once for each context and token
+    instead (kltest.moments.dynamic_programming); on random rollouts that is compared with its own calls.
 
     Args:
         loss: The loss, bound to a rollout's fields.
@@ -63,8 +64,8 @@ def exact(
     """
     paths = instance.paths
     large = len(paths) > ONE_BY_ONE
-    if large and works_token_by_token(loss, instance):
-        return from_tables(loss, instance, sampler, padding, seed)
+    if large and (found := by_tokens(loss, instance, sampler, padding, seed)):
+        return found
     generator = np.random.default_rng([seed, len(paths)])
     tried = paths.take(_pool(paths, generator)) if large else paths
     base = Rollout.of(instance, tried, sampler=sampler, padding=padding)
