@@ -41,6 +41,10 @@ def raw(success, successes, tokens):
     return success
 
 
+def nothing(success, successes, tokens):
+    return 0.0
+
+
 def centred(success, successes, tokens):
     return success - successes / SIZE
 
@@ -94,6 +98,7 @@ REGISTERED = {
     "dr-grpo": (centred, SUM),
     "dapo": (STD, MEAN),
     "cispo": (STD, MEAN),
+    "gspo": (STD, MEAN),
     "reinforce-plus-plus": (whitened(1), MEAN),
     "opo": (centred, SUM),
 }
@@ -125,6 +130,19 @@ DERIVED = {
     "prime-rl:loss/defaults": (centred, MEAN),
     "areal:kl_in_reward/defaults": (raw, MEAN),
     "tinker-cookbook:rl/defaults": (centred, SUM),
+    "slime:kl_loss/defaults": (over_deviation(1e-6), MEAN),
+    "slime:kl_loss/low_var_kl,calculate_per_token_loss=True": (over_deviation(1e-6), MEAN),
+    "torchtune:grpo/loss=GRPOSimpleLoss": (over_deviation(1e-4), MEAN),
+    # It sums the log-probs of all rows of a batch, whose advantages add up to zero.
+    "torchtune:grpo/loss=GRPOCompletionLoss": (nothing, SUM),
+    "torchrl:loss/GRPOLoss": (STD, MEAN),
+    "torchrl:loss/DAPO": (STD, MEAN),
+    "torchrl:loss/CISPOLoss": (STD, MEAN),
+    "torchrl:loss/GRPOLoss,aggregation=prompt_mean": (STD, MEAN),
+    "tunix:grpo_loss_fn/GRPOConfig": (over_deviation(1e-6), MEAN),
+    "tunix:grpo_loss_fn/loss_algo=gspo-token": (over_deviation(1e-6), MEAN),
+    "tunix:grpo_loss_fn/kl_loss_mode=mse_kl,loss_agg_mode=token-mean": (over_deviation(1e-6), MEAN),
+    "tunix:grpo_loss_fn/kl_loss_mode=mse_kl,loss_agg_mode=seq-mean-token-sum": (over_deviation(1e-6), SUM),
 }
 # Libraries add up to 1e-6 to a deviation of one half, some compute in float32, and two coefficients of six digits may
 # leave a tenth of their size.
@@ -133,7 +151,7 @@ CLOSE = 3e-5
 
 def recorded_weight(identified, rate):
     """w(p) of a combination of ∇E[R] and ∇U_4."""
-    known = {"expected_reward": 1.0, "success_utility_of4": group_weight(rate, SIZE, deviation=0)}
+    known = {"zero": 0.0, "expected_reward": 1.0, "success_utility_of4": group_weight(rate, SIZE, deviation=0)}
     return sum(coefficient * known[name] for name, coefficient in identified.items())
 
 
