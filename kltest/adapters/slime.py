@@ -86,9 +86,7 @@ FUNCTION = Setting.of(
 
 def loss(kind: str, options: Mapping[str, Any] = STEP, ascends: str | None = None, **settings: bool) -> Setting:
     """The KL in the loss, by its type and other arguments."""
-    return LOSS.variant(
-        {"kl_loss_type": kind, **settings}, label(kind, **settings), options=options, ascends=ascends
-    )
+    return LOSS.variant({"kl_loss_type": kind, **settings}, label(kind, **settings), options=options, ascends=ascends)
 
 
 ADAPTER = Adapter.cloned(

@@ -119,6 +119,9 @@ DERIVED = {
     "verl:kl_in_reward/reinforce_plus_plus,loss_agg_mode=seq-mean-token-sum": (whitened(1), SUM),
     "verl:kl_in_reward/remax,loss_agg_mode=seq-mean-token-sum": (raw, SUM),  # greedy rollouts earn 0
     "openrlhf:kl_in_reward/gae": (whitened(0), MEAN),
+    "openrlhf:kl_in_reward/reinforce": (whitened(0), MEAN),
+    "openrlhf:kl_in_reward/reinforce_baseline": (whitened(0), MEAN),  # centred by group before, which is the batch
+    "openrlhf:kl_in_reward/flash_reinforce": (centred, MEAN),
     "openrlhf:kl_in_reward/rloo": (of_the_others, MEAN),
     "openrlhf:kl_in_reward/group_norm": (STD, MEAN),
     "openrlhf:kl_in_reward/dr_grpo": (centred, MEAN),

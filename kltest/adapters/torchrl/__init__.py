@@ -118,9 +118,7 @@ ADAPTER = Adapter(
     imports=(LOSSES,),
     homepage="https://github.com/pytorch/rl",
     settings=(
-        LOSS.by_default(
-            f"{LOSSES}:GRPOLoss(kl_to_ref_coeff)", {"loss": "GRPOLoss"}, name="GRPOLoss", ascends="dapo"
-        ),
+        LOSS.by_default(f"{LOSSES}:GRPOLoss(kl_to_ref_coeff)", {"loss": "GRPOLoss"}, name="GRPOLoss", ascends="dapo"),
         whole("DAPO", "dapo"),
         whole("CISPOLoss", "cispo"),
         whole(ascends="grpo", aggregation="prompt_mean"),
