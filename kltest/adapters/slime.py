@@ -84,7 +84,7 @@ FUNCTION = Setting.of(
 )
 
 
-def loss(kind: str, options: Mapping[str, Any] = STEP, ascends: str | None = None, **settings: bool) -> Setting:
+def loss(kind: str, options: Mapping[str, Any] = STEP, ascends: str | None = None, **settings: object) -> Setting:
     """The KL in the loss, by its type and other arguments."""
     return LOSS.variant({"kl_loss_type": kind, **settings}, label(kind, **settings), options=options, ascends=ascends)
 
@@ -101,6 +101,8 @@ ADAPTER = Adapter.cloned(
         *(loss(kind) for kind in ("k2", "low_var_kl")),
         *(loss(kind, use_unbiased_kl=True) for kind in ("k1", "low_var_kl")),
         loss("low_var_kl", STEP_OF_TOKENS, "dapo", calculate_per_token_loss=True),
+        loss("low_var_kl", ascends="grpo-without-std", grpo_std_normalization=False),
+        *(loss("low_var_kl", ascends=name, advantage_estimator=name) for name in ("gspo", "cispo")),
         OPD.by_default("slime.utils.arguments:--use-opd"),
         LOSS.variant({"coefficient": "kl_coef"}, "kl_coef,advantage_estimator=grpo"),
         *(FUNCTION.variant({"kl_loss_type": kind}, kind) for kind in ("k1", "k2", "low_var_kl")),

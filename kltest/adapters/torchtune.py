@@ -98,6 +98,7 @@ ADAPTER = Adapter.cloned(
             note="The loss of the recipe for GRPO.",
             ascends="grpo",
         ),
+        GRPO.variant({"loss": "GRPOLoss"}, ascends="dapo"),
         GRPO.variant({"loss": "GRPOCompletionLoss"}, ascends=""),
         DISTILLATION.by_default("the loss itself", {"loss": "ForwardKLLoss"}),
         *(DISTILLATION.variant({"loss": f"{kind}KLLoss"}) for kind in ("Reverse", "Symmetric")),

@@ -135,6 +135,10 @@ DERIVED = {
     "tinker-cookbook:rl/defaults": (centred, SUM),
     "slime:kl_loss/defaults": (over_deviation(1e-6), MEAN),
     "slime:kl_loss/low_var_kl,calculate_per_token_loss=True": (over_deviation(1e-6), MEAN),
+    "slime:kl_loss/low_var_kl,grpo_std_normalization=False": (centred, MEAN),
+    "slime:kl_loss/low_var_kl,advantage_estimator=gspo": (over_deviation(1e-6), MEAN),
+    "slime:kl_loss/low_var_kl,advantage_estimator=cispo": (over_deviation(1e-6), MEAN),
+    "torchtune:grpo/loss=GRPOLoss": (over_deviation(1e-4), MEAN),
     "torchtune:grpo/loss=GRPOSimpleLoss": (over_deviation(1e-4), MEAN),
     # It sums the log-probs of all rows of a batch, whose advantages add up to zero.
     "torchtune:grpo/loss=GRPOCompletionLoss": (nothing, SUM),
