@@ -81,6 +81,10 @@ def over_deviation_of_the_others(success, successes, tokens):
     return of_the_others(success, successes, tokens) / (spread or 1.0)
 
 
+def times(number, advantage):
+    return lambda *each: number * advantage(*each)
+
+
 def weight(advantage, rate, tokens=1, averaged=False):
     """w(p), divided by the tokens of a rollout if they are averaged, or by a constant."""
     chances = (math.comb(SIZE - 1, k) * rate**k * (1 - rate) ** (SIZE - 1 - k) for k in range(SIZE))
@@ -106,7 +110,14 @@ REGISTERED = {
 DERIVED = {
     "trl:grpo/defaults": (over_deviation(1e-4), MEAN),  # loss_type="dapo"
     "trl:grpo/loss_type=dr_grpo": (over_deviation(1e-4), 512),  # scale_rewards="group", max_completion_length=512
+    **dict.fromkeys((f"trl:grpo/loss_type={name}" for name in ("grpo", "bnpo")), (over_deviation(1e-4), MEAN)),
+    # 4σ(τ(ρ − 1))/τ has the slope 1 at ρ = 1 for every τ.
+    "trl:grpo/loss_type=sapo": (over_deviation(1e-4), MEAN),
+    # It cuts ratios at epsilon_high itself, 0.2 unless it is set, not at 1 + epsilon_high: they are 1 on-policy.
+    "trl:grpo/loss_type=cispo": (times(0.2, over_deviation(1e-4)), MEAN),
     "trl:grpo/groups,loss_type=luspo,scale_rewards=none": (centred, SUM),
+    "trl:grpo/groups,loss_type=luspo,scale_rewards=group": (over_deviation(1e-4), SUM),
+    "trl:grpo/groups,loss_type=luspo,scale_rewards=batch": (over_deviation(1e-4), SUM),  # a batch is one group
     "trl:rloo/defaults": (of_the_others, SUM),  # a ratio of whole sequences
     "verl:kl_in_reward/gae": (whitened(1), MEAN),  # γ = λ = 1 and values of 0: the reward, whitened
     "verl:kl_in_reward/grpo": (over_deviation(1e-6), MEAN),
