@@ -45,6 +45,7 @@ def step(logp, old_logp, ref_logp, mask, advantage, beta, coefficient="kl_loss_c
     scored = None, {"log_probs": new, "entropy": [row.detach() * 0 for row in new]}
     one = {"get_context_parallel_world_size": lambda: 1, "get_data_parallel_world_size": lambda **_: 1}
     device = SimpleNamespace(**one, get_context_parallel_rank=lambda: 0, is_pipeline_last_stage=lambda: True)
+    device.get_context_parallel_group = lambda: None
     with (
         mock.patch.object(losses, "mpu", device),
         mock.patch.object(loaded("slime.backends.megatron_utils.cp_utils"), "mpu", device),

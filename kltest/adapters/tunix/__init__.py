@@ -12,8 +12,8 @@ TABLE = "A flax module gives the logits after a prompt of one token; float32, as
 METHODS = ("low_var_kl", "kl", "mse_kl")
 # Beside the default, "sequence-mean-token-mean".
 AGGREGATIONS = ("token-mean", "sequence-mean-token-scale", "seq-mean-token-sum", "sequence-mean-token-sum-norm")
-# Registered policy losses with the advantages of these, "" if none has them.
-ASCENDS = {"token-mean": "dapo", "seq-mean-token-sum": ""}
+# Registered policy losses with the advantages of these, up to a constant.
+ASCENDS = {"token-mean": "dapo", "seq-mean-token-sum": "grpo"}
 # Every shape of batch is compiled; groups of two keep that to a minute or two.
 # The padding cannot be NaN (KL502): it holds the model's own logits, which a forward pass computes.
 OPTIONS = {"sampler": "both", "group_size": 2, "timeout": 600, "ignore": "KL502"}
@@ -31,8 +31,7 @@ def grpo(logits, old_logp, ref_logp, mask, tokens, advantage, beta, with_old=Tru
 
 def scored(logits, old_logp, ref_logp, mask, tokens, reward, group, beta, with_old=True, **settings):
     """The advantage estimator of GRPOConfig, of rewards whose groups follow one another, and `grpo_loss_fn`."""
-    estimator = settings.pop("advantage_estimator", "grpo")
-    advantage = advantages(reward, group, estimator)
+    advantage = advantages(reward, group, settings.get("advantage_estimator", "grpo"))
     return grpo(logits, old_logp, ref_logp, mask, tokens, advantage, beta, with_old, **settings)[0]
 
 
