@@ -49,6 +49,11 @@ def centred(success, successes, tokens):
     return success - successes / SIZE
 
 
+def centred_in_batch(success, successes, tokens):
+    """Less the mean of the batch, which is a group here, whatever the prompts are."""
+    return centred(success, successes, tokens)
+
+
 def of_the_others(success, successes, tokens):
     return success - (successes - success) / (SIZE - 1)
 
@@ -132,7 +137,7 @@ DERIVED = {
     "openrlhf:kl_in_reward/gae": (whitened(0), MEAN),
     "openrlhf:kl_in_reward/reinforce": (whitened(0), MEAN),
     "openrlhf:kl_in_reward/reinforce_baseline": (whitened(0), MEAN),  # centred by group before, which is the batch
-    "openrlhf:kl_in_reward/flash_reinforce": (centred, MEAN),
+    "openrlhf:kl_in_reward/flash_reinforce": (centred_in_batch, MEAN),
     "openrlhf:kl_in_reward/rloo": (of_the_others, MEAN),
     "openrlhf:kl_in_reward/group_norm": (STD, MEAN),
     "openrlhf:kl_in_reward/dr_grpo": (centred, MEAN),
@@ -258,8 +263,9 @@ def test_the_bias_of_a_deviation_of_the_others_is_that_of_its_closed_form():
     assert min(biases) > 0.01
 
 
-def test_coefficients_are_recorded_as_laws_of_length_and_group_size():
+def test_coefficients_are_recorded_as_laws_of_length_and_group_size_or_batch_size():
     laws = {(centred, SUM): "(1 − 1/group size)", (centred, MEAN): "(1 − 1/group size)/T"}
+    laws |= {(centred_in_batch, MEAN): "(1 − 1/B)/T"}
     laws |= {(of_the_others, MEAN): "1/T", (raw, MEAN): "1/T"}
     for target, each in ROWS.items():
         wanted = laws.get(DERIVED[target])
