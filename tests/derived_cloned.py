@@ -73,6 +73,14 @@ def slime() -> dict[str, Derived]:
         "kl_loss/k1,use_unbiased_kl=True": rows(RATIO_K1, THIRD, THIRD_STALE, **LOW),
         "kl_loss/low_var_kl,use_unbiased_kl=True": rows(RATIO, THIRD, THIRD_STALE, **LOW),
         "kl_loss/low_var_kl,calculate_per_token_loss=True": batches(K3, INVERSE, **LOW),
+        **dict.fromkeys(
+            (
+                "kl_loss/low_var_kl,grpo_std_normalization=False",
+                "kl_loss/low_var_kl,advantage_estimator=gspo",
+                "kl_loss/low_var_kl,advantage_estimator=cispo",
+            ),
+            rows(K3, INVERSE, **LOW),
+        ),
         "opd/defaults": rows(f"{IN_ADVANTAGE} {CLIPPED}", THIRD, NAMELESS, **LOW),
         "kl_loss/kl_coef,advantage_estimator=grpo": Derived(
             "Returns of grpo are the rewards alone: the KL, which is computed, reaches nothing.",
@@ -112,6 +120,7 @@ def torchtune() -> dict[str, Derived]:
     whole = each({"forward_kl": 1.0})
     return {
         "grpo/loss=GRPOSimpleLoss": rows(K3, INVERSE),
+        "grpo/loss=GRPOLoss": batches(K3, INVERSE),
         "grpo/loss=GRPOCompletionLoss": Derived(
             "k3 of log-probs that are summed over tokens, and over the rows of a batch too: the weight 1 − w of all "
             "rollouts together. On-policy that is the whole sequence's forward KL once for each row; stale rollouts "

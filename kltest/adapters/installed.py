@@ -35,10 +35,10 @@ def placeholder():
             return Anything
 
         def __call__(cls, *given, **named):
-            # A class that inherits from it is called as any other; as a decorator it leaves functions as they are.
+            # A class that inherits from it is called as any other; as a decorator it leaves what it decorates as it is.
             if cls is not Anything:
                 return super().__call__(*given, **named)
-            return given[0] if given and inspect.isfunction(given[0]) else Anything
+            return given[0] if given and (inspect.isfunction(given[0]) or inspect.isclass(given[0])) else Anything
 
     class Anything(metaclass=Missing):
         __version__ = "0"

@@ -41,8 +41,17 @@ def raw(success, successes, tokens):
     return success
 
 
+def nothing(success, successes, tokens):
+    return 0.0
+
+
 def centred(success, successes, tokens):
     return success - successes / SIZE
+
+
+def centred_in_batch(success, successes, tokens):
+    """Less the mean of the batch, which is a group here, whatever the prompts are."""
+    return centred(success, successes, tokens)
 
 
 def of_the_others(success, successes, tokens):
@@ -77,6 +86,10 @@ def over_deviation_of_the_others(success, successes, tokens):
     return of_the_others(success, successes, tokens) / (spread or 1.0)
 
 
+def times(number, advantage):
+    return lambda *each: number * advantage(*each)
+
+
 def weight(advantage, rate, tokens=1, averaged=False):
     """w(p), divided by the tokens of a rollout if they are averaged, or by a constant."""
     chances = (math.comb(SIZE - 1, k) * rate**k * (1 - rate) ** (SIZE - 1 - k) for k in range(SIZE))
@@ -94,6 +107,7 @@ REGISTERED = {
     "dr-grpo": (centred, SUM),
     "dapo": (STD, MEAN),
     "cispo": (STD, MEAN),
+    "gspo": (STD, MEAN),
     "reinforce-plus-plus": (whitened(1), MEAN),
     "opo": (centred, SUM),
 }
@@ -101,7 +115,14 @@ REGISTERED = {
 DERIVED = {
     "trl:grpo/defaults": (over_deviation(1e-4), MEAN),  # loss_type="dapo"
     "trl:grpo/loss_type=dr_grpo": (over_deviation(1e-4), 512),  # scale_rewards="group", max_completion_length=512
+    **dict.fromkeys((f"trl:grpo/loss_type={name}" for name in ("grpo", "bnpo")), (over_deviation(1e-4), MEAN)),
+    # 4σ(τ(ρ − 1))/τ has the slope 1 at ρ = 1 for every τ.
+    "trl:grpo/loss_type=sapo": (over_deviation(1e-4), MEAN),
+    # It cuts ratios at epsilon_high itself, 0.2 unless it is set, not at 1 + epsilon_high: they are 1 on-policy.
+    "trl:grpo/loss_type=cispo": (times(0.2, over_deviation(1e-4)), MEAN),
     "trl:grpo/groups,loss_type=luspo,scale_rewards=none": (centred, SUM),
+    "trl:grpo/groups,loss_type=luspo,scale_rewards=group": (over_deviation(1e-4), SUM),
+    "trl:grpo/groups,loss_type=luspo,scale_rewards=batch": (over_deviation(1e-4), SUM),  # a batch is one group
     "trl:rloo/defaults": (of_the_others, SUM),  # a ratio of whole sequences
     "verl:kl_in_reward/gae": (whitened(1), MEAN),  # γ = λ = 1 and values of 0: the reward, whitened
     "verl:kl_in_reward/grpo": (over_deviation(1e-6), MEAN),
@@ -114,6 +135,9 @@ DERIVED = {
     "verl:kl_in_reward/reinforce_plus_plus,loss_agg_mode=seq-mean-token-sum": (whitened(1), SUM),
     "verl:kl_in_reward/remax,loss_agg_mode=seq-mean-token-sum": (raw, SUM),  # greedy rollouts earn 0
     "openrlhf:kl_in_reward/gae": (whitened(0), MEAN),
+    "openrlhf:kl_in_reward/reinforce": (whitened(0), MEAN),
+    "openrlhf:kl_in_reward/reinforce_baseline": (whitened(0), MEAN),  # centred by group before, which is the batch
+    "openrlhf:kl_in_reward/flash_reinforce": (centred_in_batch, MEAN),
     "openrlhf:kl_in_reward/rloo": (of_the_others, MEAN),
     "openrlhf:kl_in_reward/group_norm": (STD, MEAN),
     "openrlhf:kl_in_reward/dr_grpo": (centred, MEAN),
@@ -125,6 +149,23 @@ DERIVED = {
     "prime-rl:loss/defaults": (centred, MEAN),
     "areal:kl_in_reward/defaults": (raw, MEAN),
     "tinker-cookbook:rl/defaults": (centred, SUM),
+    "slime:kl_loss/defaults": (over_deviation(1e-6), MEAN),
+    "slime:kl_loss/low_var_kl,calculate_per_token_loss=True": (over_deviation(1e-6), MEAN),
+    "slime:kl_loss/low_var_kl,grpo_std_normalization=False": (centred, MEAN),
+    "slime:kl_loss/low_var_kl,advantage_estimator=gspo": (over_deviation(1e-6), MEAN),
+    "slime:kl_loss/low_var_kl,advantage_estimator=cispo": (over_deviation(1e-6), MEAN),
+    "torchtune:grpo/loss=GRPOLoss": (over_deviation(1e-4), MEAN),
+    "torchtune:grpo/loss=GRPOSimpleLoss": (over_deviation(1e-4), MEAN),
+    # It sums the log-probs of all rows of a batch, whose advantages add up to zero.
+    "torchtune:grpo/loss=GRPOCompletionLoss": (nothing, SUM),
+    "torchrl:loss/GRPOLoss": (STD, MEAN),
+    "torchrl:loss/DAPO": (STD, MEAN),
+    "torchrl:loss/CISPOLoss": (STD, MEAN),
+    "torchrl:loss/GRPOLoss,aggregation=prompt_mean": (STD, MEAN),
+    "tunix:grpo_loss_fn/GRPOConfig": (over_deviation(1e-6), MEAN),
+    "tunix:grpo_loss_fn/loss_algo=gspo-token": (over_deviation(1e-6), MEAN),
+    "tunix:grpo_loss_fn/kl_loss_mode=mse_kl,loss_agg_mode=token-mean": (over_deviation(1e-6), MEAN),
+    "tunix:grpo_loss_fn/kl_loss_mode=mse_kl,loss_agg_mode=seq-mean-token-sum": (over_deviation(1e-6), SUM),
 }
 # Libraries add up to 1e-6 to a deviation of one half, some compute in float32, and two coefficients of six digits may
 # leave a tenth of their size.
@@ -133,7 +174,7 @@ CLOSE = 3e-5
 
 def recorded_weight(identified, rate):
     """w(p) of a combination of ∇E[R] and ∇U_4."""
-    known = {"expected_reward": 1.0, "success_utility_of4": group_weight(rate, SIZE, deviation=0)}
+    known = {"zero": 0.0, "expected_reward": 1.0, "success_utility_of4": group_weight(rate, SIZE, deviation=0)}
     return sum(coefficient * known[name] for name, coefficient in identified.items())
 
 
@@ -222,8 +263,9 @@ def test_the_bias_of_a_deviation_of_the_others_is_that_of_its_closed_form():
     assert min(biases) > 0.01
 
 
-def test_coefficients_are_recorded_as_laws_of_length_and_group_size():
+def test_coefficients_are_recorded_as_laws_of_length_and_group_size_or_batch_size():
     laws = {(centred, SUM): "(1 − 1/group size)", (centred, MEAN): "(1 − 1/group size)/T"}
+    laws |= {(centred_in_batch, MEAN): "(1 − 1/B)/T"}
     laws |= {(of_the_others, MEAN): "1/T", (raw, MEAN): "1/T"}
     for target, each in ROWS.items():
         wanted = laws.get(DERIVED[target])

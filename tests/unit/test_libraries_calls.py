@@ -11,7 +11,7 @@ from weekly import first
 
 import kltest
 from kltest.adapters import find
-from kltest.adapters.installed import called, part, taken
+from kltest.adapters.installed import called, found, part, taken
 from kltest.adapters.liger.recipes import charged
 from kltest.adapters.openrlhf.recipes import sequence_kl
 
@@ -104,3 +104,24 @@ def test_a_recipe_copied_wrongly_is_caught(planted, code):
     report = kltest.grade(planted, sampler="both")
     assert report.verdict == "refuted"
     assert code in {check.code for check in report.checks if check.status == "fail"}
+
+
+def test_a_decorator_of_a_package_that_is_missing_leaves_functions_and_classes(tmp_path, monkeypatch):
+    """With arguments and without; a method of such a class is called as the library wrote it."""
+    package = tmp_path / "kltest_library_without"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "workers.py").write_text(
+        "import kltest_absent\n"
+        "@kltest_absent.remote\nclass Plain:\n    def twice(self, number):\n        return 2 * number\n"
+        "@kltest_absent.remote(num_cpus=8)\nclass Sized(Plain): pass\n"
+        "@kltest_absent.remote(num_cpus=8)\ndef thrice(number):\n    return 3 * number\n"
+        "class Actor(kltest_absent.Actor):\n    def twice(self, number):\n        return 2 * number\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = "kltest_library_without.workers"
+    assert [found(name, each).twice(None, 4) for each in ("Plain", "Sized", "Actor")] == [8, 8, 8]
+    assert found(name, "thrice")(4) == 12
+    assert found(name, "Actor")().twice(4) == 8
+    for each in (name, "kltest_library_without"):
+        monkeypatch.delitem(sys.modules, each)

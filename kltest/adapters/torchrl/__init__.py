@@ -57,6 +57,18 @@ def grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, loss="GRPOLoss
     return total, {} if logged is None else {"kl": logged}
 
 
+def scored(logp, old_logp, ref_logp, mask, tokens, reward, group, beta, **settings):
+    """`MCAdvantage` of each group, whose trajectories have a step with a reward each, and the loss."""
+    torch = importlib.import_module("torch")
+    rows, order, size = part("tensordict", "TensorDict"), group.argsort(stable=True), len(group) // len(group.unique())
+    transform = part(LOSSES, "MCAdvantage")(grpo_size=size, prompt_key="group")
+    step = {"reward": reward[order, None, None], "done": torch.ones(len(order), 1, 1, dtype=torch.bool)}
+    fields = {"group": group[order, None, None], "row": order[:, None, None], "next": rows(step, [len(order), 1])}
+    written = transform.inv(rows(fields, [len(order), 1]))
+    advantage = torch.zeros_like(reward).index_put((written["row"].flatten(),), written["advantage"].flatten())
+    return grpo(logp, old_logp, ref_logp, mask, tokens, advantage, beta, **settings)[0]
+
+
 def kl_computation(old_logp, ref_logp, mask, **settings):
     """The cost that `KLComputation` subtracts from the reward of each token, from log-probs at the time of sampling."""
     torch = importlib.import_module("torch")
@@ -77,12 +89,20 @@ def of_rows(values, mask):
     return [row[live] for row, live in zip(values, mask.bool(), strict=True)]
 
 
-LOSS = Setting.of(grpo, name="loss", options=STEP, source=DOCUMENTED, note=ACTOR, brought=LATER)
+LOSS = Setting.of(
+    grpo,
+    name="loss",
+    options=STEP,
+    source=DOCUMENTED,
+    note=ACTOR,
+    brought=LATER,
+    policy=(f"{__name__}:scored", {}),
+)
 
 
-def whole(loss: str = "GRPOLoss", **settings: object) -> Setting:
+def whole(loss: str = "GRPOLoss", ascends: str | None = None, **settings: object) -> Setting:
     """A whole loss, with `kl_to_ref_coeff`."""
-    return LOSS.variant({"loss": loss, **settings}, label(loss, **settings))
+    return LOSS.variant({"loss": loss, **settings}, label(loss, **settings), ascends=ascends)
 
 
 ADAPTER = Adapter(
@@ -98,10 +118,10 @@ ADAPTER = Adapter(
     imports=(LOSSES,),
     homepage="https://github.com/pytorch/rl",
     settings=(
-        LOSS.by_default(f"{LOSSES}:GRPOLoss(kl_to_ref_coeff)", {"loss": "GRPOLoss"}, name="GRPOLoss"),
-        whole("DAPO"),
-        whole("CISPOLoss"),
-        whole(aggregation="prompt_mean"),
+        LOSS.by_default(f"{LOSSES}:GRPOLoss(kl_to_ref_coeff)", {"loss": "GRPOLoss"}, name="GRPOLoss", ascends="dapo"),
+        whole("DAPO", "dapo"),
+        whole("CISPOLoss", "cispo"),
+        whole(ascends="grpo", aggregation="prompt_mean"),
         whole(aggregation="none"),
         whole(kl_mask_threshold=0.1),
         whole(masking_strategy="rlhf"),

@@ -37,6 +37,18 @@ def example(old_logp, ref_logp, mask, tokens, advantage):
     return called(part("tunix.rl.common", "TrainExample"), offered)
 
 
+def advantages(reward, group, estimator):
+    """What a registered estimator makes of rewards; the learner hands it those of one prompt after another."""
+    import numpy as np
+
+    rewards, groups = np.asarray(reward), np.asarray(group)
+    order = np.argsort(groups, kind="stable")
+    function = part("tunix.rl.function_registry", "get_advantage_estimator")(estimator)
+    found = np.empty_like(rewards)
+    found[order] = function(rewards=rewards[order], num_generations=len(groups) // len(np.unique(groups)))
+    return found
+
+
 def compiled(recipe, with_old, beta, settings):
     """`grpo_loss_fn` as a function of arrays, compiled once for settings, as the trainer compiles it."""
     import jax
