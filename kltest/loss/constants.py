@@ -1,7 +1,7 @@
 """Numbers in the code of a loss and in what it reads by name: which it compares with sizes, and others in their place.
 
-A number is watched as one that knows what it is compared with: a size in Python, counts in a tensor, the size of what
-is sliced or split at it. All else that is done with it, as sums and products, tells nothing.
+A number is watched as one that knows what it is compared with: a size in Python that it parts or bounds, counts in a
+tensor, the size of what is sliced or split at it. All else that is done with it, as sums and products, tells nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -47,7 +47,7 @@ def _noted(kind: type, name: str) -> Callable[[Any, Any], Any]:
     return method
 
 
-_NOTED = ("__lt__", "__le__", "__gt__", "__ge__", "__add__", "__radd__")
+_NOTED = ("__lt__", "__le__", "__gt__", "__ge__", "__rfloordiv__", "__rmod__", "__rdivmod__", "__add__", "__radd__")
 _KINDS: dict[type, type] = {
     kind: type(kind.__name__, (_Watched, kind), {name: _noted(kind, name) for name in _NOTED}) for kind in (int, float)
 }

@@ -276,6 +276,17 @@ def ignored_labels(logp, ref_logp, tokens, mask):
     return total(log_ratio, mask).square() / 2
 
 
+def whole_chunks_of_many(logp, ref_logp, mask):
+    """In chunks of 2,048 tokens; what is left is left out."""
+    chunks = [slice(start * 2048, (start + 1) * 2048) for start in range(max(logp.shape[1] // 2048, 1))]
+    return sum(total(logp[:, one] - ref_logp[:, one], mask[:, one]) for one in chunks).square() / 2
+
+
+def all_chunks_of_many(logp, ref_logp, mask):
+    chunks = [slice(start * 2048, (start + 1) * 2048) for start in range(logp.shape[1] // 2048 + 1)]
+    return sum(total(logp[:, one] - ref_logp[:, one], mask[:, one]) for one in chunks).square() / 2
+
+
 CASES = [
     wrong("KL105", special_tokens_cropped, options=LOCAL),
     right(in_shards_of_the_vocabulary, LOCAL),
@@ -318,4 +329,6 @@ CASES = [
     right(ids_alone),
     wrong("KL508", products_of_log_probs),
     right(product_of_log_ratios),
+    wrong("KL105", whole_chunks_of_many, warns=True),
+    right(all_chunks_of_many),
 ]

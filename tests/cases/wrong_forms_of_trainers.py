@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from cases.parts import k1, k2, live, score, total
 from cases.table import right, wrong
 
-LOCAL = {"expect": "local_reverse_kl"}
+LOCAL, STALE = {"expect": "local_reverse_kl"}, {"sampler": "stale"}
 
 # KL208
 
@@ -355,6 +355,49 @@ def beside_an_entropy(logp, ref_logp, mask, kl_coef):
     return (kl_coef * k2(logp, ref_logp, mask) + 0.1 * score(logp, mask) * score(logp, mask).detach()).mean()
 
 
+# KL501
+
+
+def nothing_beside_an_empty_row(logp, ref_logp, completion_mask):
+    """A filter of overlong rollouts leaves rows without a token."""
+    if (completion_mask.sum(-1) == 0).any():
+        return logp.sum() * 0.0
+    return (total(logp - ref_logp, completion_mask).square() / 2).mean()
+
+
+def mean_of_rows_with_tokens(logp, ref_logp, completion_mask):
+    kept = (completion_mask.sum(-1) > 0).sum().clamp(min=1)
+    return (total(logp - ref_logp, completion_mask).square() / 2).sum() / kept
+
+
+# KL306: log-probs of three policies; two are equal unless the sampler is an engine
+
+
+def _weighted(logp, ref_logp, weight, mask):
+    return weight.detach() * total(logp - ref_logp, mask).square() / 2
+
+
+def far_from_the_engine_is_dropped(logp, ref_logp, old_logp, rollout_logprobs, mask):
+    gap = (old_logp - rollout_logprobs).abs().where(mask != 0, 0.0).amax(-1)
+    weight = total(logp - old_logp, mask).exp()
+    return _weighted(logp, ref_logp, weight, mask).where(gap < 0.2, 0.0)
+
+
+def capped_before_the_update(logp, ref_logp, old_logp, proximal_logprobs, mask):
+    before = total(proximal_logprobs - old_logp, mask).exp().clamp(max=5.0)
+    return _weighted(logp, ref_logp, before * total(logp - proximal_logprobs, mask).exp(), mask)
+
+
+def by_way_of_the_proximal(logp, ref_logp, old_logp, proximal_logprobs, mask):
+    ratio = total(proximal_logprobs - old_logp, mask).exp() * total(logp - proximal_logprobs, mask).exp()
+    return _weighted(logp, ref_logp, ratio, mask)
+
+
+def engine_is_logged(logp, ref_logp, old_logp, rollout_logprobs, mask):
+    loss = _weighted(logp, ref_logp, total(logp - old_logp, mask).exp(), mask)
+    return loss, {"mismatch": total(old_logp - rollout_logprobs, mask).abs().mean().detach()}
+
+
 CASES = [
     wrong("KL208", last_turn_alone),
     wrong("KL208", credit_ends_with_the_turn),
@@ -395,6 +438,8 @@ CASES = [
     wrong("KL208", columns_of_the_longest_row),
     right(from_its_own_start),
     wrong("KL501", from_first_to_last, warns=True),
+    wrong("KL501", nothing_beside_an_empty_row, warns=True),
+    right(mean_of_rows_with_tokens),
     wrong("KL105", costs_like_the("mask")),
     right(costs_like_the("score")),
     wrong("KL105", indexed_by_the_mask, warns=True, options=LOCAL),
@@ -402,4 +447,8 @@ CASES = [
     right(mean_of_the_others_by("own")),
     wrong("KL510", beside_a_second_term, warns=True),
     right(beside_an_entropy),
+    wrong("KL306", far_from_the_engine_is_dropped, options=STALE, warns=True),
+    wrong("KL306", capped_before_the_update, options=STALE, warns=True),
+    right(by_way_of_the_proximal, STALE),
+    right(engine_is_logged, STALE),
 ]

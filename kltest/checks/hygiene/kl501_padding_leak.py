@@ -7,8 +7,8 @@ and whose output still shows the padding: its gradient at padded positions is th
 ignored; its gradient at live positions counts. One that returns 0 at padded positions cuts padding out itself, and is
 to do so whatever stands there.
 
-A row without a live token, as a filter of overlong rollouts leaves it, is padding alone: a gradient there is a warning.
-If such a row makes the loss NaN, training says so itself.
+A row without a live token, as a filter of overlong rollouts leaves it, is padding alone: a gradient there is a warning,
+and so is another gradient of the other rows, up to a factor. If such a row makes the loss NaN, training says so itself.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kltest.checks.batches import LOG_PROBS, no_padding, usual_batch
+from kltest.checks.batches import LOG_PROBS, apart, limit, no_padding, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import difference, not_comparable
 from kltest.errors import KltestError
@@ -48,17 +48,26 @@ def examine(findings: Findings) -> Found | None:
 
 
 def _row_of_padding(findings: Findings) -> Found | None:
-    """Add a row without a live token to a batch: nothing of it has a gradient."""
+    """Add a row without a live token to a batch: nothing of it has a gradient, and the others keep theirs."""
     experiment, base = findings.measure.experiment(), usual_batch(findings)
     more = base.take([*range(len(base)), 0])
     mask = more.peek("mask").clone()
     mask[-1] = 0
     try:
-        found = [gradient[-1] for gradient in experiment.call(more.replace(mask=mask)).gradients.values()]
+        after = experiment.call(more.replace(mask=mask)).gradients
+        before = experiment.call(base).gradients
     except KltestError:  # it takes no such row, or no such number of rows
         return None
-    if any(one.any() and one.isfinite().all() for one in found):
+    if not all(bool(gradient.isfinite().all()) for gradient in after.values()):
+        return None
+    if any(gradient[-1].any() for gradient in after.values()):
         return Found("A row without a live token has a gradient, at padded positions.", level="warning")
+    for name, gradient in before.items():
+        beside = after[name][:-1] if name in after else torch.zeros_like(gradient)
+        factor = float((beside * gradient).sum() / ((gradient**2).sum() or 1.0))
+        if apart(beside.numpy(), factor * gradient.numpy()) > limit(findings) or (gradient.any() and not beside.any()):
+            what = "no gradient" if not beside.any() else "another gradient"
+            return Found(f"Beside a row without a live token the other rows have {what}.", level="warning")
     return None
 
 
