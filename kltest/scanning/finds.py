@@ -170,11 +170,29 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
             continue
         file, _, function = where
         lines = file, function.first, function.last
-        for part in reversed(several):  # the last is known best, unless nothing can be made of it
+        # The last is known best, unless nothing can be made of it.
+        for part in _uses_first(entry, several[::-1]) if place == "helper" else reversed(several):
             if variants := list(made(entry, part, place, tree.settings, lines)):
                 _add(known, entry, part, where, ends, variants)
                 yield variants
                 break
+
+
+def _uses_first(entry: Entry, several: list[Part]) -> list[Part]:
+    """Return the returned values that a term is in, those first that use it, then those that only report its number.
+
+    A value is reported if it carries no gradient, as `kl.item()`, or is itself a part of another value.
+    """
+    if len(several) < 2:
+        return several
+    wholes = [(part.root, reached(part.root)) for part in several]
+
+    def is_reported(part: Part) -> bool:
+        own = set(nodes_in(under(part.root, {"same"})))
+        still = all(True not in entry.roles.flows(one) for one in own)
+        return still or any(own <= whole and part.root is not root for root, whole in wholes)
+
+    return sorted(several, key=is_reported)
 
 
 def _is_in_another(core: Node, several: list[Part], found: Mapping[tuple[Node, str], list[Part]]) -> bool:
