@@ -5,6 +5,7 @@ installed, could not be imported or took its process down, or a setting was not 
 refused (the others were measured, and its row says so); 130, interrupted, finished rows are stored.
 """
 
+import shlex
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -65,7 +66,7 @@ def printed(target: str, *, reported: bool) -> int:
     rows = [each for each in recorded.read() if (each["library"], each["setting"]) == (library.name, wanted)]
     gradients = rows[0]["gradients"] if rows else []
     if reported and not gradients:
-        raise UsageError(f"nothing is recorded of {target}; `kltest libraries {name}` measures it")
+        raise UsageError(f"nothing is recorded of {target}; `kltest libraries {shlex.quote(name)}` measures it")
     if reported:
         from kltest.scoreboard.pages import facts
 
@@ -76,8 +77,8 @@ def printed(target: str, *, reported: bool) -> int:
         text = standalone(library, setting, (each["batch"] for each in gradients))
     if not text:
         raise UsageError(
-            f"the adapter of {name} writes no programs; `kltest libraries {name} --setting '{wanted}'` measures "
-            "the setting and writes one if its function can be imported"
+            f"the adapter of {name} writes no programs; `kltest libraries {shlex.quote(name)} "
+            f"--setting {shlex.quote(wanted)}` measures the setting and writes one if its function can be imported"
         )
     print(text)
     return 0

@@ -70,6 +70,7 @@ def command(
     from kltest.grading.configuration import nearest
     from kltest.grading.forms import combination
     from kltest.grading.isolated import terminated_as_interrupted
+    from kltest.names import listed
     from kltest.scanning import changes, declarations
     from kltest.scanning.report import FORMATS, text
     from kltest.scanning.scan import Interrupted, scan
@@ -110,6 +111,9 @@ def command(
                 _fix(found.findings, bar, timeout, jobs)
         except Interrupted as error:
             found, interrupted = error.scan, True
+    if lines:
+        spots = [one.rpartition(":") for one in paths or []]
+        found.where = f"on {listed([f'line {line} of {name}' for name, _, line in spots if line.isdigit()])}"
     deliver(
         where,
         lambda to, shown: text(found, shown) if to.form == "text" else FORMATS[to.form](found),

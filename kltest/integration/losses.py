@@ -1,5 +1,6 @@
 """The losses that a scan found as targets of `kltest grade`, each with the gradient that it is to follow."""
 
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -95,7 +96,7 @@ def _why_not(reports: Sequence[Report]) -> str:
         if report.verdict == "error":
             return report.error.partition("\n")[0]
         if report.verdict == "inconclusive" or (report.verdict == "refuted" and not report.errors):
-            return f"{report.verdict}: kltest grade {report.target.partition(' [')[0]!r} says more"
+            return f"{report.verdict}: kltest grade {shlex.quote(report.target.partition(' [')[0])} says more"
     return ""
 
 

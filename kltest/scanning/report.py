@@ -1,6 +1,7 @@
 """The report of a scan for people, as text and Markdown, and the table of all formats."""
 
 import math
+import shlex
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import PurePath
@@ -19,6 +20,8 @@ MOST = 20
 STYLES = {"finding": "red", "passed": "green"}
 RANKS = {"finding": 1, "unnamed": 2, "inconclusive": 2, "known": 3, "note": 3, "passed": 4}
 """What to look at first, after findings in losses; what was not run is last."""
+HIDDEN_FIRST = ("not graded", "passed", "note", "known", "inconclusive", "unnamed")
+"""What the first screen may have no room for; findings, and the reasons of what was not run, it always shows."""
 TESTS = frozenset({"test", "tests", "benchmark", "benchmarks"})
 """Folders of what is not trained with."""
 OTHER_WAY = "the other direction, KL(ref‖π)"
@@ -37,7 +40,8 @@ BY_HAND = "Not run? Write it as a function of log-probs: `kltest grade FILE.py:F
 def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
     """Return what terms follow, in the order of what to look at first, then what was not read, and lines that count.
 
-    What is true of several terms is said once, with their places; what the first screen has no room for is counted.
+    What is true of several terms is said once, with their places; what the first screen has no room for is counted,
+    but no finding and no reason why something was not run.
     With `verbose` there is everything, and how each variant was graded.
     """
     tail = [f"not read: {one_line(line)}" for line in scan.left_out]
@@ -49,7 +53,7 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
     blocks = _blocks(scan, terminal, whole=True)
     if scan.findings and not terminal.verbose:
         first = blocks[0][0][0]
-        tail += wrap(NEXT.format(code=first.codes[0], spot=f"{first.file}:{first.line}"), terminal)
+        tail += wrap(NEXT.format(code=first.codes[0], spot=shlex.quote(f"{first.file}:{first.line}")), terminal)
     else:  # what was not run is what is to be done next
         tail, hints = [*tail, *hints], []
     tail += scan.summary
@@ -58,8 +62,12 @@ def text(scan: Scan, terminal: Terminal = PLAIN) -> str:
     if sum(len(lines) for _, lines in blocks) + len(hints) > room:
         blocks, hints = _blocks(scan, terminal, whole=False), []
     unshown: list[Row] = []
-    while len(blocks) > 1 and sum(len(lines) for _, lines in blocks) + bool(unshown) > room:
-        unshown = [*blocks.pop()[0], *unshown]
+    giving_way = [one for one in HIDDEN_FIRST for rows, _ in blocks if rows[0].status == one]
+    for status in giving_way:
+        if len(blocks) == 1 or sum(len(lines) for _, lines in blocks) + bool(unshown) <= room:
+            break
+        at = max(at for at, (rows, _) in enumerate(blocks) if rows[0].status == status)
+        unshown = [*blocks.pop(at)[0], *unshown]
     more = [f"and {counted(unshown)}: --verbose"] if unshown else []
     details = [["", *_details(row, terminal)] for row in scan.rows if terminal.verbose]
     changes = [["", row.spot, *fixes.lines(row, terminal)] for row in scan.rows if row.fixes or row.advice]

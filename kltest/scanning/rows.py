@@ -15,6 +15,8 @@ UNMASKED = "no mask is known here: numbers at padded positions are in it unless 
 """Said of a term whose function has nothing to do with masks; it is no finding."""
 OPEN = frozenset({"not run", "unnamed", "inconclusive", "failed"})
 """States of terms of which nothing is held against anybody."""
+ORDER = ("finding", "unnamed", "inconclusive", "failed", "known", "note", "passed", "not run", "not graded")
+"""Statuses in the order in which they are counted."""
 _SHOWN = (
     *("file", "line", "last", "function", "place", "variant", "formula", "status", "gradients"),
     *("warnings", "ignored", "why", "notes", "source", "form", "used", "called", "noted", "directions"),
@@ -167,7 +169,8 @@ class Scan:
     """The rows of a scan in the order of files and lines, how much was read, and a line for each file that was not.
 
     `notes` are lines on declarations and entries of the baseline that concern nothing, and `unread` functions and
-    variables whose names say KL, as "file:line name", in which nothing was recognised.
+    variables whose names say KL, as "file:line name", in which nothing was recognised. `where` says which lines were
+    asked for, as "on line 3 of loss.py", if not all of them were.
     """
 
     rows: list[Row]
@@ -176,6 +179,7 @@ class Scan:
     left_out: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
     unread: Sequence[str] = ()
+    where: str = ""
 
     @property
     def findings(self) -> list[Row]:
@@ -189,9 +193,11 @@ class Scan:
 
     @property
     def summary(self) -> list[str]:
-        """Return lines that count: terms, files and what became of the variants; how many of them were graded."""
+        """Return lines that count: terms and files, the variants if those are more, by status; how many were graded."""
         terms, files = len({(row.file, row.spot) for row in self.rows}), self.files
-        read = f"{terms or 'no'} KL term{'s' * (terms > 1)} in {files} file{'s' * (files != 1)} ({self.lines:,} lines)"
+        where = self.where or f"in {files} file{'s' * (files != 1)}"
+        read = f"{terms or 'no'} KL term{'s' * (terms > 1)} {where} ({self.lines:,} lines)"
+        read += f", {len(self.rows)} variants" * (len(self.rows) > terms)
         told = counted(self.rows)
         graded = [f"{self.graded} of {len(self.rows)} variants graded"] if told else []
         unread = [f"{len(self.unread)} named KL and not recognised"] if self.unread else []
@@ -221,5 +227,9 @@ class Scan:
 
 
 def counted(rows: Iterable[Row]) -> str:
-    """Return how many rows have each status."""
-    return ", ".join(f"{number} {status}" for status, number in Counter(row.status for row in rows).items())
+    """Return how many rows have each status, findings first."""
+    numbers = Counter(row.status for row in rows)
+    several = {
+        status: status + "s" * (status in ("finding", "note") and number > 1) for status, number in numbers.items()
+    }
+    return ", ".join(f"{numbers[one]} {several[one]}" for one in sorted(numbers, key=ORDER.index))

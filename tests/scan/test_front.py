@@ -464,7 +464,7 @@ SAID = [
 ]
 
 
-@pytest.mark.parametrize(("width", "rest"), [(80, "2 passed, 1 not run"), (100, "1 passed, 1 not run")])
+@pytest.mark.parametrize(("width", "rest"), [(80, "1 unnamed, 2 passed"), (100, "2 passed")])
 def test_the_first_screen_has_errors_in_losses_first_and_at_most_twenty_lines(width, rest):
     lines = text(Scan(ten()), Terminal(width=width)).splitlines()
     assert (len(lines) <= 20, max(map(len, lines)) <= width) == (True, True)
@@ -472,8 +472,42 @@ def test_the_first_screen_has_errors_in_losses_first_and_at_most_twenty_lines(wi
     told = " ".join(" ".join(lines).split())
     shown = [told.find(words) for words in SAID]
     left = sum(int(part.split()[0]) for part in rest.split(", "))
-    assert (shown[:-left], shown[-left:]) == (sorted(shown)[left:], [-1] * left)
+    *first, last = shown
+    assert (first[-left:], [*first[:-left], last]) == ([-1] * left, sorted(shown)[left:])
     assert f"and {rest}: --verbose" in lines
+
+
+def test_no_finding_and_no_reason_why_something_was_not_run_gives_way():
+    several = ten()
+    other = replace(several[1], spot=f"{PATH}:99", why="nothing says what gamma is")
+    findings = [replace(each, spot=f"{PATH}:{number}") for number, each in enumerate(several[2:3] * 9, 40)]
+    for number, each in enumerate(findings):
+        each.gradients = {"current": f"{number + 2}*reverse_kl", "stale": ""}
+        each.found = ["KL101"]
+    lines = text(Scan([*several[:2], other, *findings]), Terminal(width=80)).splitlines()
+    told = " ".join(" ".join(lines).split())
+    assert [f"follows {number + 2} × ∇KL(π‖ref)" in told for number in range(9)] == [True] * 9
+    assert ("not run: nothing says what gamma is" in told, f"not run: {several[1].why}" in told) == (True, True)
+
+
+def test_the_last_lines_count_variants_findings_first():
+    found = ten()
+    assert text(Scan(found)).splitlines()[-2].endswith(": 6 findings, 1 unnamed, 2 passed, 1 not run")
+    first, second = (replace(found[3], variant=name, spot=f"{PATH}:3") for name in "ab")
+    assert text(Scan([found[1], first, second], 1, 9)).splitlines()[-2] == (
+        "2 KL terms in 1 file (9 lines), 3 variants: 2 findings, 1 not run"
+    )
+
+
+def test_the_next_command_is_quoted_for_a_shell():
+    finding = replace(ten()[3], file="sp ace/ü/pad.py", line=2)
+    assert "`kltest scan 'sp ace/ü/pad.py:2' --fix`" in text(Scan([finding]))
+
+
+def test_lines_that_were_asked_for_are_named(tree):
+    Path("code.py").write_text(f"import torch\n{K2}")
+    assert scan("code.py:1") == (5, "no KL term on line 1 of code.py (3 lines)\n")
+    assert "1 KL term on line 3 of code.py (3 lines): 1 passed" in scan("code.py:3")[1]
 
 
 def test_terms_are_told_whatever_else_is_said():
