@@ -12,7 +12,7 @@ from kltest.scanning.entries import MODULE
 from kltest.scanning.judge import options
 from kltest.scanning.lifting import REWARDS
 from kltest.scanning.reading import instead, is_defined
-from kltest.scanning.rows import Row
+from kltest.scanning.rows import OPEN, Row
 
 REVERSE, LOCAL = "reverse_kl", "local_reverse_kl"
 """The gradients that are declared of what declares nothing itself."""
@@ -55,10 +55,27 @@ def declared(rows: Iterable[Row]) -> list[Held]:
     return losses
 
 
+def undecided(rows: Iterable[Row], losses: Iterable[Held]) -> dict[str, str]:
+    """Return each function, else each spot, of which the scan decided no term and that is not among losses: the reason."""
+    known = {loss.text for loss in losses}
+    found: dict[str, str] = {}
+    for row in rows:
+        text = row.spot if row.function == MODULE else f"{row.file}:{row.function}"
+        if row.state in OPEN and text not in known:
+            why = row.why.partition("\n")[0]
+            found.setdefault(
+                text, f"{row.state} by the scan{why and ': '}{why}" if row.state == "not run" else why or row.state
+            )
+    return found
+
+
 def held(
     wanted: Sequence[Held], progress: Callable[[str, bool], None] = lambda name, is_new: None
 ) -> tuple[list[Held], dict[str, str]]:
     """Grade losses, and return them with what fails today, and those that cannot be held with the reason.
+
+    A loss that cannot be graded at the place where the scan saw its term, as a whole loss with the KL in its reward, is
+    graded once more as `kltest grade` does without options.
 
     Args:
         wanted: losses of which nothing is known to fail.
@@ -80,6 +97,11 @@ def held(
     found, left = [], {}
     for number, loss in enumerate(wanted):
         several = [report for _, report in sorted(reports[number].items())]
+        if loss.placed and any(report.verdict == "error" for report in several):
+            again, why_not = held([replace(loss, placed={})], progress)
+            found += again
+            left.update(why_not)
+            continue
         if why := _why_not(several):
             left[loss.text] = why
             continue
