@@ -56,16 +56,17 @@ def declared(rows: Iterable[Row]) -> list[Held]:
 
 
 def undecided(rows: Iterable[Row], losses: Iterable[Held]) -> dict[str, str]:
-    """Return each function, else each spot, of which the scan decided no term and that is not among losses: the reason."""
+    """Return functions of which the scan left a term undecided and which are not among losses, with the reason.
+
+    A term outside of functions is named by its spot.
+    """
     known = {loss.text for loss in losses}
     found: dict[str, str] = {}
     for row in rows:
         text = row.spot if row.function == MODULE else f"{row.file}:{row.function}"
         if row.state in OPEN and text not in known:
-            why = row.why.partition("\n")[0]
-            found.setdefault(
-                text, f"{row.state} by the scan{why and ': '}{why}" if row.state == "not run" else why or row.state
-            )
+            state = "not run by the scan" if row.state == "not run" else row.state
+            found.setdefault(text, ": ".join(filter(None, [state, row.why.partition("\n")[0]])))
     return found
 
 
