@@ -34,7 +34,7 @@ def command(
     ] = None,
     revision: Annotated[str | None, typer.Option(metavar="REV", help="Which commit, tag or branch of it.")] = None,
 ) -> int:
-    from kltest.integration.plan import NOBODY, Plan, installed_from
+    from kltest.integration.plan import Plan, installed_from
 
     if not folder.is_dir():
         raise UsageError(
@@ -56,21 +56,18 @@ def command(
         written: list[Path] = []
         sys.dont_write_bytecode = True  # of losses that are graded, into a checkout of which nothing else is changed
         try:
-            code = _init(plan, written, dry_run=dry_run, yes=yes)
+            return _init(plan, written, dry_run=dry_run, yes=yes)
         except KeyboardInterrupt:
             left = f"; written: {', '.join(map(str, written))}" if written else "; nothing was written"
             print(f"kltest: interrupted{left}", file=sys.stderr)
             return INTERRUPTED
-        if written and plan.repository == NOBODY:
-            print(f"Put the address of your copy of kltest in place of {NOBODY} (--repository does).", file=sys.stderr)
-        return code
 
 
 def _init(plan: "Plan", written: list[Path], *, dry_run: bool, yes: bool) -> int:
     from kltest.files import write
     from kltest.scanning.report import FORMATS
 
-    scan, losses = _looked(plan)
+    scan, losses, left = _looked(plan)
     if not scan.rows:
         print(f"kltest: {scan.summary[0]}: nothing to hold", file=sys.stderr)
         return NOTHING
@@ -88,8 +85,11 @@ def _init(plan: "Plan", written: list[Path], *, dry_run: bool, yes: bool) -> int
         print("nothing to write")
         return 0
     names = ", ".join(str(file.path) for file in plan.files)
+    not_held = f"{left} not held" if left else ""
     if dry_run:
-        print(f"would write {names}{f', with {counted}' if counted else ''}; nothing was written")
+        _say_owner(plan)
+        parts = [f"would write {names}{counted and f', with {counted}'}", not_held, "nothing was written"]
+        print("; ".join(filter(None, parts)))
         return 0
     if not (yes or _agreed(f"Write {names}?")):
         print("nothing was written")
@@ -103,15 +103,29 @@ def _init(plan: "Plan", written: list[Path], *, dry_run: bool, yes: bool) -> int
             raise UsageError(f"{file.path} cannot be written: {error.strerror}{done}") from None
         written.append(file.path)
     red = _run(plan)
-    print(f"{f'red: {red}' if red else 'green'}{f' with {counted}' if counted and excused else ''}")
+    _say_owner(plan)
+    outcome = f"{f'red: {red}' if red else 'green'}{f' with {counted}' if counted and excused else ''}"
+    print("; ".join(filter(None, [outcome, not_held])))
     return 1 if red else 0
 
 
-def _looked(plan: "Plan") -> tuple["Scan", list["Held"]]:
-    """Scan the checkout, and grade the losses that are found, unless some are configured."""
+def _say_owner(plan: "Plan") -> None:
+    """Say which files name an address of kltest that is still to be filled in."""
+    from kltest.integration.plan import NOBODY
+
+    if files := [str(file.path) for file in plan.files if NOBODY in file.text]:
+        count = f"{len(files)} file{'s' * (len(files) > 1)} ({', '.join(files)})"
+        print(f"{NOBODY} is no address: replace OWNER in {count}, or give --repository URL")
+
+
+def _looked(plan: "Plan") -> tuple["Scan", list["Held"], int]:
+    """Scan the checkout, and grade the losses that are found, unless some are configured.
+
+    Returns the scan, the losses that can be held, and how many cannot.
+    """
     from kltest.files import cache_folder
     from kltest.grading.isolated import terminated_as_interrupted
-    from kltest.integration.losses import declared, held
+    from kltest.integration.losses import declared, held, undecided
     from kltest.scanning.scan import scan
 
     with terminated_as_interrupted():
@@ -125,9 +139,11 @@ def _looked(plan: "Plan") -> tuple["Scan", list["Held"]]:
         wanted = [] if plan.configured else declared(found.rows)
         with Progress("grading", len(wanted)) as bar:
             losses, left = held(wanted, lambda name, is_new: bar.advance(name) if is_new else bar.say(name))
+        if not plan.configured:
+            left |= undecided(found.rows, wanted)
     for text, why in left.items():
         print(f"  not held: {text}: {why}")
-    return found, losses
+    return found, losses, len(left)
 
 
 def _counted(failures: int, findings: int) -> str:

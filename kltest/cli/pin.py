@@ -46,11 +46,12 @@ def command(
 
     from kltest.grading.pinning import MOST_SECONDS, pinning_jobs, write_pins
 
+    made = "" if output.parent.exists() else f"; the folder {output.parent} is new"
     jobs = pinning_jobs(targets, chosen, arguments, output.parent)
     with terminated_as_interrupted():
         written = write_pins(jobs, output)
     count = f"{len(written.follows)} pin{'s' * (len(written.follows) > 1)}"
-    print(f"{output}: {count}, {written.size:,} bytes, green in {written.seconds:.1f} s")
+    print(f"{output}: {count}, {written.size:,} bytes, green in {written.seconds:.1f} s{made}")
     for name, words in written.follows.items():
         for line in words:
             print(f"  {name} follows {line}")
@@ -66,9 +67,8 @@ def _check(output: Path, *, force: bool) -> None:
     """Refuse a file that cannot be written, before the work."""
     if output.suffix != ".py":
         raise UsageError(f"--output: {output} is no Python file; give test_NAME.py")
-    if not output.parent.is_dir():
-        raise UsageError(f"--output: the folder {output.parent} does not exist")
-    if output.is_dir() or not os.access(output.parent, os.W_OK):
+    standing = next(folder for folder in output.absolute().parents if folder.exists())  # what is missing is made in it
+    if output.is_dir() or not standing.is_dir() or not os.access(standing, os.W_OK):
         raise UsageError(f"--output: {output} cannot be written")
     if output.exists() and not force:
         raise UsageError(f"{output} exists, and what it pins would be lost; give --force to overwrite it")

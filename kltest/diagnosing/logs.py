@@ -18,6 +18,8 @@ OF_TOKENS = (*LOG_PROBS, "mask", "entropy")
 """Columns with a number for each token; others may have one for each rollout."""
 SAME, MOST = 1e-6, 0.999
 """Log-probs that differ by less at more than this share of the tokens are copies of each other."""
+LOGS = "the logs"
+"""What logs are called that are no file."""
 FORMATS = "JSON lines (.jsonl, .json), .parquet, or tensors of torch (.pt, .pth)"
 
 
@@ -60,6 +62,16 @@ class Logs:
         """Return the first of the fields that is there."""
         return next((name for name in fields if name in self.columns), None)
 
+    def unused(self, name: str) -> str:
+        """Return why a field is not used though a column was read for it; empty if it is used or there is none."""
+        if name not in self.names or name in self.columns or name == "group":
+            return ""
+        key = self.names[name]
+        if any(one.startswith(f"{key} ") for one in self.wrong):
+            return f"{key}, read for {name}, is not used: it holds no log-probs, see columns"
+        why = next((one for one in self.notes if one.startswith(f"{key} is a copy")), "")
+        return why and f"{key}, read for {name}, is not used: it {why.removeprefix(f'{key} ').partition(':')[0]}"
+
     def gap(self, one: str, other: str) -> np.ndarray:
         """Return the log-ratio (N, T) of two columns of log-probs, 0 at tokens that do not count."""
         return np.where(self.live, self.columns[one] - self.columns[other], 0.0)
@@ -90,7 +102,7 @@ def read(source: Any, names: Mapping[str, str] | None = None) -> Logs:
         UsageError: The source cannot be read, or a column is missing, ragged or not of finite numbers.
         NoRolloutsError: It holds no rollout.
     """
-    place = str(source) if isinstance(source, str | Path) else "the logs"
+    place = str(source) if isinstance(source, str | Path) else LOGS
     records = _of_file(Path(source)) if isinstance(source, str | Path) else source
     records = records if isinstance(records, list | tuple) else [records]
     rows = [row for number, record in enumerate(records, 1) for row in _rollouts(record, f"{place}: record {number}")]
@@ -142,7 +154,8 @@ def _rollouts(record: Any, place: str) -> Iterator[dict[str, Any]]:
     columns = {str(name): _plain(value) for name, value in record.items() if value is not None}
     sizes = {name: len(value) for name, value in columns.items() if _depth(value) > 1}
     if len(set(sizes.values())) > 1:
-        raise UsageError(f"{place}: {listed([f'{name} has {size} rollouts' for name, size in sizes.items()])}")
+        told = [f"{name} has {_counted(size, 'rollout')}" for name, size in sizes.items()]
+        raise UsageError(f"{place}: {listed(told)}")
     if not sizes:
         yield columns
         return
@@ -186,7 +199,9 @@ def _named(rows: list[dict[str, Any]], chosen: Mapping[str, str], place: str) ->
         names[name] = min(means, key=lambda key: usual.index(key) if key in usual else len(usual))
     if not set(names) & set(LOG_PROBS):
         raise UsageError(
-            f"{place} has no log-probs of tokens, as logp, ref_logp or old_logp: it has {', '.join(present)}"
+            f"{place} {'has' if place != LOGS else 'have'} no log-probs of tokens, as logp, ref_logp or old_logp: the "
+            f"columns are {', '.join(present)}. If one of them is, name it with --column logp=COLUMN (in Python "
+            'names={"logp": "COLUMN"})'
         )
     return names, [key for key in present if key not in names.values()]
 
@@ -207,7 +222,7 @@ def _logs(values: dict[str, list[Any]], names: dict[str, str], unread: list[str]
             (first, size), own = next(iter(lengths.items())), lengths[name]
             if (bad := np.flatnonzero(own != size)).size:
                 raise UsageError(
-                    f"{place}: {names[name]} of rollout {bad[0] + 1} has {own[bad[0]]} tokens, "
+                    f"{place}: {names[name]} of rollout {bad[0] + 1} has {_counted(own[bad[0]], 'token')}, "
                     f"{names[first]} has {size[bad[0]]}"
                 )
     tokens: np.ndarray = next(iter(lengths.values()))
@@ -230,7 +245,9 @@ def _logs(values: dict[str, list[Any]], names: dict[str, str], unread: list[str]
         places = np.argwhere(~np.isfinite(column) & (live if column.ndim == 2 else True))
         if len(places):
             where = " ".join(f"{word} {at + 1}" for word, at in zip(("rollout", "token"), places[0], strict=False))
-            raise UsageError(f"{place}: {names[name]} is not finite in {len(places)} places, first at {where}")
+            raise UsageError(
+                f"{place}: {names[name]} is not finite in {_counted(len(places), 'place')}, first at {where}"
+            )
         columns[name] = np.where(np.isfinite(column), column, 0.0)
     for name in of_policies:
         if ((inside := columns[name][live]) > 1e-3).mean() > 1 - MOST:
@@ -245,6 +262,10 @@ def _logs(values: dict[str, list[Any]], names: dict[str, str], unread: list[str]
         notes.append(f"{names['rollout_logp']} is a copy of {names[trainer]}: nothing can be said of the engine.")
         del columns["rollout_logp"]
     return found
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _row(value: Any, what: str) -> np.ndarray:

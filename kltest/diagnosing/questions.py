@@ -108,8 +108,11 @@ def mask(logs: Logs, units: Units, own: str) -> Answer:
         facts.append(f"{(~rows).sum()} rollouts have no token that counts")
     if found:
         return Answer("mask", FINDING, "; ".join((*found, *facts)).capitalize(), related="KL501")
-    if "mask" not in logs.names or not (written & ~live).any():
+    if "mask" not in logs.names:
         return missing("mask", "mask, and positions that it leaves out: an end that was cut off leaves no trace")
+    if not (written & ~live).any():
+        left = f"positions that {logs.names['mask']} leaves out; it leaves out none"
+        return missing("mask", f"{left}, and an end that was cut off leaves no trace")
     return Answer("mask", NOTHING, "; ".join(facts) or "It ends where log-probs end")
 
 

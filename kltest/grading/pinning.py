@@ -81,6 +81,7 @@ def write_pins(jobs: Sequence[Job], output: Path) -> Written:
         )
     unchecked = output.with_name(f"{output.stem}_{os.getpid()}_unchecked.py")
     try:
+        output.parent.mkdir(parents=True, exist_ok=True)
         write(unchecked, text)
         seconds = _run(unchecked, sum(job.timeout for job in jobs))
         os.replace(unchecked, output)

@@ -13,7 +13,7 @@ from kltest.scanning.entries import MODULE
 from kltest.scanning.judge import options
 from kltest.scanning.lifting import REWARDS
 from kltest.scanning.reading import instead, is_defined
-from kltest.scanning.rows import Row
+from kltest.scanning.rows import OPEN, Row
 
 REVERSE, LOCAL = "reverse_kl", "local_reverse_kl"
 """The gradients that are declared of what declares nothing itself."""
@@ -56,10 +56,28 @@ def declared(rows: Iterable[Row]) -> list[Held]:
     return losses
 
 
+def undecided(rows: Iterable[Row], losses: Iterable[Held]) -> dict[str, str]:
+    """Return functions of which the scan left a term undecided and which are not among losses, with the reason.
+
+    A term outside of functions is named by its spot.
+    """
+    known = {loss.text for loss in losses}
+    found: dict[str, str] = {}
+    for row in rows:
+        text = row.spot if row.function == MODULE else f"{row.file}:{row.function}"
+        if row.state in OPEN and text not in known:
+            state = "not run by the scan" if row.state == "not run" else row.state
+            found.setdefault(text, ": ".join(filter(None, [state, row.why.partition("\n")[0]])))
+    return found
+
+
 def held(
     wanted: Sequence[Held], progress: Callable[[str, bool], None] = lambda name, is_new: None
 ) -> tuple[list[Held], dict[str, str]]:
     """Grade losses, and return them with what fails today, and those that cannot be held with the reason.
+
+    A loss that cannot be graded at the place where the scan saw its term, as a whole loss with the KL in its reward, is
+    graded once more as `kltest grade` does without options.
 
     Args:
         wanted: losses of which nothing is known to fail.
@@ -81,6 +99,11 @@ def held(
     found, left = [], {}
     for number, loss in enumerate(wanted):
         several = [report for _, report in sorted(reports[number].items())]
+        if loss.placed and any(report.verdict == "error" for report in several):
+            again, why_not = held([replace(loss, placed={})], progress)
+            found += again
+            left.update(why_not)
+            continue
         if why := _why_not(several):
             left[loss.text] = why
             continue

@@ -11,8 +11,10 @@ from weekly import first
 
 from kltest.cli import app, init
 from kltest.errors import INTERRUPTED
-from kltest.integration.losses import declared
+from kltest.integration.losses import Held, declared, undecided
 from kltest.integration.plan import Plan
+from kltest.scanning.entries import MODULE
+from kltest.scanning.rows import Row
 from kltest.scanning.scan import scan
 
 RIGHT = """def right_loss(logprobs, ref_logprobs, mask):
@@ -259,3 +261,40 @@ def test_a_term_that_only_comes_to_rewards_is_placed_there(checkout):
     (checkout / "losses.py").write_text(reward, encoding="utf-8")
     (loss,) = declared(scan(".").rows)
     assert loss.placed == {"placement": "reward"}
+
+
+def test_a_whole_loss_with_its_kl_in_the_reward_is_held_and_what_was_not_run_is_listed_and_counted(checkout):
+    (checkout / "losses.py").write_text(
+        "def whole_loss(rewards, logprobs, ref_logprobs, mask, beta=0.04):\n"
+        "    kl = (logprobs - ref_logprobs).detach() * mask\n"
+        "    rewards = rewards - beta * kl.sum(-1)\n"
+        "    return -(rewards[:, None] * logprobs * mask).sum(-1).mean()\n\n\n"
+        "def logged_loss(logprobs, ref_logprobs, advantages, mask, beta=0.04):\n"
+        "    kl = (0.5 * (logprobs - ref_logprobs) ** 2).sum(-1).mean()\n"
+        '    return -(logprobs * advantages[:, None] * mask).sum() + beta * kl, {"kl": kl.item()}\n',
+        encoding="utf-8",
+    )
+    code, result = ran("--dry-run")
+    assert code == 0
+    assert 'target = "losses.py:whole_loss"' in result.stdout
+    assert "not held: losses.py:whole_loss" not in result.stdout
+    *_, owner, last = result.stdout.splitlines()
+    if left := [line for line in result.stdout.splitlines() if "not held: losses.py:logged_loss" in line]:
+        assert "not run by the scan: " in left[0]
+        assert last.endswith("; 1 not held; nothing was written")
+    else:
+        assert 'target = "losses.py:logged_loss"' in result.stdout
+    assert "replace OWNER in 2 files (.github/workflows/kltest.yml, .pre-commit-config.yaml)" in owner
+
+
+def test_what_the_scan_did_not_decide_is_listed_once_a_function_and_not_if_it_is_held():
+    given = {"file": "a.py", "line": 1, "last": 2, "place": "loss", "variant": "", "formula": ""}
+    rows = [
+        Row(**given, spot="a.py:2", function="held", state="not run", why="odd"),
+        Row(**given, spot="a.py:4", function="left", state="not run", why="odd\nlong"),
+        Row(**given, spot="a.py:5", function="left", state="failed", why="other"),
+        Row(**given, spot="a.py:8", function=MODULE, state="inconclusive"),
+        Row(**given, spot="a.py:9", function="fine", state="passed"),
+    ]
+    left = undecided(rows, [Held("a.py:held", "reverse_kl")])
+    assert left == {"a.py:left": "not run by the scan: odd", "a.py:8": "inconclusive"}

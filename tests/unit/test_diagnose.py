@@ -323,22 +323,33 @@ BAD = {
     "empty.jsonl": ("", 5, "no rollout"),
     "dead.jsonl": ('{"logp": [-1.5], "mask": [0]}', 5, "no token counts"),
     "short.jsonl": ('{"logp": [], "ref_logp": []}', 5, "no token counts"),
-    "ragged.jsonl": ('{"logp": [-1, -2], "ref_logp": [-1]}', 2, "ref_logp of rollout 1 has 1 tokens, logp has 2"),
-    "nan.jsonl": ('{"logp": [-1, NaN], "ref_logp": [-1, -2]}', 2, "logp is not finite in 1 places, first at rollout 1"),
+    "ragged.jsonl": ('{"logp": [-1, -2], "ref_logp": [-1]}', 2, "ref_logp of rollout 1 has 1 token, logp has 2"),
+    "nan.jsonl": ('{"logp": [-1, NaN], "ref_logp": [-1, -2]}', 2, "logp is not finite in 1 place, first at rollout 1"),
     "inf.jsonl": (ONE + '\n{"logp": [-1], "ref_logp": [-Infinity]}', 2, "ref_logp is not finite"),
     "words.jsonl": ('{"logp": [-1, "a"]}', 2, "logp of rollout 1 is not a number or a list of numbers"),
     "mixed.jsonl": (ONE + '\n{"logp": -1, "ref_logp": [-2]}', 2, "logp is not one list of numbers for each rollout"),
     "deep.json": ('{"logp": [[[-1.5, -2]]]}', 2, "logp is not one list of numbers for each rollout"),
-    "columns.jsonl": ('{"prompt": "x", "größe": 1}', 2, "no log-probs of tokens"),
+    "columns.jsonl": ('{"prompt": "x", "größe": 1}', 2, "name it with --column logp=COLUMN"),
     "some.jsonl": (ONE + '\n{"logp": [-1]}', 2, "only some rollouts have ref_logp; rollout 2 has none"),
     "broken.jsonl": (ONE + "\nnot json", 2, "line 2 is no JSON"),
     "two.jsonl": ('{"logp": [-1], "logprobs": [-1]}', 2, "choose with --column logp=NAME"),
-    "batch.json": ('{"logp": [[-1], [-2]], "ref_logp": [[-1]]}', 2, "logp has 2 rollouts and ref_logp has 1"),
+    "batch.json": ('{"logp": [[-1], [-2]], "ref_logp": [[-1]]}', 2, "logp has 2 rollouts and ref_logp has 1 rollout"),
     "list.json": ("[1, 2]", 2, "record 1 is no mapping of columns"),
     "logs.csv": (ONE, 2, "logs are JSON lines"),
     "logs.pt": (ONE, 2, "no tensors as torch.save writes them"),
     "one.jsonl": (ONE, 4, ""),
 }
+
+
+def test_a_column_that_is_read_and_not_used_is_named_with_the_reason():
+    rollout = {"logp": [-1.0, -2.0], "ref_logp": [-1.5, -1.0], "old_log_probs": [1.0, 2.0], "response_mask": [1, 1]}
+    found = kltest.diagnose([rollout, rollout])
+    words = "needs old_logp or rollout_logp; old_log_probs, read for old_logp, is not used: it holds no log-probs"
+    assert found["staleness"].message.startswith(words)
+    assert "positions that response_mask leaves out; it leaves out none" in found["mask"].message
+    copied = {"old_logp": [-1.0, -2.0], "rollout_log_probs": [-1.0, -2.0]}
+    message = kltest.diagnose([copied, copied])["engine"].message
+    assert message.endswith("rollout_log_probs, read for rollout_logp, is not used: it is a copy of old_logp")
 
 
 @pytest.mark.parametrize("name", BAD)

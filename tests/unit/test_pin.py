@@ -243,7 +243,7 @@ def test_an_existing_file_stays_unless_forced(folder):
     ("words", "said"),
     [
         (["losses.py:k3", "--output", "test_kl.txt"], "no Python file"),
-        (["losses.py:k3", "--output", "none/test_kl.py"], "folder none does not exist"),
+        (["losses.py:k3", "--output", "losses.py/none/test_kl.py"], "cannot be written"),
         (["losses.py:k4"], "k4"),
         (["k3-loss"], "part of kltest"),
         (["losses.py:k3", "--environment", "mdp"], "mdp"),
@@ -253,6 +253,11 @@ def test_an_existing_file_stays_unless_forced(folder):
 def test_bad_input_is_refused(folder, words, said):
     assert said in pin(*words, code=2)
     assert [path.name for path in folder.glob("*.py")] == ["losses.py"]
+
+
+def test_a_folder_that_is_missing_is_made(folder):
+    pin("losses.py:k3", "--output", "none/yet/test_kl.py")
+    assert "losses.py:k3" in (folder / "none/yet/test_kl.py").read_text(encoding="utf-8")
 
 
 def test_a_file_that_is_red_on_the_day_is_not_left_behind(folder):
