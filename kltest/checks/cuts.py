@@ -81,7 +81,8 @@ def cuts(findings: Findings) -> Found | None:
                 found.append(step or _cut(name, value, other, usual, changed))
                 break
         else:
-            findings.notes.append(f"{name} is {value}; the gradient is the same at {listed(list(map(str, others)))}.")
+            same = "a multiple of it, or none," if scheduled else "the same, up to a factor,"
+            findings.notes.append(f"{name} is {value}; the gradient is {same} at {listed(list(map(str, others)))}.")
     found += _cuts_in_code(findings)
     if ids and (cut := _cut_by_id(findings, ids)):
         found.append(cut)

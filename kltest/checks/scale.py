@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import isclose
 from typing import Literal
 
-from kltest.checks.batches import apart, gradient, limit, norm, share_by_size, single_tokens, usual_batch
+from kltest.checks.batches import apart, gradient, gradient_of, limit, norm, share_by_size, single_tokens, usual_batch
 from kltest.checks.sequences.larger_batches import groups_apart
 from kltest.checks.sequences.lengths import influence
 from kltest.errors import KltestError
@@ -18,6 +18,7 @@ from kltest.identify.graded import whole
 from kltest.identify.measure import Measure
 from kltest.loss.placement import ROW_FIELDS
 from kltest.moments.tolerances import Tolerances
+from kltest.names import training_step
 from kltest.rollout import Rollout
 from kltest.truth import gradient as named
 
@@ -26,6 +27,8 @@ LENGTHS = ("bandit", "sequence", "ragged")
 # Padded columns that are added to a batch: a few, and as many as make it 64 wide, or fewer if the loss refuses that;
 # then as many as make it 128 wide.
 COLUMNS = ((3, 2, 1), (61, 29, 13), (125,))
+# Training steps at which a coefficient may be what it is called with.
+STEPS = (0, 100, 1000, 10**6)
 
 
 def agree_up_to_scale(findings: Findings) -> None:
@@ -43,7 +46,7 @@ def agree_up_to_scale(findings: Findings) -> None:
     if factor is None or abs(factor - 1) < Tolerances.guard / 2:
         return
     try:
-        if findings.loss.takes_beta:
+        if findings.loss.takes_beta and not _is_of_a_schedule(findings, factor):
             if (alike := _scales_the_rest(findings, factor)) == "no":
                 return
             findings.scales_all = alike == "yes"
@@ -111,6 +114,20 @@ def _factor(row: Row) -> float | None:
     """The c > 0 of a row that follows c times the declared gradient, or c times its form with the prefixes fixed."""
     found = multiple(row) if row.method == "exact" else None
     return found if found is not None and found > 0 else None
+
+
+def _is_of_a_schedule(findings: Findings, factor: float) -> bool:
+    """Return True if the factor is 1 at another training step: the coefficient falls or rises."""
+    batch, loss = usual_batch(findings), findings.measure.experiment().loss
+    usual = gradient_of(loss, batch)
+    for name in (name for name in loss.arguments.stated if training_step(name) is not None):
+        for step in STEPS:
+            changed = gradient_of(loss.changed(arguments=loss.arguments.with_value(name, step)), batch)
+            share = float((changed * usual).sum() / (norm(usual) ** 2 or 1.0))
+            same = apart(changed, share * usual) <= limit(findings)
+            if same and isclose(factor * share, 1, rel_tol=Tolerances.guard):
+                return True
+    return False
 
 
 def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", "unknown"]:

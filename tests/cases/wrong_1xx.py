@@ -1,6 +1,7 @@
 """Losses whose expected gradient is not that of KL(π‖ref)."""
 
 import torch
+from cases.parts import total
 from cases.table import wrong
 
 
@@ -67,6 +68,16 @@ def capped_coefficient(most):
 
 REWARD = {"placement": "reward"}
 
+
+def falls_with_the_steps(logp, ref_logp, mask, kl_coef, global_step, total_steps=1000):
+    """The coefficient is kl_coef at first."""
+    return kl_coef * max(1 - global_step / total_steps, 0.0) * (total(logp - ref_logp, mask).square() / 2).mean()
+
+
+def half_at_each_step(logp, ref_logp, mask, kl_coef, global_step):
+    return kl_coef * (global_step >= 0) * (total(logp - ref_logp, mask).square() / 4).mean()
+
+
 CASES = [
     wrong("KL101", value_baseline_left_out, options={"environment": "bandit,sequence"}),
     wrong("KL101", log_ratio_summed),
@@ -78,6 +89,8 @@ CASES = [
     wrong("KL104", k3_in_the_reward, also=("KL503",), options=REWARD),
     wrong("KL105", square_root),
     wrong("KL106", doubled, warns=True),
+    wrong("KL106", falls_with_the_steps, also=("KL105",), warns=True),
+    wrong("KL106", half_at_each_step),
     wrong("KL510", capped_coefficient(0.02)),
     wrong("KL106", capped_coefficient(1.0), warns=True),
     wrong("KL106", scaled_by_a_constant, warns=True),
