@@ -125,13 +125,13 @@ def following(table: DataFrame, *, off_policy: bool = False) -> DataFrame:
     return right.sort_values("mark", key=lambda marks: marks == "recipe", kind="stable")
 
 
-def right(table: DataFrame) -> str:
-    """Say in a sentence which lines of one library's table follow ∇KL(π‖ref)."""
+def right(table: DataFrame, none: str = "no setting") -> str:
+    """Say in a sentence which lines of one library's table follow ∇KL(π‖ref); `none` names them if no line does."""
     if set(table["part"]) == {"policy"}:
         return "what is ascended with β = 0"
     lines = following(table).to_dict("records")
     if not lines:
-        return "no setting follows ∇KL(π‖ref)"
+        return f"{none} follows ∇KL(π‖ref)"
     return f"∇KL(π‖ref) is followed by {listed([_named(line) for line in lines])}"
 
 
