@@ -145,6 +145,7 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
     kind = class_of(each)
     one_step = f"not graded: {each['error']}" if each["error"] else _found(each, "current", ("bandit",))
     setting = f" --setting {shlex.quote(each['setting'])}" if each["setting"] else ""
+    release = f"{each['library']}=={each['version']}"
     part = "" if part_of(each) == "kl" else f" --part {part_of(each)}"
     groups = f", groups of {each['options']['group_size']}" if part else ""
     return {
@@ -169,7 +170,7 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
         "logged": _logged(each),
         "measured": f"{each['depth']}, {each['dtype']}{groups}" if there else "",
         "leak": leaked(each["leak"]) if each.get("leak") else "",
-        "command": f"kltest libraries {each['library']}=={each['version']}{part}{setting}",
+        "command": f"kltest libraries {shlex.quote(release)}{part}{setting}",
         "program": program,
         "file": f"{each['library']}-{each['version']}-{name}.py" if program else "",
         "row": each,
