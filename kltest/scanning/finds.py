@@ -181,8 +181,8 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
 def _uses_first(entry: Entry, several: list[Part]) -> list[Part]:
     """Return the returned values that a term is in, those first that use it, then those that only report its number.
 
-    A value is reported if it carries no gradient, as `kl.item()`, is itself a part of another value, or is an entry of a
-    dictionary that was handed in.
+    A value is reported if it carries no gradient, as `kl.item()`, is itself a part of another value, or is an entry of
+    a dictionary that was handed in.
     """
     if len(several) < 2:
         return several
