@@ -343,6 +343,7 @@ def named(text: str, *, to_grade: bool = False) -> list[tuple[str, Setting]]:
     library = find(name)
     if wanted is None:
         return [(f"{name}:{setting.name}", setting) for setting in installed_settings(library)]
+    setting = library.setting(wanted)
     if to_grade:
         _check_installed(library)
-    return [(f"{name}:{wanted}", library.setting(wanted))]
+    return [(f"{name}:{wanted}", setting)]

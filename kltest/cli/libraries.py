@@ -38,7 +38,9 @@ def listing(names: Sequence[str] = (), settings: Sequence[str] = ()) -> int:
         covered = f"; releases since {library.since}" if library.since else ""
         print(f"{library.name} ({library.homepage}): {measured}{covered}")
         if there := [rows[setting.name] for setting in chosen if setting.name in rows]:
-            print(*wrap(right(frame(there, programs=False)), indent="  "), sep="\n")
+            number = len(library.settings)
+            part = f"none of the settings listed ({len(chosen)} of {number})" if len(chosen) < number else "no setting"
+            print(*wrap(right(frame(there, programs=False), part), indent="  "), sep="\n")
         for setting in chosen:
             mark = " (default)" if setting.default else " (recipe)" if setting.recipe else ""
             print(f"  {setting.name}{mark}")
@@ -89,10 +91,13 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="LIBRARY[==VERSION]...",
-            help="Which libraries, in which versions (`newest`: whatever the package index has) [default: all]",
+            help="Which libraries, in which versions (`newest`: whatever the package index has).",
             show_default=False,
         ),
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every library, in gigabytes of disk and perhaps hours.")
+    ] = False,
     list_only: Annotated[
         bool, typer.Option("--list", help="List known settings and what was recorded of them; install nothing.")
     ] = False,
@@ -152,6 +157,12 @@ def command(
             return printed(target, reported=reported)
     if list_only:
         return listing(names or [], setting or [])
+    if bool(names) is every:
+        raise UsageError(
+            f"{'--all and names are both given' if every else 'no library is given'}: name some, such as trl verl, "
+            "each of which is installed in an environment of its own; --list installs nothing and shows what is "
+            "recorded; --all installs every one, in gigabytes of disk and perhaps hours"
+        )
     longest = None if timeout is None else seconds(timeout, "--timeout")
     if part not in PARTS:
         raise UsageError(f"--part {part}: {did_you_mean(part, PARTS)}there are {' and '.join(PARTS)}")

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import tokenize
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -147,4 +148,6 @@ def baseline(path: Path) -> list[Key]:
         terms = json.loads(path.read_text(encoding="utf-8"))["terms"]
         return [key(term) for term in terms if term["status"] in ("finding", "known")]
     except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"--baseline {path} is no report of `kltest scan --output json:{path}`") from None
+        raise UsageError(
+            f"--baseline {path} is no report of `kltest scan --output {shlex.quote(f'json:{path}')}`"
+        ) from None

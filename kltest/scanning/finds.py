@@ -181,7 +181,8 @@ def _look(tree: Tree, entry: Entry, known: dict[Any, list[Find]], *, logged: boo
 def _uses_first(entry: Entry, several: list[Part]) -> list[Part]:
     """Return the returned values that a term is in, those first that use it, then those that only report its number.
 
-    A value is reported if it carries no gradient, as `kl.item()`, or is itself a part of another value.
+    A value is reported if it carries no gradient, as `kl.item()`, is itself a part of another value, or is an entry of
+    a dictionary that was handed in.
     """
     if len(several) < 2:
         return several
@@ -190,7 +191,8 @@ def _uses_first(entry: Entry, several: list[Part]) -> list[Part]:
     def is_reported(part: Part) -> bool:
         own = set(nodes_in(under(part.root, {"same"})))
         still = all(True not in entry.roles.flows(one) for one in own)
-        return still or any(own <= whole and part.root is not root for root, whole in wholes)
+        written = any(one.operation == "written" and isinstance(one.arguments[1], str) for one in own)
+        return still or written or any(own <= whole and part.root is not root for root, whole in wholes)
 
     return sorted(several, key=is_reported)
 

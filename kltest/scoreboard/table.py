@@ -125,13 +125,13 @@ def following(table: DataFrame, *, off_policy: bool = False) -> DataFrame:
     return right.sort_values("mark", key=lambda marks: marks == "recipe", kind="stable")
 
 
-def right(table: DataFrame) -> str:
-    """Say in a sentence which lines of one library's table follow ∇KL(π‖ref)."""
+def right(table: DataFrame, none: str = "no setting") -> str:
+    """Say in a sentence which lines of one library's table follow ∇KL(π‖ref); `none` names them if no line does."""
     if set(table["part"]) == {"policy"}:
         return "what is ascended with β = 0"
     lines = following(table).to_dict("records")
     if not lines:
-        return "no setting follows ∇KL(π‖ref)"
+        return f"{none} follows ∇KL(π‖ref)"
     return f"∇KL(π‖ref) is followed by {listed([_named(line) for line in lines])}"
 
 
@@ -145,6 +145,7 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
     kind = class_of(each)
     one_step = f"not graded: {each['error']}" if each["error"] else _found(each, "current", ("bandit",))
     setting = f" --setting {shlex.quote(each['setting'])}" if each["setting"] else ""
+    release = f"{each['library']}=={each['version']}"
     part = "" if part_of(each) == "kl" else f" --part {part_of(each)}"
     groups = f", groups of {each['options']['group_size']}" if part else ""
     return {
@@ -169,7 +170,7 @@ def _line(each: BoardRow, programs: bool) -> dict[str, Any]:
         "logged": _logged(each),
         "measured": f"{each['depth']}, {each['dtype']}{groups}" if there else "",
         "leak": leaked(each["leak"]) if each.get("leak") else "",
-        "command": f"kltest libraries {each['library']}=={each['version']}{part}{setting}",
+        "command": f"kltest libraries {shlex.quote(release)}{part}{setting}",
         "program": program,
         "file": f"{each['library']}-{each['version']}-{name}.py" if program else "",
         "row": each,

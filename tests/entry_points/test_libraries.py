@@ -350,12 +350,20 @@ def test_a_listing_tells_what_was_recorded_of_settings_that_fit_patterns(measure
     monkeypatch.setattr(recorded, "read", lambda parts=("kl",): list(rows.values()) if "kl" in parts else [])
     assert listing([str(made_up)], ["penalty/l*"]) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"^  (\S+)", out, re.M) == ["no", "penalty/linear", "penalty/leaves"]
-    assert "\n  no setting follows ∇KL(π‖ref)\n" in out
+    assert re.findall(r"^  (\S+)", out, re.M) == ["none", "penalty/linear", "penalty/leaves"]
+    assert f"\n  none of the settings listed (2 of {len(find(str(made_up)).settings)}) follows ∇KL(π‖ref)\n" in out
     assert "measured in 1.0" in out
     assert re.search(r"penalty/linear \(default\)\n +bandit, current: zero; [^(]*\(KL101, KL105\)", out)
     with pytest.raises(UsageError, match="none of these libraries has such a setting"):
         listing(["trl"], ["grpo/*", "ppo/*"])
+
+
+def test_a_setting_that_there_is_not_is_said_of_a_library_that_is_not_installed(monkeypatch):
+    monkeypatch.setattr("kltest.adapters.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"trl has no setting 'grpo/default'; did you mean grpo/defaults"):
+        named("trl:grpo/default", to_grade=True)
+    with pytest.raises(UsageError, match="trl is not installed here"):
+        named("trl:grpo/defaults", to_grade=True)
 
 
 @pytest.mark.parametrize(

@@ -379,6 +379,9 @@ def test_the_command_takes_a_part_and_says_what_it_cannot_do():
         (["liger", "--part", "policy"], "liger none"),
         (["trl", "--part", "polcy"], "did you mean policy"),
         (["trl", "--part", "policy", "--history"], "--history measures KL terms"),
+        ([], "no library is given: name some"),
+        (["--diff"], "no library is given: name some"),
+        (["trl", "--all"], "--all and names are both given"),
     ):
         code, text = run(*words)
         assert code == 2

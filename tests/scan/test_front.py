@@ -499,9 +499,12 @@ def test_the_last_lines_count_variants_findings_first():
     )
 
 
-def test_the_next_command_is_quoted_for_a_shell():
+def test_commands_are_quoted_for_a_shell(tree):
     finding = replace(ten()[3], file="sp ace/ü/pad.py", line=2)
     assert "`kltest scan 'sp ace/ü/pad.py:2' --fix`" in text(Scan([finding]))
+    Path("of may.json").write_text("{}")
+    code, words = scan("--baseline", "of may.json")
+    assert (code, "`kltest scan --output 'json:of may.json'`" in words) == (2, True)
 
 
 def test_lines_that_were_asked_for_are_named(tree):
