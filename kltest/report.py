@@ -51,6 +51,11 @@ class Published:
         """Return the JSON text."""
         return as_json(self.to_dict())
 
+    def _repr_html_(self) -> str:
+        """Return the text as a notebook shows it."""
+        text = getattr(self, "to_text", self.__repr__)
+        return f"<pre>{html.escape(text())}</pre>"
+
 
 @dataclass(frozen=True)
 class GradientRow:

@@ -43,5 +43,6 @@ def check(name: str) -> str:
     if name.partition(":")[0] == TRUNCATED:
         Truncation.named(name)
     elif name not in NAMES:
-        raise UsageError(f"there is no sampler {name!r}; {did_you_mean(name, NAMES)}they are {', '.join(NAMES)}")
+        known = ("both", *NAMES)  # of current and stale, which the option takes before it comes here
+        raise UsageError(f"there is no sampler {name!r}; {did_you_mean(name, known)}they are {', '.join(known)}")
     return name

@@ -118,19 +118,30 @@ def command(
     from kltest.finetune.picture import PICTURE, draw, stored
     from kltest.finetune.run import run
     from kltest.finetune.settings import changed, read, settings_of
+    from kltest.grading.isolated import terminated_as_interrupted
 
     # Options win over the file, and changes over both.
     of_file = {} if settings is None else read(Path(settings))
     chosen = settings_of(changed(of_file | values, changes or []), settings or "--set")
     folder = Path(output) if output else Path(FOLDER) / chosen.key
     try:
-        records = run(chosen, folder, again=again)
+        with terminated_as_interrupted():
+            records = run(chosen, folder, again=again)
     except KeyboardInterrupt:
-        print(f"kltest: interrupted; all is stored in {folder}; run the same command to continue", file=sys.stderr)
+        print(f"kltest: interrupted; {_left(folder)}; run the same command to continue", file=sys.stderr)
         return INTERRUPTED
     picture = draw([stored(folder)], folder / PICTURE)
     print(_evaluations(records), f"Metrics, checkpoint and model are in {folder}, a picture is {picture}.", sep="\n")
     return 0
+
+
+def _left(folder: Path) -> str:
+    """Return what is left of a run that was interrupted."""
+    from kltest.finetune.checkpoints import CHECKPOINT
+
+    if (folder / CHECKPOINT).exists():
+        return f"all is stored in {folder}"
+    return "no step is stored, and training of the reference starts again if it had not ended"
 
 
 def _compare(folders: Sequence[Path], output: str | None) -> int:

@@ -4,6 +4,11 @@ from typing import Annotated
 
 import typer
 
+EXPERIMENTS = (
+    *("approximations", "atlas", "coefficients", "differentiate-the-estimate", "distillation", "finetune", "groups"),
+    *("libraries", "metrics", "off-policy", "sequence", "tabular-mdp", "training-curves", "variance"),
+)
+"""Names for the help, which looks into no checkout."""
 Scale = Annotated[str, typer.Option(metavar="quick|full", help="How much is computed.")]
 Folder = Annotated[
     str | None, typer.Option("--output", metavar="DIR", help="Folder of the results [default: results].")
@@ -28,7 +33,9 @@ def reproduce(
 
 
 def run(
-    experiment: Annotated[str, typer.Argument(metavar="EXPERIMENT", help="The name of a folder in experiments/.")],
+    experiment: Annotated[
+        str, typer.Argument(metavar="EXPERIMENT", help=f"A folder in experiments/: {', '.join(EXPERIMENTS)}.")
+    ],
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE,...", help="Other values for a setting; repeatable."),

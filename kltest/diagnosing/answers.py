@@ -49,10 +49,10 @@ def question(name: str, *needs: str) -> Callable[[Callable[..., Answer]], Callab
         def asked(logs: Logs, units: Units) -> Answer:
             found = [logs.first(*each.split("|")) for each in needs]
             if None in found:
-                names = (each.replace("|", " or ") for each, one in zip(needs, found, strict=True) if one is None)
-                lacking = ", ".join(WORDS.get(each, each) for each in names)
+                lacking = (each.replace("|", " or ") for each, one in zip(needs, found, strict=True) if one is None)
+                words = ", ".join(WORDS.get(each, each) for each in lacking)
                 unused = (logs.unused(each) for need in needs for each in need.split("|"))
-                return missing(name, "; ".join([lacking, *filter(None, unused)]))
+                return missing(name, "; ".join([words, *filter(None, unused)]))
             return function(logs, units, *found)
 
         QUESTIONS[name] = asked

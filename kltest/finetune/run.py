@@ -49,7 +49,8 @@ def run(settings: Settings, folder: Path | None = None, *, again: bool = False, 
     Raises:
         UsageError: The settings cannot be met, or the folder holds another run.
         KltestError: A number is not finite, or memory runs out.
-        KeyboardInterrupt: After the step in which Ctrl-C was pressed, with everything kept.
+        KeyboardInterrupt: After the step in which Ctrl-C was pressed, or SIGTERM came, with everything kept; while the
+            reference is trained at once, and that part starts again.
     """
     if folder is None:
         with TemporaryDirectory() as temporary:
@@ -207,22 +208,25 @@ class Training:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Let Ctrl-C ask for an end after the present step; a second one ends the run at once.
+    """Let Ctrl-C, or SIGTERM, ask for an end after the present step; a second one ends the run at once.
 
-    In threads other than the main one, which cannot catch signals, Ctrl-C is left as it is.
+    In threads other than the main one, which cannot catch signals, both are left as they are.
     """
     requested, main = threading.Event(), threading.current_thread() is threading.main_thread()
 
     def request(*_: object) -> None:
         requested.set()
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    before = signal.signal(signal.SIGINT, request) if main else None
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM) if main}
     try:
         yield requested
     finally:
-        if main:
-            signal.signal(signal.SIGINT, before)
+        restore()
 
 
 @contextmanager

@@ -193,7 +193,10 @@ def _problem_of(line: bytes, where: str, names: Mapping[str, str]) -> tuple[Spli
     if names:
         value = {name: value.get(theirs) for name, theirs in names.items()}
     for name in value.keys() - set(KEYS):
-        raise UsageError(f"{where}: {name!r} is none of {', '.join(KEYS)}; give its key by keys")
+        raise UsageError(
+            f"{where}: {name!r} is none of {', '.join(KEYS)}; say which keys are meant, as "
+            "--set keys=prompt=question,answer=solution"
+        )
     chosen: Split | None = value.pop("split", None)
     problem = {"completion": value.get("answer"), **value}
     for name in ("prompt", "answer", "completion"):

@@ -63,7 +63,7 @@ def codes(value: object, where: str) -> tuple[str, ...]:
     prefixes = tuple(name.upper() for name in _names(value, where))
     for prefix in prefixes:
         if not any(code.startswith(prefix) for code in CHECKS):
-            _known(prefix, CHECKS, where, "no check whose code begins with")
+            raise UsageError(f"{where}: there is no check whose code begins with {prefix!r}; {_near_codes(prefix)}")
     return prefixes
 
 
@@ -109,7 +109,18 @@ def _code(code: Any, where: str) -> str:
     """The code of a check."""
     from kltest.checks import CHECKS
 
-    return _known(code, CHECKS, where, "no check")
+    if code not in CHECKS:
+        raise UsageError(f"{where}: there is no check {code!r}; {_near_codes(code)}")
+    return str(code)
+
+
+def _near_codes(code: object) -> str:
+    """Return the codes of the same length that differ in one character, at most three, else what lists them."""
+    from kltest.checks import CHECKS
+
+    text = str(code).upper()
+    near = [one for one in CHECKS if len(one) == len(text) and sum(map(str.__ne__, one, text)) == 1][:3]
+    return f"did you mean {' or '.join(near)}?" if near else "`kltest list` has them"
 
 
 def _pairs(value: object, where: str, ask: str) -> list[tuple[Any, Any]]:
@@ -117,8 +128,11 @@ def _pairs(value: object, where: str, ask: str) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return list(value.items())
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(each, str) and "=" in each for each in texts):
+    if not isinstance(texts, list | tuple):
         raise UsageError(f"{where}: give {ask}; it is {value!r}")
+    if not all(isinstance(each, str) and "=" in each for each in texts):
+        wrong = next((one for one in texts if isinstance(one, str) and "=" not in one), value)
+        raise UsageError(f"{where}: give {ask}; it is {wrong!r}")
     return [(key.strip(), given) for key, _, given in (each.partition("=") for each in texts)]
 
 
@@ -181,9 +195,9 @@ def _names(value: object, where: str) -> list[str]:
     return [name for name in names if name]
 
 
-def _known(name: Any, known: Iterable[str], where: str, what: str = "no") -> str:
+def _known(name: Any, known: Iterable[str], where: str) -> str:
     names = list(known)
     if name not in names:
         hint = did_you_mean(name, names) if isinstance(name, str) else ""
-        raise UsageError(f"{where}: there is {what} {name!r}; {hint}choose from {', '.join(names)}")
+        raise UsageError(f"{where}: there is no {name!r}; {hint}choose from {', '.join(names)}")
     return name

@@ -145,8 +145,10 @@ def grade(
         try:
             found = _read(loss, given, "call=True says why")
         except UsageError as why:
-            found, report = None, replace(report, error=f"{report.error}\n{why}")
-            error = error and UsageError(f"{error}\n{why}")
+            found = None
+            if str(why) != str(error):
+                report = replace(report, error=f"{report.error}\n{why}")
+                error = error and UsageError(f"{error}\n{why}")
         if found is not None:
             return found
     if error:

@@ -248,7 +248,8 @@ def _cannot_fill(
     lines = [
         f"the {which} of {name}({_shown(parameters)}) cannot be filled{hints and f' ({hints})'}. {proposal}".rstrip(),
         f"{'Or give' if proposal else 'Give'} {'each' if words[1:] else 'it'} a value with --arg {own}=VALUE, a field "
-        f"with --arg {own}=@FIELD, or an object's attributes with --arg {own}.ATTRIBUTE=VALUE.",
+        f"with --arg {own}=@FIELD, or an object's attributes with --arg {own}.ATTRIBUTE=VALUE; "
+        f'in Python with arguments={{"{own}": VALUE}}, which takes "@FIELD" and "{own}.ATTRIBUTE" too.',
         "`kltest list fields` has the fields, and the names of parameters that are filled by themselves.",
     ]
     return UsageError("\n".join(lines))

@@ -75,9 +75,14 @@ def run(name: str, *, output: Path | str | None = None, request: Request = Reque
     Experiment.find(checkout, name).configurations(request)  # what cannot be is said before any work
     with _kept(folder, f"run {name}"), held(folder, shared=True):
         claims, failed = _experiments(checkout, [name], folder, request)
-        _say(summary(claims, _width()))
-        variation = f"@{request.variation}" if request.variation else ""
-        _say(f"Results are in {folder / name}{variation}.")
+        if not request.variation:
+            _say(summary(claims, _width()))
+            _say(f"Results are in {folder / name}.")
+        else:
+            own = folder / f"{name}@{request.variation}"
+            files = sorted(path.name for path in own.glob("*") if path.is_file())
+            _say(f"Results are in {own}: {', '.join(files) or 'none'}.")
+            _say(summary(claims, _width(), decided=True))
         return 3 if failed else int(any(claim.agrees is False for claim in claims))
     return INTERRUPTED
 
@@ -230,9 +235,12 @@ def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def summary(claims: Sequence[Claim], width: int, *, fold: bool = False) -> str:
-    """Return the table in lines of at most `width` columns; with `fold` agreeing claims are a count an experiment."""
-    shown = [claim for claim in claims if not (fold and claim.agrees)]
+def summary(claims: Sequence[Claim], width: int, *, fold: bool = False, decided: bool = False) -> str:
+    """Return the table in lines of at most `width` columns.
+
+    With `fold` agreeing claims are a count an experiment; with `decided` those that were not run are only counted.
+    """
+    shown = [claim for claim in claims if not ((fold and claim.agrees) or (decided and claim.agrees is None))]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     table.add_column("agrees", no_wrap=True)
     for name, ratio in (("claim", 4), ("expected", 3), ("found", 3)):

@@ -102,7 +102,8 @@ class Settings:
             raise UsageError(f"--set {text}: write it as name=value, or name=value,value for several")
         if name not in self.values:
             hint = "; --seeds N says how many" if name == "seed" else _meant(name, self.values)
-            raise UsageError(f"--set {text}: there is no setting {name!r}{hint}; there are: {', '.join(self.values)}")
+            there = f"there are: {', '.join(self.values)}" if self.values else "the experiment has no settings"
+            raise UsageError(f"--set {text}: there is no setting {name!r}{hint}; {there}")
         known = [*_several(self.values[name]), *_several(self.full.get(name, ()))]
         return name, tuple(dict.fromkeys(self._value(text, name, part.strip(), known) for part in values.split(",")))
 

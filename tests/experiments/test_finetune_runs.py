@@ -115,12 +115,13 @@ def test_killed_and_gone_on_with_it_writes_the_same_bytes(finished, tmp_path):
     assert written.read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
-def test_ctrl_c_keeps_everything(finished, tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_keep_everything(finished, tmp_path, monkeypatch, number):
     folder, add = tmp_path / "run", RunFolder.add
 
     def interrupted(*line):
         add(*line)
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(number)
 
     with monkeypatch.context() as patch:
         patch.setattr(RunFolder, "add", interrupted)
@@ -131,6 +132,13 @@ def test_ctrl_c_keeps_everything(finished, tmp_path, monkeypatch):
     assert state["step"] == len(of_file(folder)) == 1
     assert run(SMALL, folder, quiet=True)[-1]["step"] == 6
     assert (folder / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+def test_an_interrupt_before_the_first_step_does_not_say_that_something_is_stored(tmp_path, monkeypatch):
+    monkeypatch.setattr("kltest.finetune.run.load", lambda *_: signal.raise_signal(signal.SIGTERM))
+    answer = CliRunner().invoke(app, ["finetune", *ARGUMENTS, "--output", str(tmp_path)])
+    assert answer.exit_code == 130, answer.output
+    assert "no step is stored, and training of the reference starts again" in answer.output
 
 
 def test_another_run_in_the_same_folder(finished, tmp_path):

@@ -19,6 +19,7 @@ from processes import until, written
 from trial import look_up
 from weekly import first
 
+from kltest.cli.reproduce import EXPERIMENTS
 from kltest.errors import KltestError, UsageError
 from kltest.files import as_csv, as_markdown, held, write
 from kltest.reproduce import Request, figures, paper, reproduce, run
@@ -216,10 +217,21 @@ def test_what_only_leaves_out_is_said_not_to_have_been_run(checkout, capsys):
     assert printed.count("not asked for") == 2
 
 
-def test_settings_of_ones_own_go_beside_the_results_that_figures_read(checkout):
+def test_the_help_names_the_experiments_of_the_checkout():
+    folders = {path.parent.name for path in Path(__file__).parents[2].glob("experiments/*/experiment.py")}
+    assert set(EXPERIMENTS) == folders
+
+
+def test_settings_of_ones_own_go_beside_the_results_that_figures_read(checkout, capsys):
     assert run("roots") == 0
     before = contents(checkout / "results")
+    capsys.readouterr()
     assert run("roots", request=Request(changes=("number=3, 40",))) == 0
+    folder, *_, last = capsys.readouterr().out.splitlines()
+    assert folder.startswith("Results are in ")
+    assert "roots@number=3,40: " in folder
+    assert "roots.json" in folder
+    assert "of 1 claims agree" in last
     after = contents(checkout / "results")
     assert {name: after[name] for name in before} == before
     own = checkout / "results" / "roots@number=3,40"
@@ -579,6 +591,8 @@ def test_the_summary_fits_its_width_the_worst_first_and_folds_what_agrees(width)
         assert "source: the source" in " ".join(text.split())
         assert text.index("tolerance:") < text.index("1e-9")
     assert "agreeing" in summary(claims, width)
+    assert "left out" not in summary(claims, width, decided=True)
+    assert summary(claims[1:2], width, decided=True) == "0 of 1 claims agree, 0 disagree, 1 not run."
     folded = summary(claims, width, fold=True)
     assert "agreeing" not in folded
     assert ["atlas", "1", "2", "0.50"] in [line.split() for line in folded.splitlines()]

@@ -235,6 +235,7 @@ def test_a_few_lines_are_split_as_they_are(tmp_path, many):
         ({"prompt": "", "answer": "1"}, 'line 2: "prompt" must be'),
         ({"prompt": "x", "answer": 1}, 'line 2: "answer" must be a text that is not empty; it is 1'),
         ({"prompt": "x", "answer": "1", "spilt": "train"}, "line 2: 'spilt'"),
+        ({"a": "x", "b": "1"}, "--set keys=prompt=question,answer=solution"),
         ({"prompt": "x", "answer": "1", "split": "test"}, 'line 2: "split" is one of'),
     ],
 )

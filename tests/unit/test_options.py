@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import kltest
 from kltest import parametrize_with_checks
 from kltest.cli import app
+from kltest.errors import UsageError
 from kltest.estimators import registry
 from kltest.grading.options import KEYS, OPTIONS, RENAMED, Options
 from kltest.parametrize import GradedCheck
@@ -85,3 +86,29 @@ def test_the_list_fits_into_a_hundred_columns():
     lines = text.partition("\n\n")[0].splitlines()
     assert [line.split()[0] for line in lines[2:]] == [*registry()]  # a line each
     assert any(line.split() == ["k3-loss", "loss", "local_forward_kl"] for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"select": "KL999"}, "begins with 'KL999'; `kltest list` has them"),
+        ({"select": "KL405"}, "begins with 'KL405'; did you mean KL105 or KL205 or KL305?"),
+        ({"expected_failures": {"KL209": "x"}}, "no check 'KL209'; did you mean KL201 or KL202 or KL203?"),
+        ({"arguments": ["foo"]}, "NAME=VALUE or NAME=@FIELD; it is 'foo'"),
+        ({"sampler": "stael"}, "did you mean stale? they are both, current"),
+    ],
+)
+def test_a_wrong_value_names_what_is_near_and_no_long_list(given, words):
+    with pytest.raises(UsageError) as refused:
+        Options.of(**given)
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 200
+
+
+def test_python_is_told_what_python_takes_and_once():
+    with pytest.raises(UsageError) as refused:
+        kltest.grade(lambda x: x)
+    assert 'in Python with arguments={"x": VALUE}' in str(refused.value)
+    with pytest.raises(UsageError) as refused:
+        kltest.grade("nosuch")
+    assert str(refused.value).count("no estimator called") == 1

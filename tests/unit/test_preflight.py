@@ -1,6 +1,7 @@
 """Preflights: each planted bug is found by its check, its right sister passes, and nothing is left changed."""
 
 import copy
+import html
 import json
 import os
 from importlib.resources import files
@@ -35,6 +36,11 @@ def test_planted_bugs_are_found_and_right_loops_are_not_accused(case):
     assert report.exit_code == (report.verdict == "failed")
     assert report.passes.get("backward", 0) <= 1
     jsonschema.validate(json.loads(report.to_json()), SCHEMA)
+
+
+def test_a_notebook_shows_the_text():
+    one = CASES[0].loop().preflight()
+    assert one._repr_html_() == f"<pre>{html.escape(one.to_text())}</pre>"
 
 
 def test_the_names_of_checks_are_those_of_the_schema():
