@@ -328,3 +328,8 @@ def test_an_error_in_a_process_is_raised_here():
 
 def refuse(batch):
     raise KltestError("nothing was computed: none were computed")
+
+
+def test_an_experiment_without_settings_says_so():
+    with pytest.raises(UsageError, match="no setting 'estimator'; the experiment has no settings"):
+        Settings(title="", tags=(), values={}, seeds={"quick": 1}).grid("quick", ["estimator=k1-loss"])
