@@ -120,7 +120,9 @@ def _near_codes(code: object) -> str:
 
     text = str(code).upper()
     near = [one for one in CHECKS if len(one) == len(text) and sum(map(str.__ne__, one, text)) == 1][:3]
-    return f"did you mean {' or '.join(near)}?" if near else "`kltest list` has them"
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"they go from {min(CHECKS)} to {max(CHECKS)}, and `kltest list` has them"
 
 
 def _pairs(value: object, where: str, ask: str) -> list[tuple[Any, Any]]:

@@ -215,8 +215,7 @@ def on_all_rollouts(monkeypatch, loss, instance, sampler="current"):
         return exact(loss, instance, sampler)
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(("name", "environment"), spread(30, itertools.product(SHOWN, ENVIRONMENTS)))
 def test_what_is_shown_equals_calls_on_all_rollouts(name, environment, monkeypatch):
     instance = drawn(ENVIRONMENTS[environment])
     for sampler in ("current", "stale"):
@@ -251,8 +250,7 @@ def test_no_loss_of_the_corpus_is_shown_falsely(case, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("environment", ["ragged", "sequence"])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "environment"), spread(50, itertools.product(OTHERS, ["ragged", "sequence"])))
 def test_what_reads_more_or_cannot_be_followed_is_not_shown(name, environment):
     loss = watched.watched(bind(OTHERS[name]))
     if loss is not None:

@@ -91,7 +91,7 @@ def test_the_list_fits_into_a_hundred_columns():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"select": "KL999"}, "begins with 'KL999'; `kltest list` has them"),
+        ({"select": "KL999"}, "begins with 'KL999'; they go from KL101 to KL906, and `kltest list` has them"),
         ({"select": "KL405"}, "begins with 'KL405'; did you mean KL105 or KL205 or KL305?"),
         ({"expected_failures": {"KL209": "x"}}, "no check 'KL209'; did you mean KL201 or KL202 or KL203?"),
         ({"arguments": ["foo"]}, "NAME=VALUE or NAME=@FIELD; it is 'foo'"),
