@@ -33,6 +33,7 @@ LENGTH, LIKELY, MILD = 3, -0.5, (0.3, -0.4, 0.2, -0.1, 0.4, -0.2)
 ROWS = 12
 SIZES = (4, 3, 2)
 PAIR_AND_TRIPLE = (2, 3)
+ANOTHER = "the gradient is another one"
 
 
 def no_padding(findings: Findings) -> str | None:
@@ -185,6 +186,12 @@ def as_array(found: RowGradients, rollout: Rollout) -> np.ndarray:
 def limit(findings: Findings) -> float:
     """Relative distance up to which gradients count as equal at the loss's precision."""
     return TOLERANCES[findings.observed.dtype].groups
+
+
+def lost_tokens(usual: np.ndarray, changed: np.ndarray) -> str:
+    """Say how many tokens fewer than usually have a gradient (B, T, 1 + V); "" if none."""
+    before, after = (int(each.any(axis=-1).sum()) for each in (usual, changed))
+    return f"{before - after} of {before} tokens have no gradient" if after < before else ""
 
 
 def apart(found: np.ndarray, wanted: np.ndarray) -> float:

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kltest.checks.batches import as_array, gradient_of, limit, norm
+from kltest.checks.batches import ANOTHER, as_array, gradient_of, limit, lost_tokens, norm
 from kltest.checks.check import Found
 from kltest.checks.stress import right_in_long_rollouts
 from kltest.environments.policies import table
@@ -167,15 +167,14 @@ def _cut_by_id(findings: Findings, ids: list[int]) -> Found | None:
     for one in ids:
         if not _is_another(usual, found := changed(one), limit(findings), False):
             continue
-        lost, of = (int(each.any(axis=-1).sum()) for each in (usual, found))
-        what = f"{lost - of} of {lost} tokens have no gradient" if of < lost else "the gradient is another one"
+        none = lost_tokens(usual, found)
         # Of ids beyond, which the code does not name, it makes other tokens: that is no choice of a token.
         beyond = one + AWAY
-        taken = of >= lost and beyond < VOCABULARY and _is_another(usual, changed(beyond), limit(findings), False)
+        taken = not none and beyond < VOCABULARY and _is_another(usual, changed(beyond), limit(findings), False)
         where = f"where {one}{' or ' + str(beyond) if taken else ', a number in its code,'}"
         return Found(
             f"It depends on the ids of tokens, beyond the vocabularies that are tried here: {where} is the id of the "
-            f"token that ends a rollout, {what}, in batches of {ROWS // 3} rollouts.",
+            f"token that ends a rollout, {none or ANOTHER}, in batches of {ROWS // 3} rollouts.",
             level="error" if taken else "warning",
         )
     tried = listed(list(map(str, dict.fromkeys(ids[::2]))))
@@ -289,9 +288,9 @@ def _cut(
     grows: bool = False,
 ) -> Found:
     before, after = (each.any(axis=-1) for each in (usual, changed))
-    lost = int((before & ~after).sum())
-    does = "cuts at" if lost else "depends on"
-    what = f"{lost} of {int(before.sum())} tokens have no gradient" if lost else "the gradient is another one"
+    cut = int((before & ~after).sum())
+    does = "cuts at" if cut else "depends on"
+    what = f"{cut} of {int(before.sum())} tokens have no gradient" if cut else ANOTHER
     compared = ", compared with a size that grows with the vocabulary" if grows else ""
     return Found(
         f"It {does} {name}, which is {value}{compared}, beyond what is tried here: with {other} in its place {what}, "

@@ -54,15 +54,16 @@ def _row_of_padding(findings: Findings) -> Found | None:
     mask = more.peek("mask").clone()
     mask[-1] = 0
     try:
-        after = experiment.call(more.replace(mask=mask)).gradients
-        before = experiment.call(base).gradients
+        after = experiment.call(more.replace(mask=mask)).gradients.values()
     except KltestError:  # it takes no such row, or no such number of rows
         return None
-    if not all(bool(gradient.isfinite().all()) for gradient in after.values()):
+    if not all(bool(gradient.isfinite().all()) for gradient in after):
         return None
-    if any(gradient[-1].any() for gradient in after.values()):
+    if any(gradient[-1].any() for gradient in after):
         return Found("A row without a live token has a gradient, at padded positions.", level="warning")
-    if any(gradient.any() for gradient in before.values()) and not any(gradient.any() for gradient in after.values()):
+    if not any(gradient.any() for gradient in after) and any(
+        gradient.any() for gradient in experiment.call(base).gradients.values()
+    ):
         return Found("Beside a row without a live token the others have no gradient.", level="warning")
     return None
 

@@ -8,7 +8,7 @@ Hence those of a policy between sampler and policy are moved: ratios to it and f
 import numpy as np
 import torch
 
-from kltest.checks.batches import apart, gradient_of, limit, usual_batch
+from kltest.checks.batches import ANOTHER, apart, gradient_of, limit, lost_tokens, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.off_policy.ratios import right_when_nearer, unbounded
 from kltest.checks.stress import examine_far_sampler
@@ -49,16 +49,19 @@ def _between(findings: Findings) -> Found | None:
         fields = {each: base.peek(each) + by * signs * (each == name) for each in BETWEEN}
         return gradient_of(loss, base.replace(**fields))
 
+    def differs(gradient: np.ndarray) -> bool:
+        return apart(gradient, usual) > limit(findings)
+
     for by in MOVED:
         for name in read[1:]:
             try:
-                found, other = moved(name, by), moved(read[0], by)
+                found = moved(name, by)
+                # What is logged, or left alone, is no weight.
+                weighs = differs(found) and differs(moved(read[0], by))
             except KltestError:  # it refuses what is so far apart
                 continue
-            # What is logged, or left alone, is no weight.
-            if min(apart(found, usual), apart(other, usual)) > limit(findings):
-                lost, of = (int(each.any(axis=-1).sum()) for each in (found, usual))
-                what = f"{of - lost} of {of} tokens have no gradient" if lost < of else "the gradient is another one"
+            if weighs:
+                what = lost_tokens(usual, found) or ANOTHER
                 return Found(
                     f"Where {name} and {read[0]}, which are equal in all else that is tried, are {by} apart at each "
                     f"token, {what}: what weighs rollouts by the one does not put back what the other takes "
