@@ -14,6 +14,7 @@ How far apart depends on the question. A clamp is exact and visible at any dista
 where a probability is a millionth may be the small constant that guards a logarithm, and is no other gradient.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -92,7 +93,7 @@ REST = 0.002
 OF_SUMS = frozenset({"reverse_kl", "local_reverse_kl"})
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
 SMALL, ALIKE = 1e-3, 0.1
-# Share of what is allowed below which a mean over few draws, whose noise is part of the bias, needs no more.
+# Share of what is allowed below which a first mean over draws, whose noise is part of the bias, needs no more.
 ROUGHLY = 0.5
 # Standard errors beyond what is allowed at which a mean over draws is off.
 SURE = 5.0
@@ -105,7 +106,7 @@ Setting = tuple[float, ...]
 class Off(NamedTuple):
     """A setting at which the expected gradient is not the declared one, both (C, V), and by how much.
 
-    `noise` is the standard error, if the loss draws random numbers: half of what two means over draws differ by.
+    `noise` is the standard error, if the loss draws random numbers, or more: 1/√2 of what means over draws differ by.
     """
 
     setting: Any
@@ -226,21 +227,27 @@ def compared(findings: Findings, row: Row, stress: Stress, settings: Sequence[An
         instance = stress.instance(findings, row, some)
         wanted, unit = target(findings.expect, instance, row.sampler), size(instance) / len(some)
         aims = np.split(wanted, len(some))
-        for measure in filter(None, (findings.measure.rough, findings.measure)):
-            parts = np.split(measure.expected(row, instance).gradient, len(some))
+        parts: list[np.ndarray] = []
+        noises = [0.0] * len(some)
+        for measure in filter(None, (findings.measure.rough, findings.measure, *findings.measure.further)):
+            before, parts = parts, np.split(measure.expected(row, instance).gradient, len(some))
             biases = [relative_bias(one, aim, unit) for one, aim in zip(parts, aims, strict=True)]
-            if max(biases) <= ROUGHLY * TOLERANCES[AVERAGED].gradient:
+            if before:
+                triples = zip(before, parts, aims, strict=True)
+                noises = [norm(one - other) / math.sqrt(2) / (norm(aim) or unit) for one, other, aim in triples]
+            if _is_settled(biases, noises if before else None):
                 break
         findings.see(instance, row.sampler, row.batch)
-        noises, again = [0.0] * len(some), findings.measure.again
-        if again is not None and max(biases) > TOLERANCES[AVERAGED].gradient:
-            others = np.split(again.expected(row, instance).gradient, len(some))
-            triples = zip(parts, others, aims, strict=True)
-            noises = [norm(one - other) / 2 / (norm(aim) or unit) for one, other, aim in triples]
-            parts = [(one + other) / 2 for one, other in zip(parts, others, strict=True)]
-            biases = [relative_bias(one, aim, unit) for one, aim in zip(parts, aims, strict=True)]
         for setting, one, aim, off, noise in zip(some, parts, aims, biases, noises, strict=True):
             yield Off(setting, row, instance, one, aim, off, noise)
+
+
+def _is_settled(biases: Sequence[float], noises: Sequence[float] | None) -> bool:
+    """Return True if means over draws are right, or surely off; more draws would tell nothing new."""
+    most = TOLERANCES[AVERAGED].gradient
+    if noises is None:
+        return max(biases) <= ROUGHLY * most
+    return all(off <= most or off > most + SURE * noise for off, noise in zip(biases, noises, strict=True))
 
 
 def bias(findings: Findings, row: Row, instance: Instance) -> float:
@@ -564,10 +571,9 @@ def credited_to_the_end(findings: Findings) -> Found | None:
             raise KltestError("a discount close to 1 is not seen in batches of coupled rows, beside random numbers")
         wanted = target(findings.expect, instance, row.sampler)[first]
         shares = []
-        for measure in (findings.measure, findings.measure.again):
-            if measure is not None:
-                found = measure.gradient_of(measure.loss, instance, row.sampler)[first]
-                shares.append(float((found * wanted).sum() / (wanted**2).sum()))
+        for measure in (findings.measure, *findings.measure.further[:1]):
+            found = measure.gradient_of(measure.loss, instance, row.sampler)[first]
+            shares.append(float((found * wanted).sum() / (wanted**2).sum()))
         share, noise = float(np.mean(shares)), float(np.ptp(shares)) / 2
         words = (
             f"In rollouts of {LONGER} tokens, {row.sampler} sampler, the first token is credited with {share:.2g} of "

@@ -96,8 +96,8 @@ class Measure:
         self.sizes = sizes or Sizes.of(uses)
         self.sampling = sampling or Sampling()
         self.observed = Observed(uses)
-        # Of a service for means over random numbers the same with other ones, and with fewer.
-        self.again: Measure | None = None
+        # Of a service for means over random numbers the same over more other ones, and over fewer.
+        self.further: list[Measure] = []
         self.rough: Measure | None = None
         self._averaged: dict[bool, Measure] = {}
         self._reductions: dict[str, Reduction] = {}
@@ -143,13 +143,16 @@ class Measure:
     ) -> Moments:
         """Return the moments of a measured row's batches on another instance, or given numbers of another precision.
 
-        What is not the `wanted` gradient (None: the declared one) is computed by calls of single rollouts as well.
+        What is not the `wanted` gradient (None: the declared one) is computed by calls of single rollouts as well,
+        unless it is a mean over draws, which others are compared with.
         """
         if row.batch > 1:
             return self.over_batches(row, [instance])[0]
         loss = self.loss if floats is None else self._in_precision(floats)
         found = self._alone(loss, instance, row.sampler)
-        if found.reduction == "coupled" or self._follows(found, instance, row.sampler, wanted):
+        if found.reduction == "coupled" or self.observed.dtype == AVERAGED:
+            return found
+        if self._follows(found, instance, row.sampler, wanted):
             return found
         return exact(loss, instance, row.sampler, padding=self.seed)
 
@@ -230,14 +233,18 @@ class Measure:
         batch = Rollout.of(case.instances[0], sampler="stale", padding=self.seed, centre="batch")
         if size:
             batch = batch.take(np.flatnonzero(batch.peek("group").numpy() == int(batch.peek("group")[0]))[:size])
-        losses = averaged(self.loss, batch, adds_up=adds_up)
-        known, found = self.observed, []
-        for loss in losses:
-            found.append(Measure(loss, self.declared, known.uses, seed=self.seed, sizes=self.sizes))
-            own = found[-1].observed
-            own.dtype, own.draws, own.keeps_state = AVERAGED, True, known.keeps_state
-        found[0].again, found[0].rough = found[1:]
-        return found[0]
+        usual, further, fewer = averaged(self.loss, batch, adds_up=adds_up)
+        measure = self._over_draws(usual)
+        measure.further = [self._over_draws(loss) for loss in further]
+        measure.rough = self._over_draws(fewer) if fewer else None
+        return measure
+
+    def _over_draws(self, loss: Loss) -> "Measure":
+        known = self.observed
+        measure = Measure(loss, self.declared, known.uses, seed=self.seed, sizes=self.sizes)
+        own = measure.observed
+        own.dtype, own.draws, own.keeps_state = AVERAGED, True, known.keeps_state
+        return measure
 
     def rows_of(self, case: Case) -> list[Row]:
         """Measure one case: rows as in `rows`, for a case of any kind; random numbers go on from call to call."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from kltest.loss.state import NUMPY, PYTHON, TORCH, State
 
@@ -89,11 +89,12 @@ def eagerly() -> AbstractContextManager[None]:
 @contextmanager
 def unusual_input() -> Iterator[None]:
     """Let a loss compute with NaN and infinity, and make NumPy arrays of what requires grad, without a complaint."""
-    with np.errstate(all="ignore"), _AsArrays():
+    there = isinstance(_get_current_function_mode(), AsArrays)
+    with np.errstate(all="ignore"), nullcontext() if there else AsArrays():
         yield
 
 
-class _AsArrays(TorchFunctionMode):
+class AsArrays(TorchFunctionMode):
     """Let any tensor become a NumPy array, without its gradient, as `float(tensor)` becomes a number."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

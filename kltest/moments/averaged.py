@@ -20,6 +20,7 @@ from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Outcome
 from kltest.loss.state import NUMPY, PYTHON, TORCH, State
 from kltest.moments.differentiate import leaf_gradients
+from kltest.moments.stratified import Stratified
 from kltest.rollout import Rollout
 
 DTYPE = "averaged"
@@ -27,9 +28,10 @@ DTYPE = "averaged"
 
 # Noise that is left of a gradient, relative to it: what is aimed at, and the most with which anything is compared.
 AIM, MOST = 0.015, 0.03
-# So many times more copies leave a quarter of the noise; if half of it is left, they share random numbers. There are
-# several seeds, since a decision that all copies share may be the same for two.
-SHARED = 16
+# So many times more copies, asked where something seems to be wrong, leave a quarter of the noise; if half of it is
+# left, they share random numbers. There are several seeds, since a decision that all copies share may be the same for
+# two.
+MORE = 16
 SEEDS = tuple(range(1, 9))
 # Share of the copies with which a gradient is looked at first: twice the noise.
 FEWER = 4
@@ -40,8 +42,10 @@ FIRST, COPIES, NUMBERS, AT_ONCE = 64, 2**14, 2**25, 2**18
 MOVED = 1e-3
 
 
-def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, Loss]:
-    """Return the loss as it is on average over its random numbers, once more with other ones, and over fewer.
+def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, list[Loss], Loss | None]:
+    """Return the loss as it is on average over its random numbers; over more other ones, and more still; over fewer.
+
+    The last is None if no fewer would do.
 
     Args:
         loss: The loss, which draws from the generators of torch, NumPy or Python.
@@ -57,8 +61,9 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, 
             f"{loss.name} draws random numbers and couples the rows of a batch: copies of it in one call, over which "
             "the noise would be averaged, change each other. Switch the noise off"
         )
-    first, more = (_noise(loss, many, batch, adds_up, SEEDS) for many in (FIRST, SHARED * FIRST))
-    if more > MOST and more > first / SHARED**0.5 * 2:
+    first = _noise(loss, FIRST, batch, adds_up, SEEDS)
+    more = _noise(loss, MORE * FIRST, batch, adds_up, SEEDS) if first > MOST else 0.0
+    if more > MOST and more > first / MORE**0.5 * 2:
         raise TargetError(
             f"{loss.name} draws a random number that all rows of a batch share: more rows do not average it. Switch "
             "the noise off, or draw a number for each row"
@@ -70,8 +75,10 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, Loss, 
             f"{loss.name} draws random numbers, and {100 * noise:.2g} % of noise is left in the mean gradient of "
             f"{copies} copies of a batch; at most {100 * MOST:g} % is compared. Switch the noise off"
         )
-    few = max(FIRST, copies // FEWER)
-    return _average(loss, copies, 0, adds_up), _average(loss, copies, 3, adds_up), _average(loss, few, 4, adds_up)
+    more = sorted({min(COPIES, MORE * copies), COPIES})
+    further = [_average(loss, many, 3 + place, adds_up) for place, many in enumerate(more)]
+    rough = _average(loss, copies // FEWER, 8, adds_up) if copies >= FEWER * FIRST else None
+    return _average(loss, copies, 0, adds_up), further, rough
 
 
 def _copies_meet(loss: Loss, batch: Rollout) -> bool:
@@ -161,8 +168,10 @@ def _average(loss: Loss, copies: int, seed: int, adds_up: bool) -> Loss:
 def _mean_of_copies(loss: Loss, rollout: Rollout, copies: int, adds_up: bool) -> tuple[Outcome, dict[str, Tensor]]:
     """Call a loss with copies side by side; return the mean outcome and the mean gradient of each leaf."""
     tiled = side_by_side(rollout, copies)
-    outcome = loss(tiled)
-    gradients = leaf_gradients(loss, outcome.objective, tiled)
+    # What is computed again on the way back draws again.
+    with Stratified(copies):
+        outcome = loss(tiled)
+        gradients = leaf_gradients(loss, outcome.objective, tiled)
     rollout.accessed |= tiled.accessed
 
     def mean(each: Tensor | None) -> Tensor | None:
