@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -363,8 +364,11 @@ class Measure:
         self.observed.nondeterministic, self.observed.draws = str(error), True
         self._remark(f"{error}.")
         why = "the loss gives different gradients for the same batch"
+        options: dict[str, Any] = {}
         if self.sizes.requested or self.sizes.grouped:
-            return self._by_sampling(case, self.sizes.each[0], why, noisy=True)
+            with suppress(KltestError):  # then each batch is called alone
+                options["average"] = self.averaged().loss
+            return self._by_sampling(case, self.sizes.each[0], why, noisy=True, **options)
         try:
             average = self.averaged().loss
         except KltestError as failure:

@@ -60,6 +60,7 @@ def sample(
     *,
     noisy: bool = False,
     apart: "Reduction | None" = None,
+    average: "Loss | None" = None,
 ) -> list[Sampled]:
     """Sample the gradient of batches of `batch` rollouts on each instance; exceptions are those of `sampled`."""
     drawn = case.instances
@@ -80,6 +81,7 @@ def sample(
             grouped=case.group is not None,
             noisy=noisy,
             apart=apart,
+            average=average,
             bound=sampling.bound,
             padding=case.seed,
             seed=int(seed),

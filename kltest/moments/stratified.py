@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kltest.loss.global_state import AsArrays
 
-# Permutations that the numbers of a copy choose among: as many numbers of all copies as this in them, and at least a few.
-IN_PERMUTATIONS, LEAST = 2**14, 32
+# Entries beyond this many times the copies share orders: what two decide together has a little more noise then.
+ORDERS = 4
+# What goes backward; what is computed again there, as by a checkpoint, must draw the same.
+BACKWARD = frozenset({"backward", "grad"})
 
 
 def _multinomial(share: Tensor, given: dict[str, Any]) -> Tensor | None:
@@ -52,13 +54,24 @@ class Stratified(AsArrays):
     def __init__(self, copies: int) -> None:
         super().__init__()
         self.drawn = _Drawn(copies)
+        self.again = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Each operation of a loss passes here; whatever is inside of one that draws passes `_Drawn` as well.
-        if getattr(func, "__name__", "").removesuffix("_").removesuffix("_like") in DRAWING:
+        name = getattr(func, "__name__", "")
+        draws = name.removesuffix("_").removesuffix("_like") in DRAWING
+        if draws:
+            self.again |= not torch.is_grad_enabled() or _hooked()
+        # Functions in a backward pass do not pass here.
+        if draws or (self.again and name in BACKWARD):
             with self.drawn:
                 return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
+
+
+def _hooked() -> bool:
+    """Return True where what is saved for the way back is replaced, as by a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class _Drawn(TorchDispatchMode):
@@ -82,11 +95,11 @@ class _Drawn(TorchDispatchMode):
     def _shares(self, like: Tensor) -> Tensor:
         """Return independent uniform numbers, with one of each entry in each of as many shares as there are copies."""
         many = like.numel() // self.copies
-        choices = min(many, max(LEAST, IN_PERMUTATIONS // self.copies))
-        orders = torch.rand(self.copies, choices, dtype=torch.float64).argsort(dim=0)
-        # The shift makes the shares of two entries independent in each copy, though they may be in the same order.
-        shifts = torch.randint(self.copies, (many,))
-        strata = (orders[:, torch.randint(choices, (many,))] + shifts) % self.copies
+        orders = torch.rand(self.copies, min(many, ORDERS * self.copies), dtype=torch.float64).argsort(dim=0)
+        if many > orders.shape[1]:
+            orders = orders[:, torch.randint(orders.shape[1], (many,))]
+        # Where two entries have one order, the shift makes their shares independent in each copy all the same.
+        strata = (orders + torch.randint(self.copies, (many,))) % self.copies
         shares = (strata + torch.rand(self.copies, many, dtype=torch.float64)) / self.copies
         highest = 1 - (torch.finfo(like.dtype).eps if like.is_floating_point() else 0.0)
         return shares.reshape(like.shape).clamp(max=highest)

@@ -137,21 +137,31 @@ class Draws:
     Args:
         drawing: The rollouts.
         noisy: The loss draws random numbers of its own.
+        average: The loss without them, on average; it tells which groups may be called together.
         coupling: Why rows have to be called one by one, if that is known.
         added_up: The loss is known to sum over the rows of a batch, or not to; None: it is measured, and
             InvalidEnvironmentError raised if samples do not decide it.
     """
 
-    def __init__(self, drawing: Drawing, *, noisy: bool, coupling: str = "", added_up: bool | None = None) -> None:
+    def __init__(
+        self,
+        drawing: Drawing,
+        *,
+        noisy: bool,
+        average: Loss | None = None,
+        coupling: str = "",
+        added_up: bool | None = None,
+    ) -> None:
         self.drawing, self.coupling, self.together = drawing, coupling, False
         self.reduction: Reduction = "mean" if noisy else "coupled"
         self.leaves: frozenset[str] = frozenset()
         self.factor = 1.0
+        self.noisy, self.average = noisy, average
         paths = drawing.paths(PROBED)
         base = drawing.rollout(paths)
         self.caller = Caller(drawing.loss, base, batches=drawing.size > 1, logs=False)
         if drawing.size > 1:
-            self._how_batches_combine(paths, noisy, added_up)
+            self._how_batches_combine(paths, added_up)
         elif not (noisy or coupling):
             self.caller = probe(drawing.loss, base, drawing.generator)
             self.caller.logs = False
@@ -175,7 +185,7 @@ class Draws:
 
     def _called(self, units: np.ndarray) -> Iterator[Called]:
         if self.drawing.size > 1:
-            yield from self.caller.gradients(units, self.drawing.generator)
+            yield from self.caller.gradients(units, self.drawing.generator, prove=not self.noisy)
         elif not self.together:
             yield from self.caller.alone(units)
         elif found := self.caller.joint(units, self.drawing.generator):
@@ -184,26 +194,32 @@ class Draws:
             self.caller.found_coupled(f"a batch of {len(units)} rollouts")
             raise CoupledError(self.caller.coupling)
 
-    def _how_batches_combine(self, paths: Paths, noisy: bool, added_up: bool | None) -> None:
-        size, generator = self.drawing.size, self.drawing.generator
+    def _how_batches_combine(self, paths: Paths, added_up: bool | None) -> None:
+        size, generator, noisy = self.drawing.size, self.drawing.generator, self.noisy
         pool = np.flatnonzero(paths.prompt == paths.prompt[0]) if self.drawing.grouped else np.arange(len(paths))
         if not noisy and order_is_free(self.caller, [pool], size, generator) and self.drawing.grouped:
             self.caller.try_together(pool, size, generator)
+        if self.average and self.drawing.grouped:
+            quiet = Caller(self.average, self.caller.base, batches=True, logs=False)
+            quiet.call(pool[:size])
+            lengths = paths.mask[pool].sum(axis=1)
+            quiet.try_together(pool[lengths == np.bincount(lengths).argmax()], size, generator)
+            self.caller.together, self.caller.shares = quiet.together, quiet.shares
         if added_up is None:
             seems = self._noise_adds_up(pool) if noisy else adds_up(self.caller, pool, size, generator)
-            added_up = seems and self._grows(noisy)
+            added_up = seems and self._grows()
         if added_up and noisy:
             self.reduction = "sum"
         self.factor = 1.0 / size if added_up else 1.0
 
-    def _grows(self, noisy: bool) -> bool:
+    def _grows(self) -> bool:
         """True if the mean gradient doubles with the batch size, False if it stays the same.
 
         Doubling every row of a batch proves nothing: (Σ_i u_i)²/2n has cross terms, which vanish on average.
         """
         size, name = self.drawing.size, self.drawing.loss.name
         try:
-            double = Draws(replace(self.drawing, size=2 * size), noisy=noisy, added_up=False)
+            double = Draws(replace(self.drawing, size=2 * size), noisy=self.noisy, average=self.average, added_up=False)
             direction = sum(source.take(COMPARED)[1].mean(axis=0) for source in (self, double))
             length = float(np.linalg.norm(direction))
             if length == 0:

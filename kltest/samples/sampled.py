@@ -80,6 +80,7 @@ def sampled(
     grouped: bool = False,
     noisy: bool = False,
     apart: Reduction | None = None,
+    average: Loss | None = None,
     bound: float | None = None,
     controls: bool = True,
     padding: int = 0,
@@ -106,6 +107,8 @@ def sampled(
         noisy: The loss draws random numbers.
         apart: How it combines rows if it treats them apart but for these numbers: then all rollouts are enumerated in
             each sample. None: rollouts are drawn.
+        average: The loss as it is on average over these numbers: it tells which groups may be called together. None:
+            each is called alone.
         bound: Largest norm of a batch's gradient, if one is known. The interval then comes from an empirical Bernstein
             sphere, valid at any number of samples; without it, it is asymptotic (kltest.samples.fits).
         controls: False to subtract no known estimators.
@@ -143,9 +146,9 @@ def sampled(
         if apart is not None:
             return follow(EveryRollout(drawn, apart))
         try:
-            return follow(Draws(drawn, noisy=noisy))
+            return follow(Draws(drawn, noisy=noisy, average=average))
         except CoupledError as error:
-            return follow(Draws(drawn, noisy=noisy, coupling=str(error)))
+            return follow(Draws(drawn, noisy=noisy, average=average, coupling=str(error)))
 
 
 class _Run:
