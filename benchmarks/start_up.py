@@ -49,10 +49,10 @@ WHOLE = "pytest, whole registry × all checks"
 # With the import that they cannot do without, and the aim.
 COMMANDS = {
     "kltest --help": ("typer", 3.0),
-    "kltest grade k3-loss --select KL1,KL2,KL3": ("torch", 2.5),
-    "kltest grade k3-loss": ("torch", 3.0),
-    "kltest grade k2-ratio-detached": ("torch", 3.0),
-    "kltest grade FILE:penalty": ("torch", 3.0),
+    "kltest grade k3-loss --select KL1,KL2,KL3": ("torch", 1.5),
+    "kltest grade k3-loss": ("torch", 1.5),
+    "kltest grade k2-ratio-detached": ("torch", 1.5),
+    "kltest grade FILE:penalty": ("torch", 1.5),
     # The mean over all tokens couples the rows of a batch, so that whole groups are enumerated.
     "kltest grade FILE:grpo": ("torch", 6.0),
     # A loss that draws random numbers: rows are sampled, and what lies farther out is a mean over thousands of draws.
@@ -75,7 +75,7 @@ def main() -> list[Row]:
                 partial(_run, folder, "-c", f"import {module}"),
                 bound=bound,
                 floor=None if command == WHOLE else 1.0,
-                rounds=2 if command == WHOLE else 3,
+                rounds=2 if command == WHOLE else 5,
             )
             for command, (module, bound) in COMMANDS.items()
         ]

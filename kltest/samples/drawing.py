@@ -202,8 +202,9 @@ class Draws:
         if self.average and self.drawing.grouped:
             quiet = Caller(self.average, self.caller.base, batches=True, logs=False)
             quiet.call(pool[:size])
+            # Of equal length, so that a few show whether rows are added up; the longest differ most.
             lengths = paths.mask[pool].sum(axis=1)
-            quiet.try_together(pool[lengths == np.bincount(lengths).argmax()], size, generator)
+            quiet.try_together(pool[lengths == lengths.max()], size, generator)
             self.caller.together, self.caller.shares = quiet.together, quiet.shares
         if added_up is None:
             seems = self._noise_adds_up(pool) if noisy else adds_up(self.caller, pool, size, generator)

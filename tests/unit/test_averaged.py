@@ -16,6 +16,7 @@ from kltest.moments import exact
 from kltest.moments.averaged import averaged, side_by_side
 from kltest.moments.differentiate import leaf_gradients
 from kltest.rollout import Rollout
+from kltest.samples.drawing import Drawing, Draws
 
 INSTANCE = Instance.draw(ragged(3, 3), 0)
 
@@ -162,6 +163,47 @@ def test_a_mean_of_several_calls_is_that_of_one(monkeypatch):
 def test_copies_have_groups_of_their_own():
     rollout = batch().take([0, 1, 2]).replace(group=torch.tensor([0, 0, 1]))
     assert side_by_side(rollout, 3).peek("group").tolist() == [0, 0, 1, 2, 2, 3, 4, 4, 5]
+
+
+def of_groups(logp, ref_logp, mask, kl_coef=1.0, num_generations=4):
+    """The penalty of a rollout less the mean of its group, in the score; half of the rollouts, drawn at random."""
+    cost = ((logp - ref_logp) * mask).sum(-1)
+    centred = cost.detach().view(-1, num_generations)
+    centred = (centred - centred.mean(-1, keepdim=True)).view(-1)
+    return kl_coef * (2 * (torch.rand(len(cost)) < 0.5) * centred * cost).mean()
+
+
+def of_the_whole_call(logp, ref_logp, mask, kl_coef=1.0, num_generations=4):
+    """The same less the mean of all groups of the call: called together they would change each other."""
+    cost = ((logp - ref_logp) * mask).sum(-1)
+    centred = cost.detach() - cost.detach().mean()
+    if len(cost) % num_generations:
+        raise ValueError("whole groups")
+    return kl_coef * (2 * (torch.rand(len(cost)) < 0.5) * centred * cost).mean()
+
+
+@pytest.mark.parametrize(("function", "together"), [(of_groups, "same"), (of_the_whole_call, "none")])
+def test_groups_of_a_noisy_loss_are_called_together_if_they_are_apart_on_average(function, together):
+    """And their gradients have the same mean as those of groups that are each called alone."""
+    means = []
+    for average in (True, False):
+        loss = bind(function)
+        drawing = Drawing(loss, INSTANCE, "current", 4, True, 0, np.random.default_rng(0))
+        quiet = None
+        if average:
+            try:
+                quiet, *_ = averaged(loss, drawing.rollout(drawing.paths(8)), adds_up=False)
+            except TargetError:
+                assert together == "none"
+        draws = Draws(drawing, noisy=True, average=quiet)
+        assert draws.caller.together == (together if quiet else "none")
+        before = loss.calls.count
+        gradients = draws.take(1000)[1]
+        calls = loss.calls.count - before
+        assert calls < 300 if quiet else calls >= 1000
+        means.append((gradients.mean(axis=0), gradients.std(axis=0) / np.sqrt(len(gradients))))
+    (one, error), (other, _) = means
+    assert np.all(np.abs(one - other) < 6 * error + 1e-12)
 
 
 def test_a_call_leaves_the_random_numbers_of_others_alone():
