@@ -75,8 +75,8 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, list[L
             f"{loss.name} draws random numbers, and {100 * noise:.2g} % of noise is left in the mean gradient of "
             f"{copies} copies of a batch; at most {100 * MOST:g} % is compared. Switch the noise off"
         )
-    more = sorted({min(COPIES, MORE * copies), COPIES})
-    further = [_average(loss, many, 3 + place, adds_up) for place, many in enumerate(more)]
+    larger = sorted({min(COPIES, MORE * copies), COPIES})
+    further = [_average(loss, many, 3 + place, adds_up) for place, many in enumerate(larger)]
     rough = _average(loss, copies // FEWER, 8, adds_up) if copies >= FEWER * FIRST else None
     return _average(loss, copies, 0, adds_up), further, rough
 
