@@ -100,7 +100,7 @@ def held(
     for number, loss in enumerate(wanted):
         several = [report for _, report in sorted(reports[number].items())]
         if loss.placed and any(report.verdict == "error" for report in several):
-            again, why_not = held([replace(loss, placed={})], progress)
+            again, why_not = held([replace(loss, placed={})], lambda name, _: progress(name, False))
             found += again
             left.update(why_not)
             continue

@@ -70,6 +70,7 @@ def test_the_nearest_file_is_found_from_below_and_paths_are_relative_to_it(proje
     assert json.loads((folder / "out.json").read_text())["target"] == str(folder / "losses.py:truth")
 
 
+@pytest.mark.scheduled
 def test_expected_failures_for_all_and_for_one_and_of_the_command_line_add_up_by_code(project):
     project(
         """

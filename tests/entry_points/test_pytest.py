@@ -60,6 +60,7 @@ def failed(found):
     return {name for name, outcome in found.items() if outcome == "failed"}
 
 
+@pytest.mark.scheduled
 def test_an_item_for_the_gradient_and_one_for_every_check_of_every_loss(project, pytester):
     project('[right, forward, "k2-loss-sequence"], environment="bandit"')
     found = outcomes(pytester)

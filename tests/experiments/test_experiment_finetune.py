@@ -256,7 +256,7 @@ def test_without_transformers_only_committed_rows_are_there(monkeypatch):
 
 def test_a_sweep_goes_on_from_its_file(tmp_path, monkeypatch):
     """A torn line is made again; what is there is not; what is written is what was computed."""
-    path, small = tmp_path / "sweep.csv", {"updates": 16, "prompts": 2, "group_size": 2, "eval_prompts": 8}
+    path, small = tmp_path / "sweep.csv", {"updates": 4, "prompts": 2, "group_size": 2, "eval_prompts": 8}
     small |= {"reference_steps": 1}
     all_of = SETTINGS.SETTINGS.configurations(SETTINGS.SETTINGS.grid("full", ["part=run"], 1))
     few = [one for one in all_of if one["variant"] == "k2-loss" and one["beta"] == 0.1]

@@ -258,6 +258,7 @@ def test_the_share_that_a_token_level_term_misses_holds_the_exact_one(sampler):
     assert f"misses here: {100 * found.missed.value:.1f} % [" in found.to_text()
 
 
+@pytest.mark.scheduled
 def test_the_share_does_not_depend_on_the_loss_and_is_zero_where_nothing_is_missed():
     instance = Instance.draw(sequence(2, 3), 3)
     assert audit_of_pairs(instance).missed == audit_of_pairs(instance, loss="k1-reward-to-go").missed
@@ -269,6 +270,7 @@ def test_the_share_does_not_depend_on_the_loss_and_is_zero_where_nothing_is_miss
     assert audit_of_pairs(same).missed is None  # ∇KL is zero
 
 
+@pytest.mark.scheduled
 def test_the_variance_of_the_summed_next_token_kls_is_that_among_rollouts_of_a_prompt():
     """Pairs that come in the exact shares of their chances: the mean over pairs of (K − K')²/2 is Var K."""
     instance = Instance.draw(sequence(2, 3), 3)
