@@ -42,6 +42,8 @@ LATER_SHARES = (0.0, 0.3, 0.7, 1.0)
 # Ids of tokens that are tried: numbers in the code, below the largest vocabulary that there is. Log-prob of tokens that
 # make a vocabulary so large.
 MOST_IDS, LARGEST_ID, UNLIKELY = 64, 2**19, -60.0
+# The last id of a vocabulary as large as that of trainers, beyond every usual limit of one.
+MANY_IDS = 2**17 + 29
 # The largest ids that are exact in numbers of these types, whose names stand in code.
 EXACT_UP_TO = {"float16": 2**11, "half": 2**11, "int16": 2**15 - 1, "short": 2**15 - 1, "uint16": 2**16 - 1}
 # What training reaches: ids of a vocabulary, and tokens in one call. Tokens of a rollout, or rows, that it often has: a
@@ -84,6 +86,8 @@ def cuts(findings: Findings) -> Found | None:
             same = "a multiple of it, or none," if scheduled else "the same, up to a factor,"
             findings.notes.append(f"{name} is {value}; the gradient is {same} at {listed(list(map(str, others)))}.")
     found += _cuts_in_code(findings)
+    if not found and (cut := _in_large_vocabulary(findings)):
+        found.append(cut)
     if ids and (cut := _cut_by_id(findings, ids)):
         found.append(cut)
     return min(found, key=lambda one: one.level == "warning", default=None)
@@ -180,6 +184,26 @@ def _cut_by_id(findings: Findings, ids: list[int]) -> Found | None:
     tried = listed(list(map(str, dict.fromkeys(ids[::2]))))
     findings.notes.append(f"The gradient is the same where the token that ends a rollout has the id {tried}.")
     return None
+
+
+def _in_large_vocabulary(findings: Findings) -> Found | None:
+    """Report another gradient of logits in a vocabulary as large as that of trainers, whose other tokens have none."""
+    if findings.loss.instead is not None or not findings.observed.uses & {"logits", "ref_logits", "old_logits"}:
+        return None
+    batch = _batches(findings, NEAR)[1]
+    last = batch.peek("ref_logits").shape[-1] - 1
+    usual = _gradients(findings, [batch])
+    try:
+        wide = _gradients(findings, [_with_id(batch, last, MANY_IDS)], columns=[*range(last), MANY_IDS])
+    except KltestError:  # it looks tokens up in a table
+        return None
+    if not _is_another(usual, wide, limit(findings), False):
+        return None
+    return Found(
+        f"In a vocabulary of {MANY_IDS + 1:,} tokens, of which one is the last and others are as good as impossible, "
+        f"{lost_tokens(usual, wide) or ANOTHER}.",
+        level="error",
+    )
 
 
 def _with_id(batch: Rollout, token: int, one: int) -> Rollout:

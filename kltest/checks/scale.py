@@ -25,8 +25,8 @@ from kltest.truth import gradient as named
 # One token, three, and up to three.
 LENGTHS = ("bandit", "sequence", "ragged")
 # Padded columns that are added to a batch: a few, and as many as make it 64 wide, or fewer if the loss refuses that;
-# then as many as make it 128 wide.
-COLUMNS = ((3, 2, 1), (61, 29, 13), (125,))
+# then as many as make it 128 wide, and as wide as batches of trainers are.
+COLUMNS = ((3, 2, 1), (61, 29, 13), (125,), (4091, 2045, 1021))
 # Training steps at which a coefficient may be what it is called with.
 STEPS = (0, 100, 1000, 10**6)
 

@@ -65,11 +65,12 @@ TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
 REACHED = (*((step / 2, 0.0) for step in range(1, 11)), *((5.0, step / 2) for step in range(1, 11)))
 BEYOND = ((7.0, 0.0), (10.0, 0.0), (14.0, 0.0), (19.0, 0.0))
 LENGTH = 64
-# Rollouts as long as those of trainers: no multiple of a usual chunk, and within a usual limit; then a multiple of all.
+# Rollouts as long as those of trainers: no multiple of a usual chunk, and within a usual limit; then a multiple of all,
+# or of most if each call is a mean over many, which would take minutes.
 LONGER = 1023
-WHOLE_CHUNKS = 1024
+WHOLE_CHUNKS, WHOLE_CHUNKS_OF_MANY = 4096, 1024
 # Lengths that are tried if the loss refuses so many tokens.
-SHORTER = (512, 256, 128, 96, 64, 48, 32, 24, 20, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4)
+SHORTER = (2048, 1024, 512, 256, 128, 96, 64, 48, 32, 24, 20, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4)
 # Positions of the tokens that are not certain, by the rows of a batch: multisets of rollouts are enumerated. They are
 # multiples of powers of two, where blocks begin, and one less, where they end. In shorter rollouts they are nearer.
 CHOICES = {1: (0, 16, 31, 40, 63), 2: (0, 32, 63)}
@@ -88,7 +89,7 @@ FAR_TOKENS = 1.8
 # Log-ratio there of every token that is certain, twice that of the second token that is not: a loss that keeps a part
 # of the tokens, as the largest 256, leaves that one out. Only where no declared gradient is one of rollouts of the
 # reference, few of which are enumerated then.
-REST = 0.002
+REST = 0.0005
 # Declared gradients that need no probability of a whole rollout, which is zero where rollouts are long and unlikely.
 OF_SUMS = frozenset({"reverse_kl", "local_reverse_kl"})
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
@@ -520,9 +521,9 @@ def long_instance(
 
 
 def _long(findings: Findings, row: Row, settings: Sequence[int]) -> Instance:
-    everywhere = settings[0] == WHOLE_CHUNKS and not any("forward" in name for name in findings.expect)
+    everywhere = settings[0] > LONGER and not any("forward" in name for name in findings.expect)
     width = WIDE if findings.observed.dtype == AVERAGED else NARROW
-    alike = LENGTH < settings[0] < WHOLE_CHUNKS and _equally_likely(findings)
+    alike = LENGTH < settings[0] <= LONGER and _equally_likely(findings)
     return long_instance(row.batch, findings.seed, settings[0], width, REST if everywhere else 0.0, alike=alike)
 
 
@@ -701,7 +702,11 @@ STRESS = {
     ),
     "long rollouts": Stress(
         _long_rows,
-        lambda findings, row: (LENGTH, LONGER, WHOLE_CHUNKS),
+        lambda findings, row: (
+            LENGTH,
+            LONGER,
+            WHOLE_CHUNKS if findings.observed.dtype != AVERAGED else WHOLE_CHUNKS_OF_MANY,
+        ),
         _long,
         "gradient",
         _rollouts,

@@ -25,8 +25,10 @@ from kltest.loss.state import State
 from kltest.loss.surroundings import (
     Pretended,
     compiling,
+    deterministic,
     later,
     on_device,
+    other_switches,
     slices,
     under_autocast,
     variable,
@@ -73,6 +75,7 @@ def elsewhere(findings: Findings) -> Found | None:
         "Where tensors are on a GPU": (partial(Pretended, device="cuda"),),
         **{f"Where torch has {device}": (partial(on_device, kind, function),) for kind, device in DEVICES.items()},
         "Where the loss is compiled": (partial(compiling, function),),
+        "Where torch is asked for deterministic algorithms": (deterministic,),
         **{f"{hours} hours later": (partial(later, 3600.0 * hours, function),) for hours in HOURS},
     }
     for where, there in tried.items():
@@ -89,6 +92,10 @@ def elsewhere(findings: Findings) -> Found | None:
             if off > max(Tolerances.guard, limit(findings)):
                 words = f"With the environment variable {name} set to {value!r} {_words(which, off)}"
                 return Found(words, level="warning")
+        for name, other in other_switches(findings.loss.function):
+            off = _off(findings, batch, usual, other)
+            if off > max(Tolerances.guard, limit(findings)):
+                return Found(f"With {name} {_words(which, off)}", level="warning")
     return None
 
 

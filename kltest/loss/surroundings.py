@@ -7,8 +7,9 @@ another formula, behind a branch that asks for it, and no rounding.
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from itertools import product
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from kltest.loss.precision import DIGITS, is_numbers
-from kltest.loss.state import functions_of
+from kltest.loss.state import functions_of, places_of
 
 CASTS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32, "double": torch.float64}
 CLOCKS = ("time", "monotonic", "perf_counter")
@@ -149,6 +150,37 @@ def compiling(function: Any) -> Iterator[None]:
     asked = {getattr(torch.compiler, name): lambda: True for name in _COMPILING if hasattr(torch.compiler, name)}
     with exchanged(asked, [vars(torch.compiler)], function):
         yield
+
+
+def other_switches(function: Any) -> list[tuple[str, Callable[[], AbstractContextManager[None]]]]:
+    """Return what of its module a function reads that is True or False, by name, and what turns each round."""
+    places = [place for place in places_of(function, {}) if place.name.endswith("its module")]
+    return [
+        (f"{place.name} = {not place.get()}", partial(_turned, place)) for place in places if type(place.get()) is bool
+    ]
+
+
+@contextmanager
+def _turned(place: Any) -> Iterator[None]:
+    before = place.get()
+    place.put(not before)
+    try:
+        yield
+    finally:
+        place.put(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Let torch be asked for deterministic algorithms, as for runs that repeat; those that have none are no error."""
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from kltest.checks.approximations.kl702_temperature_mismatch import explains as 
 from kltest.checks.check import Found
 from kltest.checks.cuts import cuts
 from kltest.checks.gradients.kl103_wrong_sign import other_reading
+from kltest.checks.groups.rewards import rewards
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.sequences.lengths import of_lengths_alone
 from kltest.checks.stress import cut_off, late, wrong
@@ -97,7 +98,7 @@ def examine(findings: Findings) -> Found | None:
             failure = failure or error
     if failure:
         raise failure
-    others = [one for one in (cuts(findings), elsewhere(findings), zeros(findings)) if one]
+    others = [one for one in (rewards(findings), cuts(findings), elsewhere(findings), zeros(findings)) if one]
     return min(others, key=lambda one: one.level == "warning", default=None)
 
 

@@ -26,8 +26,9 @@ from kltest.rollout import Rollout
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 64, 65)
 # The largest, for rows that are apart: as many as are trained on at once. Means over draws would take long there. The
-# first is a whole number of usual parts, the second of none; a loss may refuse either.
-LARGEST = (256, 257)
+# first is a whole number of usual parts, the others of none; a loss may refuse either. Those of a prompt each, which
+# are all called alone as well, are fewer.
+LARGEST, PROMPTS = (256, 257, 1031), 257
 # Rows of the batch whose rollouts are as long as those of trainers, and of the largest batch of groups.
 MANY = 32
 # Sizes of one group. Trainers have 4 to 16 rollouts of a prompt, and fewer where some fail.
@@ -64,12 +65,13 @@ def _many_rows(findings: Findings, row: Row) -> Found | None:
     if findings.loss.instead or findings.measure.sizes.requested:
         return None
     instance = instances(VARYING, findings.seed)[0]
-    batch, most = Rollout.of(instance, sampler=row.sampler, padding=findings.seed), max(LARGEST)
+    batch = Rollout.of(instance, sampler=row.sampler, padding=findings.seed)
+    most = PROMPTS if "group" in findings.observed.uses else max(LARGEST)
     rows = np.resize(np.random.default_rng(findings.seed).permutation(len(batch)), most)
     if "group" in findings.observed.uses:
         batch, rows = batch.take(rows).replace(group=torch.arange(most)), np.arange(most)
     caller = Caller(findings.loss, batch)
-    for many in (2, *LARGEST):
+    for many in (2, *(size for size in LARGEST if size <= most)):
         with suppress(KltestError):
             caller.look(rows[:many].tolist())
             findings.reach.rows = max(findings.reach.rows, many)
@@ -87,11 +89,26 @@ def _long_and_far(findings: Findings, sampler: str) -> Found | None:
     # A number that the loss states, as `min_tokens=4096`, may be all that is in the way: `kltest.checks.cuts` tells it.
     others = with_larger_numbers(findings.loss, tokens, 10 * tokens)
     if any(_apart(findings, Caller(loss, batch), MANY) for loss in (findings.loss, *others)):
-        return None
+        return _of_long_lengths(findings, batch)
     return Found(
         f"The rows of smaller batches, of few tokens, are treated apart. In a batch of {MANY} rollouts of "
         f"{LONGER} tokens, with log-ratios of a token of up to 4, the gradient of a row is not its share of what it "
         "gives alone."
+    )
+
+
+def _of_long_lengths(findings: Findings, batch: Rollout) -> Found | None:
+    """Put rollouts of very different lengths into one batch, if the loss lets lengths differ at all."""
+    if VARYING not in {row.environment for row in findings.rows}:
+        return None
+    lengths = torch.tensor(np.geomspace(1, LONGER, MANY).round().astype(int))
+    live = torch.arange(LONGER) < lengths[torch.arange(len(batch)) % MANY][:, None]
+    cut = batch.replace(mask=batch.peek("mask") * live)
+    if _apart(findings, Caller(findings.loss, cut), MANY):
+        return None
+    return Found(
+        f"The rows of smaller batches, of few tokens, are treated apart. In a batch of {MANY} rollouts of 1 to "
+        f"{LONGER} tokens the gradient of a row is not its share of what it gives alone."
     )
 
 
