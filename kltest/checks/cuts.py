@@ -12,7 +12,6 @@ sixteen bits.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -20,8 +19,7 @@ import torch
 
 from kltest.checks.batches import ANOTHER, as_array, gradient_of, limit, lost_tokens, norm
 from kltest.checks.check import Found
-from kltest.checks.stress import right_in_long_rollouts
-from kltest.environments.policies import table
+from kltest.checks.stress import farther, right_in_long_rollouts
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
@@ -260,13 +258,9 @@ def _batches(findings: Findings, apart: float) -> list[Rollout]:
     Log-ratios are this share of the usual ones.
     """
     instance = instances("ragged", findings.seed)[0]
-    reference, sampler = (
-        table(instance.policy + apart * (logits - instance.policy)) for logits in (instance.reference, instance.sampler)
-    )
-    nearer = replace(instance, reference=reference, sampler=sampler)
     rows = np.argsort(instance.paths.lengths, kind="stable")
     rows = rows[np.linspace(0, len(rows) - 1, ROWS).round().astype(int)]
-    rollout = Rollout.of(nearer, sampler="stale", padding=findings.seed, centre="batch")
+    rollout = Rollout.of(farther(instance, apart), sampler="stale", padding=findings.seed, centre="batch")
     return [rollout.take(some) for some in (rows, rows[: ROWS // 3], rows[-ROWS // 3 :])]
 
 

@@ -90,6 +90,8 @@ FAR_TOKENS = 1.8
 # of the tokens, as the largest 256, leaves that one out. Only where no declared gradient is one of rollouts of the
 # reference, few of which are enumerated then.
 REST = 0.0005
+# Log-ratio of every token that is certain in rollouts that drifted from the reference, by their length.
+DRIFT = {LENGTH: 0.6, LONGER: 0.12}
 # Declared gradients that need no probability of a whole rollout, which is zero where rollouts are long and unlikely.
 OF_SUMS = frozenset({"reverse_kl", "local_reverse_kl"})
 # Share of a difference below which the part at one position is none; most that a multiple may leave of a gradient.
@@ -527,6 +529,16 @@ def _long(findings: Findings, row: Row, settings: Sequence[int]) -> Instance:
     return long_instance(row.batch, findings.seed, settings[0], width, REST if everywhere else 0.0, alike=alike)
 
 
+def _drifted(findings: Findings, row: Row, settings: Sequence[int]) -> Instance:
+    return long_instance(row.batch, findings.seed, settings[0], rest=DRIFT[settings[0]], apart=0.0)
+
+
+def _drifting_rows(findings: Findings) -> list[Row]:
+    """Return rows for rollouts that drifted: none if digits are few, or if rollouts of the reference count."""
+    exactly = TOLERANCES[findings.observed.dtype].summed is not None and findings.observed.dtype != AVERAGED
+    return _long_rows(findings) if exactly and not any("forward" in name for name in findings.expect) else []
+
+
 def _equally_likely(findings: Findings) -> bool:
     """Return True if one token may stand for all: the loss does not read which it is, and sums of log-probs count."""
     summed = TOLERANCES[findings.observed.dtype].summed is not None and set(findings.expect) <= OF_SUMS
@@ -624,6 +636,13 @@ def with_larger_numbers(loss: Loss, below: float, to: int) -> Iterator[Loss]:
             yield loss.changed(arguments=loss.arguments.with_value(name, type(value)(to)))
 
 
+def farther(instance: Instance, times: float) -> Instance:
+    """Return the same environment with log-ratios to the reference and to the sampler as many times as large."""
+    policy = instance.policy
+    reference, sampler = (table(policy + times * (one - policy)) for one in (instance.reference, instance.sampler))
+    return replace(instance, reference=reference, sampler=sampler)
+
+
 @shared
 def _in_long_rollouts(findings: Findings) -> tuple[str, str] | None:
     """Return the check that the first difference in long rollouts belongs to, and its words."""
@@ -658,6 +677,15 @@ def _in_long_rollouts(findings: Findings) -> tuple[str, str] | None:
 
 
 STRESS = {
+    "drifted rollouts": Stress(
+        _drifting_rows,
+        lambda findings, row: tuple(DRIFT),
+        _drifted,
+        "far",
+        lambda off: f"In rollouts of {off.setting} tokens with a log-ratio of {DRIFT[off.setting]} each",
+        ("KL105",),
+        apart=True,
+    ),
     "far apart": _apart_by(FAR, "gradient", "KL504"),
     # In bandits that are less far, beyond what a small constant makes there.
     "less far apart": _apart_by(NEARER, "far", "KL105"),

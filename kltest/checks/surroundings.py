@@ -45,6 +45,8 @@ MUCH = 1e-2
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MASKS = {"integers": torch.int64, "bools": torch.bool}
 DEVICES = {"cuda": "a GPU", "mps": "an Apple GPU", "xpu": "an Intel GPU"}
+# Prompts of a batch, and numbers that a data set may give them.
+PROMPTS, FIRST_PROMPT, STEP_OF_PROMPTS = 3, 48213, 101
 # Hours by which clocks are moved ahead, and values of environment variables.
 HOURS = (2, 240)
 VALUES = ("0", "1", "2", "8", "true", "")
@@ -82,7 +84,7 @@ def elsewhere(findings: Findings) -> Found | None:
         for batch, which, usual in _batches(findings):
             if (off := _off(findings, batch, usual, *there)) > max(Tolerances.guard, limit(findings)):
                 return Found(f"{where} {_words(which, off)}", level="error")
-    if found := _of_other_masks(findings):
+    if found := _of_other_groups(findings) or _of_other_masks(findings):
         return found
     for batch, which, usual in _batches(findings)[:1]:
         names: set[str] = set()
@@ -97,6 +99,19 @@ def elsewhere(findings: Findings) -> Found | None:
             if off > max(Tolerances.guard, limit(findings)):
                 return Found(f"With {name} {_words(which, off)}", level="warning")
     return None
+
+
+def _of_other_groups(findings: Findings) -> Found | None:
+    """Report another gradient where prompts have numbers as in a data set, which are large and not consecutive."""
+    if "group" not in findings.observed.uses:
+        return None
+    batch = usual_batch(findings)
+    prompts = torch.arange(len(batch)) * PROMPTS // len(batch)
+    usual = _gradient(findings, batch.replace(group=prompts))
+    off = _off(findings, batch.replace(group=prompts * STEP_OF_PROMPTS + FIRST_PROMPT), usual)
+    if off <= max(Tolerances.guard, limit(findings)):
+        return None
+    return Found(f"Where prompts are numbered {FIRST_PROMPT}, {FIRST_PROMPT + STEP_OF_PROMPTS} … {_words('', off)}")
 
 
 def _of_other_masks(findings: Findings) -> Found | None:
@@ -118,7 +133,7 @@ def _of_other_masks(findings: Findings) -> Found | None:
 
 
 def _words(which: str, off: float) -> str:
-    return f"the gradient {which} differs by {off:.2g} of its size, computed with the same numbers."
+    return f"the gradient {which + ' ' * bool(which)}differs by {off:.2g} of its size, computed with the same numbers."
 
 
 @shared

@@ -6,6 +6,7 @@ Batches are those of training: rows drawn independently, or one group, rollouts 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from itertools import chain, combinations_with_replacement, islice, product
 from typing import Any
@@ -101,8 +102,8 @@ def exact_batches_each(
             kind = "groups" if grouped else "batches"
             order = " in their order, which matters to this loss," if ordered else ""
             raise InvalidEnvironmentError(
-                f"environment {instance.environment.name!r} has {count:.6g} {kind} of {size} rollouts{order} and at "
-                f"most {most} are enumerated. Use a smaller batch or a smaller environment"
+                f"environment {instance.environment.name!r} has {Decimal(count):.6g} {kind} of {size} rollouts{order} "
+                f"and at most {most} are enumerated. Use a smaller batch or a smaller environment"
             )
     totals, called = [Totals(instance, distinct=False) for instance in instances], 0
     drawn = (
@@ -143,13 +144,21 @@ def _chunks(drawn: Iterable[tuple[int, np.ndarray, np.ndarray]]) -> Iterator[tup
 
 
 def order_is_free(caller: Caller, pools: Sequence[np.ndarray], size: int, generator: np.random.Generator) -> bool:
-    """True if reordering a batch does no more than reorder the gradients of its rows, in a few batches of the pools."""
+    """True if reordering a batch does no more than reorder the gradients of its rows, in a few batches of the pools.
+
+    Orders are random ones, and in turn the two that make all others: the first two rows swapped, and all moved by one.
+    """
+    swapped, moved = np.arange(size), np.roll(np.arange(size), 1)
+    swapped[:2] = swapped[:2][::-1]
     for attempt in range(max(TRIES, len(pools)) if size > 1 else 0):
         rows, order = generator.choice(pools[attempt % len(pools)], size=size), generator.permutation(size)
         before, after = caller.call(rows), caller.call(rows[order])
         if attempt == 0 and not before.close(before.parts, caller.call(rows).parts):
             raise NonDeterministicError.of(caller.loss, partial(caller.call, rows))
         if not before.close(tuple(part[order] for part in before.parts), after.parts):
+            return False
+        known = (moved, swapped)[attempt % 2]
+        if size > 2 and not before.close(tuple(part[known] for part in before.parts), caller.call(rows[known]).parts):
             return False
     return True
 

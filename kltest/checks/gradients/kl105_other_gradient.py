@@ -98,6 +98,8 @@ def examine(findings: Findings) -> Found | None:
             failure = failure or error
     if failure:
         raise failure
+    if drifted := wrong(findings, "drifted rollouts"):
+        return Found(drifted, level="warning")
     others = [one for one in (rewards(findings), cuts(findings), elsewhere(findings), zeros(findings)) if one]
     return min(others, key=lambda one: one.level == "warning", default=None)
 

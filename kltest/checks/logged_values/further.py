@@ -10,7 +10,7 @@ import numpy as np
 
 from kltest.checks.check import Found
 from kltest.checks.logged_values.metrics import BATCH, MANY, SYMBOLS, as_one, logged, metric_of, settled
-from kltest.checks.stress import LENGTH, LONGER, long_instance, right_in_long_rollouts
+from kltest.checks.stress import DRIFT, LENGTH, LONGER, long_instance, right_in_long_rollouts
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
@@ -62,6 +62,11 @@ def _in_long_rollouts(findings: Findings, names: set[str]) -> Iterator[tuple[Lev
             "warning",
             f"{LONGER} tokens, with log-ratios of a token of up to 4,",
             long_instance(1, findings.seed, LONGER),
+        ),
+        (
+            "warning",
+            f"{LENGTH} tokens, with log-ratios of {DRIFT[LENGTH]} each,",
+            long_instance(1, findings.seed, rest=DRIFT[LENGTH]),
         ),
     )
     for level, words, instance in cases:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kltest.checks.batches import GroupFixture, apart, gradient, group_fixture, limit, norm
+from kltest.checks.batches import GroupFixture, apart, gradient, gradient_of, group_fixture, limit, norm
 from kltest.checks.check import Found
 from kltest.checks.sequences.larger_batches import noisier
 from kltest.errors import KltestError, TargetError
@@ -26,6 +26,8 @@ GROUPS, ROWS = 4, 8
 ALIKE = 4
 # Batches over which noise is averaged.
 DRAWN = 32
+# What trainers pass of the whole optimizer's step with each batch.
+COUNT = "num_items_in_batch"
 # Sizes of the batches that are enumerated: the smallest that differ and have more than one row.
 SIZES = (2, 3)
 
@@ -44,6 +46,8 @@ def examine(findings: Findings) -> Found | None:
         found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, count), group), unit)
         if found.moved <= max(Tolerances.guard, limit(findings)):
             return noisier(findings)
+        if COUNT in findings.loss.arguments.fillings:
+            return Found(_words(found, f", each given the {COUNT} of the whole,"))
         expected = asked == 1 and _in_expectation(findings)
         longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
         rewarded = not grouped and findings.observed.uses & ROW_FIELDS
@@ -55,11 +59,7 @@ def examine(findings: Findings) -> Found | None:
         if grouped:
             raise
         return Found(f"the loss takes one group per call: {error}, and it does not read groups", "skip")
-    parts = " + ".join(map(str, found.parts))
-    words = (
-        f"{sum(found.parts)} rollouts of different lengths in one batch, and cut into {parts} with their gradients "
-        f"accumulated: the two gradients differ by {found.moved:.3g} of their size, though no group was cut."
-    )
+    words = _words(found)
     if expected:
         return Found(words)
     expectation = f"The expected gradient is the same in batches of {SIZES[0]} and of {SIZES[1]}"
@@ -68,6 +68,14 @@ def examine(findings: Findings) -> Found | None:
     return Found(
         f"{words} The accumulated one is {found.factor:.3g} times as long. {expectation}.",
         level="warning",
+    )
+
+
+def _words(found: "Split", given: str = "") -> str:
+    parts = " + ".join(map(str, found.parts))
+    return (
+        f"{sum(found.parts)} rollouts of different lengths in one batch, and cut into {parts}{given} with their "
+        f"gradients accumulated: the two gradients differ by {found.moved:.3g} of their size, though no group was cut."
     )
 
 
@@ -123,15 +131,22 @@ def _batch(fixture: GroupFixture, rows: np.ndarray, group: int) -> Rollout:
 
 
 def _moved(findings: Findings, rollout: Rollout, unit: int) -> Split:
-    """The cut that moves the gradient most, parts accumulated as a mean over rollouts or, if closer, as a sum."""
-    whole, units = gradient(findings.measure, rollout), np.arange(len(rollout)).reshape(-1, unit)
+    """The cut that moves the gradient most, parts accumulated as a mean over rollouts or, if closer, as a sum.
+
+    A loss that takes the live tokens of all batches of an optimizer's step gets those of the whole with each part.
+    """
+    loss = findings.measure.loss
+    if COUNT in loss.arguments.fillings:
+        every = (rollout.peek("mask") != 0).sum()
+        loss = loss.changed(arguments=loss.arguments.with_value(COUNT, every))
+    whole, units = gradient_of(loss, rollout), np.arange(len(rollout)).reshape(-1, unit)
     halves, added = np.arange(len(units)).reshape(2, -1), np.zeros_like(whole)
     if not whole.any():
         return Split(0.0)
     splits = []
     for cut in (halves, halves.reshape(-1, 2).T, *([halves.reshape(4, -1)] if len(units) >= 4 else [])):
         for part in cut:
-            added[units[part].ravel()] = gradient(findings.measure, rollout.take(units[part].ravel()))
+            added[units[part].ravel()] = gradient_of(loss, rollout.take(units[part].ravel()))
         sizes = tuple(len(part) * unit for part in cut)
         splits.append([Split(apart(one, whole), norm(one) / norm(whole), sizes) for one in (added / len(cut), added)])
     return min(map(max, zip(*splits, strict=True)))

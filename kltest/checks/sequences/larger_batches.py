@@ -15,7 +15,7 @@ import torch
 
 from kltest.checks.batches import GroupFixture, apart, as_array, limit, norm
 from kltest.checks.check import Found
-from kltest.checks.stress import LONGER, bias, long_instance, with_larger_numbers
+from kltest.checks.stress import WHOLE_CHUNKS, bias, farther, long_instance, with_larger_numbers
 from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.identify.findings import Findings, Row, shared
@@ -29,6 +29,8 @@ SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 64, 65)
 # first is a whole number of usual parts, the others of none; a loss may refuse either. Those of a prompt each, which
 # are all called alone as well, are fewer.
 LARGEST, PROMPTS = (256, 257, 1031), 257
+# Log-ratios there are this many times the usual ones.
+FAR = 4.0
 # Rows of the batch whose rollouts are as long as those of trainers, and of the largest batch of groups.
 MANY = 32
 # Sizes of one group. Trainers have 4 to 16 rollouts of a prompt, and fewer where some fail.
@@ -65,7 +67,7 @@ def _many_rows(findings: Findings, row: Row) -> Found | None:
     if findings.loss.instead or findings.measure.sizes.requested:
         return None
     instance = instances(VARYING, findings.seed)[0]
-    batch = Rollout.of(instance, sampler=row.sampler, padding=findings.seed)
+    batch = Rollout.of(farther(instance, FAR), sampler=row.sampler, padding=findings.seed)
     most = PROMPTS if "group" in findings.observed.uses else max(LARGEST)
     rows = np.resize(np.random.default_rng(findings.seed).permutation(len(batch)), most)
     if "group" in findings.observed.uses:
@@ -84,16 +86,16 @@ def _long_and_far(findings: Findings, sampler: str) -> Found | None:
     """Put as many rollouts as long as those of trainers into one batch, with tokens that are far from the reference."""
     if findings.loss.instead or findings.measure.sizes.requested:
         return None
-    batch = Rollout.of(long_instance(1, findings.seed, LONGER), sampler=sampler, padding=findings.seed)
-    tokens = MANY * LONGER
+    batch = Rollout.of(long_instance(1, findings.seed, WHOLE_CHUNKS), sampler=sampler, padding=findings.seed)
+    tokens = MANY * WHOLE_CHUNKS
     # A number that the loss states, as `min_tokens=4096`, may be all that is in the way: `kltest.checks.cuts` tells it.
     others = with_larger_numbers(findings.loss, tokens, 10 * tokens)
     if any(_apart(findings, Caller(loss, batch), MANY) for loss in (findings.loss, *others)):
         return _of_long_lengths(findings, batch)
     return Found(
         f"The rows of smaller batches, of few tokens, are treated apart. In a batch of {MANY} rollouts of "
-        f"{LONGER} tokens, with log-ratios of a token of up to 4, the gradient of a row is not its share of what it "
-        "gives alone."
+        f"{WHOLE_CHUNKS} tokens, with log-ratios of a token of up to 4, the gradient of a row is not its share of what "
+        "it gives alone."
     )
 
 
@@ -101,14 +103,14 @@ def _of_long_lengths(findings: Findings, batch: Rollout) -> Found | None:
     """Put rollouts of very different lengths into one batch, if the loss lets lengths differ at all."""
     if VARYING not in {row.environment for row in findings.rows}:
         return None
-    lengths = torch.tensor(np.geomspace(1, LONGER, MANY).round().astype(int))
-    live = torch.arange(LONGER) < lengths[torch.arange(len(batch)) % MANY][:, None]
+    lengths = torch.tensor(np.geomspace(1, WHOLE_CHUNKS, MANY).round().astype(int))
+    live = torch.arange(WHOLE_CHUNKS) < lengths[torch.arange(len(batch)) % MANY][:, None]
     cut = batch.replace(mask=batch.peek("mask") * live)
     if _apart(findings, Caller(findings.loss, cut), MANY):
         return None
     return Found(
         f"The rows of smaller batches, of few tokens, are treated apart. In a batch of {MANY} rollouts of 1 to "
-        f"{LONGER} tokens the gradient of a row is not its share of what it gives alone."
+        f"{WHOLE_CHUNKS} tokens the gradient of a row is not its share of what it gives alone."
     )
 
 
