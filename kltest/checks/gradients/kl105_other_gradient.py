@@ -11,7 +11,7 @@ from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.groups.rewards import rewards
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.sequences.lengths import of_lengths_alone
-from kltest.checks.stress import cut_off, late, wrong
+from kltest.checks.stress import cut_off, late, right_in_long_rollouts, wrong
 from kltest.checks.surroundings import elsewhere
 from kltest.checks.zeros import zeros
 from kltest.errors import KltestError
@@ -98,7 +98,7 @@ def examine(findings: Findings) -> Found | None:
             failure = failure or error
     if failure:
         raise failure
-    if drifted := wrong(findings, "drifted rollouts"):
+    if right_in_long_rollouts(findings) and (drifted := wrong(findings, "drifted rollouts")):
         return Found(drifted, level="warning")
     others = [one for one in (rewards(findings), cuts(findings), elsewhere(findings), zeros(findings)) if one]
     return min(others, key=lambda one: one.level == "warning", default=None)
