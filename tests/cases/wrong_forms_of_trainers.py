@@ -426,7 +426,7 @@ CASES = [
     wrong("KL511", kernel_without_upstream),
     wrong("KL511", sum_that_starts_anew),
     right(kernel_with_upstream),
-    wrong("KL511", clipped_by_a_hook(100)),
+    wrong("KL511", clipped_by_a_hook(100), ("KL105",)),
     right(clipped_by_a_hook(float("inf"))),
     wrong("KL511", CostsInABuffer()),
     right(CostsInABuffer(copied=True)),
