@@ -98,10 +98,18 @@ def examine(findings: Findings) -> Found | None:
             failure = failure or error
     if failure:
         raise failure
-    if right_in_long_rollouts(findings) and (drifted := wrong(findings, "drifted rollouts")):
-        return Found(drifted, level="warning")
     others = [one for one in (rewards(findings), cuts(findings), elsewhere(findings), zeros(findings)) if one]
+    if not others and dead is None and (drifted := _drifted(findings)):
+        return drifted
     return min(others, key=lambda one: one.level == "warning", default=None)
+
+
+def _drifted(findings: Findings) -> Found | None:
+    """A warning, and nothing where the loss refuses rollouts that drifted: it was tried as far as it goes."""
+    words = ""
+    with suppress(KltestError):
+        words = wrong(findings, "drifted rollouts") if right_in_long_rollouts(findings) else ""
+    return Found(words, level="warning") if words else None
 
 
 def _found(findings: Findings, name: str) -> Found | None:
