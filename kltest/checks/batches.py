@@ -146,6 +146,11 @@ def gradient_of(loss: Loss, rollout: Rollout) -> np.ndarray:
     return as_array(differentiate(loss, rollout.replace(), live_positions(rollout)), rollout)
 
 
+def gradient_given(measure: Measure, name: str, value: object, rollout: Rollout) -> np.ndarray:
+    """(B, T, 1 + V) gradient with a value for one of the loss's parameters."""
+    return gradient_of(measure.loss.changed(arguments=measure.loss.arguments.with_value(name, value)), rollout)
+
+
 def gradient_of_times(measure: Measure, factor: float, rollout: Rollout) -> np.ndarray:
     """(B, T, 1 + V) gradient of a multiple of the loss, which reaches its backward pass from above."""
     return _gradient_of_objective(measure, rollout, lambda loss, own: factor * own)

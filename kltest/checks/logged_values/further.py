@@ -10,7 +10,7 @@ import numpy as np
 
 from kltest.checks.check import Found
 from kltest.checks.logged_values.metrics import BATCH, MANY, SYMBOLS, as_one, logged, metric_of, settled
-from kltest.checks.stress import DRIFT, LENGTH, LONGER, long_instance, right_in_long_rollouts
+from kltest.checks.stress import LENGTH, LONGER, long_instance, right_in_long_rollouts
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings
@@ -21,6 +21,8 @@ from kltest.report import Level
 from kltest.rollout import Rollout
 
 ROWS = (8, 16, 32)
+# Half of the largest log-ratio of a token, so that those of rollouts go far beyond ten.
+FAR = 4.0
 
 
 def elsewhere(findings: Findings) -> Found | None:
@@ -65,8 +67,8 @@ def _in_long_rollouts(findings: Findings, names: set[str]) -> Iterator[tuple[Lev
         ),
         (
             "warning",
-            f"{LENGTH} tokens, with log-ratios of {DRIFT[LENGTH]} each,",
-            long_instance(1, findings.seed, rest=DRIFT[LENGTH]),
+            f"{LENGTH} tokens, of which five have log-ratios of up to {2 * FAR:g},",
+            long_instance(1, findings.seed, width=FAR),
         ),
     )
     for level, words, instance in cases:

@@ -5,11 +5,12 @@ length whatever environments are graded: at a fixed length a mean over tokens is
 cut.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from kltest.checks.batches import GroupFixture, apart, gradient, gradient_of, group_fixture, limit, norm
+from kltest.checks.batches import GroupFixture, apart, gradient, gradient_given, group_fixture, limit, norm
 from kltest.checks.check import Found
 from kltest.checks.sequences.larger_batches import noisier
 from kltest.errors import KltestError, TargetError
@@ -46,7 +47,7 @@ def examine(findings: Findings) -> Found | None:
         found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, count), group), unit)
         if found.moved <= max(Tolerances.guard, limit(findings)):
             return noisier(findings)
-        if COUNT in findings.loss.arguments.fillings:
+        if _is_counted(findings):
             return Found(_words(found, f", each given the {COUNT} of the whole,"))
         expected = asked == 1 and _in_expectation(findings)
         longest = np.resize(np.flatnonzero(lengths == lengths.max()), ALIKE)
@@ -69,6 +70,10 @@ def examine(findings: Findings) -> Found | None:
         f"{words} The accumulated one is {found.factor:.3g} times as long. {expectation}.",
         level="warning",
     )
+
+
+def _is_counted(findings: Findings) -> bool:
+    return COUNT in findings.loss.filled
 
 
 def _words(found: "Split", given: str = "") -> str:
@@ -135,18 +140,18 @@ def _moved(findings: Findings, rollout: Rollout, unit: int) -> Split:
 
     A loss that takes the live tokens of all batches of an optimizer's step gets those of the whole with each part.
     """
-    loss = findings.measure.loss
-    if COUNT in loss.arguments.fillings:
-        every = (rollout.peek("mask") != 0).sum()
-        loss = loss.changed(arguments=loss.arguments.with_value(COUNT, every))
-    whole, units = gradient_of(loss, rollout), np.arange(len(rollout)).reshape(-1, unit)
+    tokens = (rollout.peek("mask") != 0).sum()
+    part_of = partial(gradient, findings.measure)
+    if _is_counted(findings):
+        part_of = partial(gradient_given, findings.measure, COUNT, tokens)
+    whole, units = part_of(rollout), np.arange(len(rollout)).reshape(-1, unit)
     halves, added = np.arange(len(units)).reshape(2, -1), np.zeros_like(whole)
     if not whole.any():
         return Split(0.0)
     splits = []
     for cut in (halves, halves.reshape(-1, 2).T, *([halves.reshape(4, -1)] if len(units) >= 4 else [])):
         for part in cut:
-            added[units[part].ravel()] = gradient_of(loss, rollout.take(units[part].ravel()))
+            added[units[part].ravel()] = part_of(rollout.take(units[part].ravel()))
         sizes = tuple(len(part) * unit for part in cut)
         splits.append([Split(apart(one, whole), norm(one) / norm(whole), sizes) for one in (added / len(cut), added)])
     return min(map(max, zip(*splits, strict=True)))
