@@ -160,7 +160,7 @@ def policy_gradient_beside(logp, ref_logp, mask, rewards, advantages, beta):
 
 def token_mean_with_token_advantages(logp, ref_logp, mask, advantages, beta):
     """Advantages of rollouts or of tokens: another loss with each."""
-    square = total((logp - ref_logp).square() / 2, mask)
+    square = (logp - ref_logp).where(live_of(mask), 0.0).square().sum(-1) / 2
     if advantages.dim() == 2:
         square = square / live_of(mask).sum(-1).clamp(min=1)
         return (beta * square - (advantages * logp.where(live_of(mask), 0.0)).sum(-1)).mean()
@@ -169,8 +169,8 @@ def token_mean_with_token_advantages(logp, ref_logp, mask, advantages, beta):
 
 def advantages_of_either_kind(logp, ref_logp, mask, advantages, beta):
     advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    own = logp.where(live_of(mask), 0.0)
-    return (beta * total((logp - ref_logp).square() / 2, mask) - (advantages * own).sum(-1)).mean()
+    own, log_ratio = (one.where(live_of(mask), 0.0) for one in (logp, logp - ref_logp))
+    return (beta * log_ratio.square() / 2 - advantages * own).sum(-1).mean()
 
 
 def mean_over_a_range_of_prompts(logp, ref_logp, mask, group):
