@@ -474,7 +474,7 @@ def choices_of(batch: int, length: int = LENGTH) -> tuple[int, ...]:
     return (0, *between, *([length - 1] if last in places else []))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def long_instance(
     batch: int,
     seed: int,

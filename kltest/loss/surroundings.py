@@ -186,11 +186,12 @@ def deterministic() -> Iterator[None]:
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # torch.use_deterministic_algorithms loads a compiler first, which takes seconds.
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before, warn_only=warned)
+            torch._C._set_deterministic_algorithms(before, warn_only=warned)
 
 
 @contextmanager

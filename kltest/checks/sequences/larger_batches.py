@@ -15,7 +15,7 @@ import torch
 
 from kltest.checks.batches import GroupFixture, apart, as_array, limit, norm
 from kltest.checks.check import Found
-from kltest.checks.stress import REST, WHOLE_CHUNKS, bias, farther, long_instance, with_larger_numbers
+from kltest.checks.stress import NARROW, REST, WHOLE_CHUNKS, bias, farther, long_instance, with_larger_numbers
 from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.identify.findings import Findings, Row, shared
@@ -86,12 +86,15 @@ def _long_and_far(findings: Findings, sampler: str) -> Found | None:
     """Put as many rollouts as long as those of trainers into one batch, with tokens that are far from the reference."""
     if findings.loss.instead or findings.measure.sizes.requested:
         return None
-    batch = Rollout.of(long_instance(1, findings.seed, WHOLE_CHUNKS), sampler=sampler, padding=findings.seed)
+    # No token has the same log-prob under policy and reference: where a rollout ends may be read from that. The call is
+    # that of `kltest.checks.stress`, which has made the instance before.
+    instance = long_instance(1, findings.seed, WHOLE_CHUNKS, NARROW, REST, alike=False)
+    batch = Rollout.of(instance, sampler=sampler, padding=findings.seed)
     tokens = MANY * WHOLE_CHUNKS
     # A number that the loss states, as `min_tokens=4096`, may be all that is in the way: `kltest.checks.cuts` tells it.
     others = with_larger_numbers(findings.loss, tokens, 10 * tokens)
     if any(_apart(findings, Caller(loss, batch), MANY) for loss in (findings.loss, *others)):
-        return _of_long_lengths(findings, sampler)
+        return _of_long_lengths(findings, batch)
     return Found(
         f"The rows of smaller batches, of few tokens, are treated apart. In a batch of {MANY} rollouts of "
         f"{WHOLE_CHUNKS} tokens, with log-ratios of a token of up to 4, the gradient of a row is not its share of what "
@@ -99,15 +102,10 @@ def _long_and_far(findings: Findings, sampler: str) -> Found | None:
     )
 
 
-def _of_long_lengths(findings: Findings, sampler: str) -> Found | None:
-    """Put rollouts of very different lengths into one batch, if the loss lets lengths differ at all.
-
-    No token has the same log-prob under policy and reference: where one ends may be read from that.
-    """
+def _of_long_lengths(findings: Findings, batch: Rollout) -> Found | None:
+    """Put rollouts of very different lengths into one batch, if the loss lets lengths differ at all."""
     if VARYING not in {row.environment for row in findings.rows}:
         return None
-    instance = long_instance(1, findings.seed, WHOLE_CHUNKS, rest=REST)
-    batch = Rollout.of(instance, sampler=sampler, padding=findings.seed)
     lengths = torch.tensor(np.geomspace(1, WHOLE_CHUNKS, MANY).round().astype(int))
     live = torch.arange(WHOLE_CHUNKS) < lengths[torch.arange(len(batch)) % MANY][:, None]
     cut = batch.replace(mask=batch.peek("mask") * live)
