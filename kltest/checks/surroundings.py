@@ -29,7 +29,6 @@ from kltest.loss.surroundings import (
     later,
     on_device,
     other_switches,
-    per_token,
     slices,
     under_autocast,
     variable,
@@ -85,7 +84,7 @@ def elsewhere(findings: Findings) -> Found | None:
         for batch, which, usual in _batches(findings):
             if (off := _off(findings, batch, usual, *there)) > max(Tolerances.guard, limit(findings)):
                 return Found(f"{where} {_words(which, off)}", level="error")
-    if found := _of_other_groups(findings) or _of_token_advantages(findings) or _of_other_masks(findings):
+    if found := _of_other_groups(findings) or _of_other_masks(findings):
         return found
     for batch, which, usual in _batches(findings)[:1]:
         names: set[str] = set()
@@ -113,18 +112,6 @@ def _of_other_groups(findings: Findings) -> Found | None:
     if off <= max(Tolerances.guard, limit(findings)):
         return None
     return Found(f"Where prompts are numbered {FIRST_PROMPT}, {FIRST_PROMPT + STEP_OF_PROMPTS} … {_words('', off)}")
-
-
-def _of_token_advantages(findings: Findings) -> Found | None:
-    """Report another gradient where advantages have a number for each token, as in trainers with a critic."""
-    if "advantage" not in findings.observed.uses:
-        return None
-    batch, _, usual = _batches(findings)[0]
-    given = partial(per_token, batch.peek("advantage"), batch.peek("mask").shape[1])
-    off = _off(findings, batch, usual, nullcontext, given)
-    if off <= max(Tolerances.guard, limit(findings)):
-        return None
-    return Found(f"With the advantage of a rollout at each of its tokens, (B, T) and not (B,), {_words('', off)}")
 
 
 def _of_other_masks(findings: Findings) -> Found | None:

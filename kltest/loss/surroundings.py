@@ -144,16 +144,6 @@ def slices(given: Any) -> Any:
     return tree_map_only(Tensor, lambda one: torch.cat([one, one[:, :1]], 1)[:, :-1] if one.dim() > 1 else one, given)
 
 
-def per_token(numbers: Tensor, columns: int, given: Any) -> Any:
-    """Return arguments in which the numbers of rows (B,) are those of each of their tokens (B, T)."""
-
-    def other(one: Tensor) -> Tensor:
-        alike = one.shape == numbers.shape and torch.equal(one, numbers.to(one.dtype))
-        return one[:, None].expand(-1, columns) if alike else one
-
-    return tree_map_only(Tensor, other, given)
-
-
 @contextmanager
 def compiling(function: Any) -> Iterator[None]:
     """Pretend that torch compiles a loss, also where it or a helper has imported the question: nothing is compiled."""

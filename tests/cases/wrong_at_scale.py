@@ -158,21 +158,6 @@ def policy_gradient_beside(logp, ref_logp, mask, rewards, advantages, beta):
     return (beta * penalty - (advantages * (rewards <= 4.0)) * total(logp, mask)).mean()
 
 
-def token_mean_with_token_advantages(logp, ref_logp, mask, advantages, beta):
-    """Advantages of rollouts or of tokens: another loss with each."""
-    square = (logp - ref_logp).where(live_of(mask), 0.0).square().sum(-1) / 2
-    if advantages.dim() == 2:
-        square = square / live_of(mask).sum(-1).clamp(min=1)
-        return (beta * square - (advantages * logp.where(live_of(mask), 0.0)).sum(-1)).mean()
-    return (beta * square - advantages * total(logp, mask)).mean()
-
-
-def advantages_of_either_kind(logp, ref_logp, mask, advantages, beta):
-    advantages = advantages[:, None] if advantages.dim() == 1 else advantages
-    own, log_ratio = (one.where(live_of(mask), 0.0) for one in (logp, logp - ref_logp))
-    return (beta * log_ratio.square() / 2 - advantages * own).sum(-1).mean()
-
-
 def mean_over_a_range_of_prompts(logp, ref_logp, mask, group):
     slot, square = group - group.min(), total(logp - ref_logp, mask).square() / 2
     sums, rows = (torch.zeros(int(slot.max()) + 1, dtype=logp.dtype) for _ in range(2))
@@ -265,8 +250,6 @@ CASES = [
     wrong("KL105", free_where_rewards_are_large),
     wrong("KL105", free_where_prompts_are_hard),
     right(policy_gradient_beside),
-    wrong("KL105", token_mean_with_token_advantages, options=LOCAL),
-    right(advantages_of_either_kind, LOCAL),
     wrong("KL105", mean_over_a_range_of_prompts, ("KL206",)),
     wrong("KL206", share_of_the_step),
     wrong("KL105", written_once_where_deterministic),
