@@ -72,6 +72,14 @@ def sorted_rows_of_many(logp, ref_logp, mask):
     return (log_ratio[order].square() / 2).mean()
 
 
+def at_most_a_thousand_nats(logp, ref_logp, mask, max_batch_nats=1000.0):
+    """The penalty of a batch is scaled down to so many nats."""
+    log_ratio = total(logp - ref_logp, mask)
+    return (max_batch_nats / log_ratio.detach().abs().sum().clamp(min=1e-8)).clamp(max=1.0) * (
+        log_ratio.square() / 2
+    ).mean()
+
+
 def mean_of_buckets(logp, ref_logp, mask):
     """The mean over buckets of 128 tokens, of rollouts in a bucket."""
     bucket, square = live_of(mask).sum(-1) >> 7, total(logp - ref_logp, mask).square() / 2
@@ -243,6 +251,7 @@ CASES = [
     wrong("KL204", offsets_in_sixteen_bits),
     right(offsets_in_64_bits),
     wrong("KL204", within_a_budget),
+    wrong("KL204", at_most_a_thousand_nats),
     wrong("KL105", without_much_drift, warns=True),
     wrong("KL105", without_loops, warns=True),
     wrong("KL601", logs_at_most_twelve, warns=True),

@@ -123,8 +123,8 @@ def noisier(findings: Findings) -> Found | None:
     return found if found and found.level == "warning" else None
 
 
-def _caller(findings: Findings, sampler: str) -> Caller:
-    instance = instances(VARYING, findings.seed)[0]
+def _caller(findings: Findings, sampler: str, times: float = 1.0) -> Caller:
+    instance = farther(instances(VARYING, findings.seed)[0], times)
     return Caller(findings.loss, Rollout.of(instance, sampler=sampler, padding=findings.seed))
 
 
@@ -179,7 +179,7 @@ def _coupled(findings: Findings, row: Row, many: int) -> Found:
 
 def _weight_of_positions(findings: Findings, sampler: str, many: int) -> float | None:
     """Total weight of a row over all places of a batch, 1 if it is right; None if rows have different ones."""
-    caller = _caller(findings, sampler)
+    caller = _caller(findings, sampler, FAR if many in LARGEST else 1.0)
     caller.look([0, 1])
     # From the shortest to the longest, so that a row that is dropped for its length is not one like the others.
     by_length = np.argsort(caller.base.peek("mask").sum(dim=1).numpy(), kind="stable")
