@@ -8,6 +8,10 @@ The graded environments are mild. A loss may follow the declared gradient in all
 - where the sampler is far from the policy, so that a cap, window or mask on their ratio acts;
 - in rollouts of 64, of 1,023 and of 4,096 tokens, where a window, a discount or a mask begins, and whose log-prob as a
   whole is far below that of any short one.
+
+It is compared with the truth there, so that a declared gradient that is bounded itself, as total variation's, is right.
+How far apart depends on the question. A clamp is exact and visible at any distance. A number that differs a little
+where a probability is a millionth may be the small constant that guards a logarithm, and is no other gradient.
 """
 
 import math

@@ -151,9 +151,8 @@ class Measure:
             return self.over_batches(row, [instance])[0]
         loss = self.loss if floats is None else self._in_precision(floats)
         found = self._alone(loss, instance, row.sampler)
-        if found.reduction == "coupled" or self.observed.dtype == AVERAGED:
-            return found
-        if self._follows(found, instance, row.sampler, wanted):
+        once = found.reduction == "coupled" or self.observed.dtype == AVERAGED
+        if once or self._follows(found, instance, row.sampler, wanted):
             return found
         return exact(loss, instance, row.sampler, padding=self.seed)
 

@@ -4,10 +4,11 @@ A penalty that reads no reward of 0 or 1 may read others: where a reward model i
 """
 
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
-from kltest.checks.batches import group_fixture, limit, norm
+from kltest.checks.batches import GroupFixture, group_fixture, limit, norm
 from kltest.checks.check import Found
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
@@ -24,16 +25,16 @@ def rewards(findings: Findings) -> Found | None:
     if not findings.observed.uses & ROW_FIELDS or any(row.agrees is not True for row in findings.rows):
         return None
     fixture = group_fixture(findings)
-    sizes = [len(fixture.different)]
+    sizes = [fixture.size]
     if findings.measure.sizes.grouped or not findings.measure.sizes.requested:
         sizes.append(LARGER)
     for size in sizes:
-        rows = np.resize(fixture.different, size)
+        group = replace(fixture, size=size)
 
-        def part(given: list[float], rows: np.ndarray = rows) -> np.ndarray:
-            return fixture.kl_part(fixture.rollout(rows, given))
+        def part(given: list[float], group: GroupFixture = group) -> np.ndarray:
+            return group.kl_part(group.rollout(group.different, given))
 
-        usual = [float(place % 2 == 0) for place in range(size)]
+        usual = group.untied
         with suppress(KltestError):  # it takes no group of this size
             before = part(usual)
             small = limit(findings) * norm(before)
