@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, TypeVar
 
+import joblib
+from joblib.externals.loky.process_executor import TerminatedWorkerError
+
 from kltest.errors import KltestError, UsageError
 from kltest.sweeps.progress import Progress
 from kltest.sweeps.store import Failure, Result, Row, Store
@@ -147,9 +150,6 @@ def _on_cluster(work: Callable[[Batch], Done], batches: Sequence[Batch], address
 
 
 def _in_processes(work: Callable[[Batch], Done], batches: Sequence[Batch], workers: int) -> Iterator[Done]:
-    import joblib
-    from joblib.externals.loky.process_executor import TerminatedWorkerError
-
     # loky replaces a worker whose memory has grown by 300 MB, and warns. Loading torch is enough; no job is lost.
     warnings.filterwarnings("ignore", "A worker stopped while some jobs were given to the executor")
     with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
