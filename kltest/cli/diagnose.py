@@ -37,6 +37,8 @@ def command(
     output: Annotated[list[str] | None, reported_as(FORMATS)] = None,
 ) -> int:
     where = destinations(output or ["text"], FORMATS)
+    if not file.exists():
+        raise UsageError(f"there is no file {file}")
     names = {}
     for text in column or ():
         name, equals, key = text.partition("=")

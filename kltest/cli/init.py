@@ -34,8 +34,6 @@ def command(
     ] = None,
     revision: Annotated[str | None, typer.Option(metavar="REV", help="Which commit, tag or branch of it.")] = None,
 ) -> int:
-    from kltest.integration.plan import Plan, installed_from
-
     if not folder.is_dir():
         raise UsageError(
             f"{folder} is {'no folder' if folder.exists() else 'not there'}; give the folder of a checkout"
@@ -45,6 +43,8 @@ def command(
             "init asks before it writes, and there is no terminal to ask on; type kltest init --yes, "
             "or kltest init --dry-run to see what would be written"
         )
+    from kltest.integration.plan import Plan, installed_from
+
     known = installed_from()
     with contextlib.chdir(folder):
         plan = Plan(repository or known[0], revision or (known[1] if repository is None else "main"))

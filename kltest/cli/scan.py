@@ -64,6 +64,7 @@ def command(
         bool, typer.Option("--verbose", "-v", help="Show how each was graded, and what was guessed.")
     ] = False,
 ) -> int:
+    looked_at, lines = _places(paths or ["."])
     from kltest.cli import fixes
     from kltest.cli.destinations import deliver, destinations
     from kltest.files import cache_folder
@@ -81,7 +82,6 @@ def command(
     configuration = nearest(Path.cwd())
     rules = declarations.rules(configuration.scan, configuration.path) if configuration.path else None
     known = baseline or (Path(rules.baseline) if rules and rules.baseline else None)
-    looked_at, lines = _places(paths or ["."])
     if fixes.asked(fix) and fix == fixes.APPLY and not lines:
         raise UsageError("--fix=apply changes one term at a time: name it as FILE:LINE")
     if lines and changed_since:
