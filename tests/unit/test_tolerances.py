@@ -1,4 +1,4 @@
-"""The table of tolerances: above rounding, below the effects that are looked for, and less where there are more digits."""
+"""The table of tolerances: above rounding, below the effects that are looked for, less where digits are more."""
 
 from dataclasses import fields
 
