@@ -17,6 +17,7 @@ from kltest.identify.findings import Findings, Row, multiple, proportion, shared
 from kltest.identify.graded import whole
 from kltest.identify.measure import Measure
 from kltest.loss.placement import ROW_FIELDS
+from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.tolerances import Tolerances
 from kltest.names import training_step
 from kltest.rollout import Rollout
@@ -27,6 +28,8 @@ LENGTHS = ("bandit", "sequence", "ragged")
 # Padded columns that are added to a batch: a few, and as many as make it 64 wide, or fewer if the loss refuses that;
 # then as many as make it 128 wide, and as wide as batches of trainers are.
 COLUMNS = ((3, 2, 1), (61, 29, 13), (125,), (4091, 2045, 1021))
+# If each call is a mean over many.
+COLUMNS_OF_MANY = (*COLUMNS[:-1], (1021,))
 # Training steps at which a coefficient may be what it is called with.
 STEPS = (0, 100, 1000, 10**6)
 
@@ -82,7 +85,7 @@ def _widened(narrow: Rollout, findings: Findings) -> tuple[float, int]:
     before = gradient(findings.measure, narrow)
     moved, added = 0.0, 0
     failure: KltestError | None = None
-    for several in COLUMNS:
+    for several in COLUMNS if findings.observed.dtype != AVERAGED else COLUMNS_OF_MANY:
         for columns in several:
             try:
                 after = gradient(findings.measure, narrow.wider(columns, findings.seed))[:, : before.shape[1]]
