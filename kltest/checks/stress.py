@@ -46,7 +46,7 @@ NEARER = ((-12.0, -6.0), (-8.0, -4.0))
 # Probability of the most likely token under policy and reference, a pair for each prompt, beyond .95, .99 and .999:
 # first one of them near-deterministic, then both. Log-ratios of tokens stay below 5, which training reaches, so that no
 # clamp acts that is only a warning.
-ONE_SURE = ((0.96, 0.5), (0.5, 0.96), (0.993, 0.65), (0.65, 0.993), (0.9992, 0.905), (0.905, 0.9992))
+ONE_SURE = ((0.993, 0.12), (0.96, 0.5), (0.5, 0.96), (0.993, 0.65), (0.65, 0.993), (0.9992, 0.905), (0.905, 0.9992))
 BOTH_SURE = ((0.993, 0.9992), (0.9992, 0.993))
 # In batches, which are enumerated prompt by prompt, only the surest.
 SUREST = (*ONE_SURE[-2:], BOTH_SURE[-1])
@@ -535,7 +535,7 @@ def _drifted(findings: Findings, row: Row, settings: Sequence[int]) -> Instance:
 
 def _drifting_rows(findings: Findings) -> list[Row]:
     """Return rows for rollouts that drifted: none if digits are few, or if rollouts of the reference count."""
-    exactly = TOLERANCES[findings.observed.dtype].summed is not None and findings.observed.dtype != AVERAGED
+    exactly = TOLERANCES[findings.observed.dtype].summed is not None
     return _long_rows(findings) if exactly and not any("forward" in name for name in findings.expect) else []
 
 
