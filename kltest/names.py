@@ -97,6 +97,8 @@ _NAMED = {name: field for field, entry in FIELDS.items() for name in (field, *en
 
 AS_OLD = ("rollout_logp", "prox_logp")
 """Fields that equal `old_logp` where a batch has none of its own."""
+LOGITS = frozenset({"logits", "ref_logits", "old_logits"})
+"""Fields of log-probs of all next tokens, of policy, reference and sampler."""
 SUPPORT_FIELDS = ("topk_ids", "topk_logp", "ref_topk_logp")
 """Fields of the K tokens of a support: made of `logits` and `ref_logits`."""
 SUPPORT_SIZES = ("k", "topk", "top_k")

@@ -25,7 +25,7 @@ from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
 from kltest.loss.constants import Sizes, exchanged_numbers, names_in, numbers_above, watched_numbers
 from kltest.moments.differentiate import differentiate
-from kltest.names import SUPPORT_SIZES, listed, says_token_id, training_step
+from kltest.names import LOGITS, SUPPORT_SIZES, listed, says_token_id, training_step
 from kltest.rollout import Rollout
 
 # Numbers above this are beyond the rows of all batches; what cuts long rollouts at less is seen in those.
@@ -186,7 +186,7 @@ def _cut_by_id(findings: Findings, ids: list[int]) -> Found | None:
 
 def _in_large_vocabulary(findings: Findings) -> Found | None:
     """Report another gradient of logits in a vocabulary as large as that of trainers, whose other tokens have none."""
-    if findings.loss.instead is not None or not findings.observed.uses & {"logits", "ref_logits", "old_logits"}:
+    if findings.loss.instead is not None or not findings.observed.uses & LOGITS:
         return None
     batch = _batches(findings, NEAR)[1]
     last = batch.peek("ref_logits").shape[-1] - 1
@@ -217,7 +217,7 @@ def _with_id(batch: Rollout, token: int, one: int) -> Rollout:
         return logits
 
     tokens = batch.peek("tokens")
-    fields = {name: partial(wide, name) for name in ("logits", "ref_logits", "old_logits")}
+    fields = {name: partial(wide, name) for name in LOGITS}
     return batch.replace(tokens=torch.where(tokens == token, one, tokens), **fields)
 
 

@@ -36,6 +36,7 @@ from kltest.identify.instances import CERTAIN, with_ties
 from kltest.loss.calling import Loss
 from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.tolerances import TOLERANCES, Tolerances
+from kltest.names import LOGITS
 from kltest.report import Level
 
 VOCABULARY = 3
@@ -59,7 +60,7 @@ SEVERAL, HEAD, UNLIKELY, TIMES = (16, 12, 8, 6), 3, 13.2, 4.8
 # Share of the larger probability of unlikely actions below which a gradient there is none; share of it of which nothing
 # is left.
 FEW, LEFT = 0.1, 0.05
-TOKEN_FIELDS = frozenset({"tokens", "logits", "ref_logits", "old_logits"})
+TOKEN_FIELDS = LOGITS | {"tokens"}
 # |log π/μ| of the first token and of the second, an entry for each prompt: of one token up to 5, then summed up to 10,
 # which training reaches; a clamp at 20 is out of reach.
 REACHED = (*((step / 2, 0.0) for step in range(1, 11)), *((5.0, step / 2) for step in range(1, 11)))

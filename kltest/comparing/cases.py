@@ -15,6 +15,7 @@ from kltest.checks.hygiene.kl501_padding_leak import filled
 from kltest.checks.hygiene.kl502_padding_nan import FILLS as EXTREME
 from kltest.environments import Instance, bandit
 from kltest.identify.instances import instances
+from kltest.names import LOGITS
 from kltest.rollout import Rollout
 
 ENVIRONMENTS = ("bandit", "sequence", "ragged", "turns")
@@ -228,7 +229,7 @@ def cases(
         Case("long", f"long {length}", tuple(range(n * step)), seed=seed, step=step)
         for length, n in product(LENGTHS, (1, 3, 9))
     ]
-    if reads & {"logits", "ref_logits", "old_logits"}:
+    if reads & LOGITS:
         found += [of("many tokens", f"many {VOCABULARY}", n) for n in (1, 5)]
     if logits:
         found += [of("raw logits", each, n, constant=1.5) for n, each in product((1, 5), ("bandit", "ragged"))]

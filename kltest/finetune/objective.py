@@ -28,6 +28,7 @@ from kltest.loss.calling import Loss
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import resolve
 from kltest.moments.differentiate import leaf_gradients
+from kltest.names import LOGITS
 from kltest.rollout import Rollout
 
 # Added to a group's standard deviation, as in the GRPO paper's implementations.
@@ -102,7 +103,7 @@ class Objective:
             placement, credit = (None if one == AUTO else one for one in (settings.placement, settings.credit))
             call = Call(placement, credit, None, settings.kl_options)  # type: ignore[arg-type]
             self.kl = resolve(settings.kl, call)
-        self.takes_logits = self.kl is not None and bool(self.kl.takes & {"logits", "ref_logits", "old_logits"})
+        self.takes_logits = self.kl is not None and bool(self.kl.takes & LOGITS)
         self.needs_reference = self.kl is not None and not self.takes_logits
 
     def weights(self, fields: Fields) -> Tensor:

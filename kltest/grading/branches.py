@@ -17,16 +17,16 @@ from kltest.rollout import SAMPLER_FIELDS
 
 
 def other_branches(findings: Findings, options: Options) -> Iterator[Row]:
-    """Yield rows of the loss with other arguments: None for a field that it can do without, one by one and all of
-    them, and what trainers pass for a parameter that is None by default.
+    """Yield rows of the loss with other arguments: None for fields that it can do without, and what trainers pass for a
+    parameter that is None by default.
 
     What the checks find further out there stands in `Findings.beyond`. A branch that fails is not judged, and it is
     noted.
     """
-    optional, derivable = findings.loss.optional, findings.loss.derivable
+    derivable = findings.loss.derivable
     if any(row.agrees is not True for row in findings.rows):
         return
-    for left_out in (*((name,) for name in optional), *([optional] if len(optional) > 1 else [])):
+    for left_out in _left_out(findings.loss):
         words = f"without {' and '.join(left_out)}"
         note = f"It was graded {words} as well, which has None for a default."
         yield from _graded(findings, _without(findings, left_out, options), left_out, words, note, options)
@@ -35,6 +35,12 @@ def other_branches(findings: Findings, options: Options) -> Iterator[Row]:
         note = f"It was graded {words}, {DERIVED[name][0]}, as well as with None, its default."
         branch = _branch(findings, findings.loss.with_derived((name,)), findings.samplers, options)
         yield from _graded(findings, branch, (), words, note, options)
+
+
+def _left_out(loss: Loss) -> list[tuple[str, ...]]:
+    """Return what is left out: each field, what a trainer lacks that keeps log-probs of tokens alone, and all."""
+    tried = [*((name,) for name in loss.optional), loss.of_distributions, loss.optional]
+    return [names for names in dict.fromkeys(tried) if names]
 
 
 def _graded(

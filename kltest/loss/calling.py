@@ -26,7 +26,7 @@ from kltest.loss.reach import is_for_jax
 from kltest.loss.results import Reader, Result, check_finite, is_finite
 from kltest.loss.state import State
 from kltest.loss.view import INPUT_FORMS, InputForm, RolloutView, made_unambiguous, unambiguous
-from kltest.names import field_named
+from kltest.names import LOGITS, SUPPORT_FIELDS, field_named
 from kltest.rollout import LEAVES, NotGivenError, Rollout, is_mapped
 
 
@@ -178,14 +178,21 @@ class Loss:
     @property
     def optional(self) -> tuple[str, ...]:
         """The parameters that a field fills in place of None, but for those without which there is no KL term."""
-        return tuple(
-            parameter.name
-            for parameter in self.arguments.parameters
-            if parameter.default is None
-            and (field := self.fields.get(parameter.name))
-            and not field.startswith("ref_")
-            and field not in ("logp", "beta", "rollout")
-        )
+        needed = ("logp", "beta", "rollout")
+        return tuple(name for name, field in self._spare if not field.startswith("ref_") and field not in needed)
+
+    @property
+    def of_distributions(self) -> tuple[str, ...]:
+        """The parameters that distributions of next tokens fill in place of None, if it has log-probs of tokens too."""
+        if not {"logp", "ref_logp"} <= set(self.fields.values()):
+            return ()
+        return tuple(name for name, field in self._spare if field in LOGITS or field in SUPPORT_FIELDS)
+
+    @property
+    def _spare(self) -> list[tuple[str, str]]:
+        """Names and fields of the parameters that a field fills in place of None."""
+        there = (one.name for one in self.arguments.parameters if one.default is None)
+        return [(name, field) for name in there if (field := self.fields.get(name))]
 
     def without(self, names: Collection[str]) -> "Loss":
         """Return the same loss with the defaults of these parameters; its calls count with it."""

@@ -265,6 +265,30 @@ def ratio_where_there_is_a_sampler(logp, ref_logp, mask, old_logp=None):
     return (logp - old_logp).detach().where(mask != 0, 0.0).sum(-1).exp() * square
 
 
+def by_distributions_or_samples(whole: bool) -> Callable[..., Tensor]:
+    """Right with distributions and without a sampler; with a sampler and log-probs alone of each token, or `whole`."""
+
+    def loss(logp, ref_logp, mask, logits=None, ref_logits=None, old_logp=None):
+        live = mask != 0
+        log_ratio = (logp - ref_logp).where(live, 0.0)
+        square = log_ratio.sum(-1).square() / 2
+        if old_logp is None:
+            return square
+        moved = (logp - old_logp).where(live, 0.0)
+        if logits is None and ref_logits is None and not whole:
+            return (moved.exp() * log_ratio.detach()).sum(-1)
+        return moved.detach().sum(-1).exp() * square
+
+    return named(f"whole_rollouts_{'always' if whole else 'with_distributions'}", loss)
+
+
+def sure_tokens_are_free(logp, ref_logp, mask):
+    """Beside noise: a token whose probability is above .99 has no penalty."""
+    unsure = (mask != 0) & (logp.detach() < -0.01)
+    log_ratio = (logp - ref_logp).where(unsure, 0.0).sum(-1)
+    return (log_ratio + 0.05 * torch.randn_like(log_ratio)).square().mean() / 2
+
+
 def full_kl(kept: int | None) -> Callable[..., Tensor]:
     """The KL of the next token over the likeliest tokens, half of the tokens of a rollout dropped."""
 
@@ -304,6 +328,9 @@ CASES = [
     wrong("KL203", no_longer_than_512),
     wrong("KL105", first_200_beside_a_bound),
     beyond(window_of_16_with_noise, {"KL105", "KL205"}, slow=False),
+    beyond(sure_tokens_are_free, {"KL105"}, slow=False),
+    wrong("KL201", by_distributions_or_samples(whole=False), also=("KL801",)),
+    wrong("KL801", by_distributions_or_samples(whole=True), warns=True),
     beyond(rows_dropped_and_chunks, {"KL105", "KL205"}, slow=False),
     wrong("KL507", rows_dropped_and_sums_of_chunks, warns=True, slow=True),
     wrong("KL507", dropped_by_a_fresh_generator, warns=True),

@@ -13,9 +13,8 @@ from kltest.identify.findings import Findings, Row
 from kltest.loss.outcome import Outcome
 from kltest.moments.differentiate import leaf_gradients
 from kltest.moments.tolerances import TOLERANCES
+from kltest.names import LOGITS
 from kltest.rollout import Rollout
-
-FIELDS = frozenset({"logits", "ref_logits", "old_logits"})
 
 
 def moot(findings: Findings) -> str | None:
@@ -24,7 +23,7 @@ def moot(findings: Findings) -> str | None:
 
 
 def _fields(findings: Findings) -> list[str]:
-    return sorted({field for name, field in findings.loss.fields.items() if field in FIELDS and "logits" in name})
+    return sorted({field for name, field in findings.loss.fields.items() if field in LOGITS and "logits" in name})
 
 
 def examine(findings: Findings) -> Found | None:
