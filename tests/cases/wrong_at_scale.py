@@ -242,7 +242,7 @@ def mean_of_the_rows_beside(logp, ref_logp, mask):
 CASES = [
     wrong("KL204", mean_of_buckets),
     right(sum_of_buckets),
-    wrong("KL105", halved_every_1024_tokens, slow=True),
+    wrong("KL205", halved_every_1024_tokens, slow=True),
     right(credited_in_full),
     wrong("KL105", half_of_large_vocabularies, options=LOCAL),
     right(large_vocabularies_in_halves, LOCAL),
