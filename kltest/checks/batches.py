@@ -21,7 +21,7 @@ from kltest.loss.calling import Loss
 from kltest.loss.outcome import Outcome
 from kltest.moments.caller import centred
 from kltest.moments.differentiate import RowGradients, differentiate, live_positions
-from kltest.moments.tolerances import TOLERANCES
+from kltest.moments.tolerances import TOLERANCES, Tolerances
 from kltest.rollout import LEAVES, Rollout
 
 # Fields that hold log-probs.
@@ -49,9 +49,8 @@ def usual_batch(findings: Findings, sampler: str = "stale") -> Rollout:
 
 def _usual(findings: Findings, sampler: str, many: int) -> Rollout:
     instance = instances("ragged", findings.seed)[0]
-    lengths = instance.paths.mask.sum(axis=1)
-    rows = sorted(range(len(lengths)), key=lambda row: (lengths[row], row))[:many]
-    return Rollout.of(instance, sampler=sampler, padding=findings.seed, centre="batch").take(sorted(rows))
+    rows = np.sort(instance.paths.by_length[:many])
+    return Rollout.of(instance, sampler=sampler, padding=findings.seed, centre="batch").take(rows)
 
 
 @shared
@@ -191,6 +190,16 @@ def as_array(found: RowGradients, rollout: Rollout) -> np.ndarray:
 def limit(findings: Findings) -> float:
     """Relative distance up to which gradients count as equal at the loss's precision."""
     return TOLERANCES[findings.observed.dtype].groups
+
+
+def noticeable(findings: Findings) -> float:
+    """Relative distance of two gradients that neither rounding nor a small constant in a denominator makes."""
+    return max(Tolerances.guard, limit(findings))
+
+
+def evenly(rows: np.ndarray, many: int) -> np.ndarray:
+    """Return some of the rows at equal distances, the first and the last among them."""
+    return rows[np.linspace(0, len(rows) - 1, many).round().astype(int)]
 
 
 def lost_tokens(usual: np.ndarray, changed: np.ndarray) -> str:

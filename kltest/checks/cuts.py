@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kltest.checks.batches import ANOTHER, as_array, gradient_of, limit, lost_tokens, norm
+from kltest.checks.batches import ANOTHER, as_array, evenly, gradient_of, limit, lost_tokens, norm
 from kltest.checks.check import Found
 from kltest.checks.stress import farther, right_in_long_rollouts
 from kltest.errors import KltestError
@@ -258,8 +258,7 @@ def _batches(findings: Findings, apart: float) -> list[Rollout]:
     Log-ratios are this share of the usual ones.
     """
     instance = instances("ragged", findings.seed)[0]
-    rows = np.argsort(instance.paths.lengths, kind="stable")
-    rows = rows[np.linspace(0, len(rows) - 1, ROWS).round().astype(int)]
+    rows = evenly(instance.paths.by_length, ROWS)
     rollout = Rollout.of(farther(instance, apart), sampler="stale", padding=findings.seed, centre="batch")
     return [rollout.take(some) for some in (rows, rows[: ROWS // 3], rows[-ROWS // 3 :])]
 

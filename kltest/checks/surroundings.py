@@ -8,16 +8,16 @@ variable does is a fact about the loss: a warning. Masks have the type that trai
 as the loss takes that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kltest.checks.batches import as_array, batch_of, companions, limit, norm, usual_batch
+from kltest.checks.batches import apart, as_array, batch_of, companions, noticeable, usual_batch
 from kltest.checks.check import Found
 from kltest.errors import KltestError, TargetError
 from kltest.identify.findings import Findings, shared
@@ -35,7 +35,6 @@ from kltest.loss.surroundings import (
     variables_read,
 )
 from kltest.moments.differentiate import differentiate, live_positions
-from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout
 
 # Log-ratios of a token that training reaches, and tokens that have each: summed up to 9.
@@ -54,18 +53,23 @@ VALUES = ("0", "1", "2", "8", "true", "")
 Surroundings = Callable[[], AbstractContextManager[object]]
 
 
+class Usual(NamedTuple):
+    """A batch, which one it is in words, and its gradient where nothing is pretended."""
+
+    batch: Rollout
+    which: str
+    gradient: np.ndarray
+
+
 @shared
 def precisions(findings: Findings) -> Found | None:
     """Report another gradient where floating-point numbers are said to be of another type, or autocast to be on."""
-    tried: dict[str, Surroundings] = {
-        **{f"Where numbers are of {name}": partial(Pretended, kind) for name, kind in PRECISIONS.items()},
-        "Where autocast is on": under_autocast,
+    tried = {
+        **{f"Where numbers are of {name}": (partial(Pretended, kind),) for name, kind in PRECISIONS.items()},
+        "Where autocast is on": (under_autocast,),
     }
-    for where, pretend in tried.items():
-        for batch, which, usual in _batches(findings):
-            if (off := _off(findings, batch, usual, pretend)) > MUCH:
-                return Found(f"{where} {_words(which, off)}", level="error")
-    return None
+    words = next(_changes(findings, _batches(findings), tried, MUCH), "")
+    return Found(words, level="error") if words else None
 
 
 @shared
@@ -80,25 +84,30 @@ def elsewhere(findings: Findings) -> Found | None:
         "Where torch is asked for deterministic algorithms": (deterministic,),
         **{f"{hours} hours later": (partial(later, 3600.0 * hours, function),) for hours in HOURS},
     }
-    for where, there in tried.items():
-        for batch, which, usual in _batches(findings):
-            if (off := _off(findings, batch, usual, *there)) > max(Tolerances.guard, limit(findings)):
-                return Found(f"{where} {_words(which, off)}", level="error")
+    if words := next(_changes(findings, _batches(findings), tried), ""):
+        return Found(words, level="error")
     if found := _of_other_groups(findings) or _of_other_masks(findings):
         return found
-    for batch, which, usual in _batches(findings)[:1]:
-        names: set[str] = set()
-        _off(findings, batch, usual, partial(variables_read, names))
-        for name, value in product(sorted(names), VALUES):
-            off = _off(findings, batch, usual, partial(variable, name, value))
-            if off > max(Tolerances.guard, limit(findings)):
-                words = f"With the environment variable {name} set to {value!r} {_words(which, off)}"
-                return Found(words, level="warning")
-        for name, other in other_switches(findings.loss.function):
-            off = _off(findings, batch, usual, other)
-            if off > max(Tolerances.guard, limit(findings)):
-                return Found(f"With {name} {_words(which, off)}", level="warning")
-    return None
+    first, *_ = _batches(findings)
+    names: set[str] = set()
+    _off(findings, first, partial(variables_read, names))
+    settings: dict[str, tuple[Any, ...]] = {
+        f"With the environment variable {name} set to {value!r}": (partial(variable, name, value),)
+        for name, value in product(sorted(names), VALUES)
+    }
+    settings |= {f"With {name}": (other,) for name, other in other_switches(function)}
+    words = next(_changes(findings, [first], settings), "")
+    return Found(words, level="warning") if words else None
+
+
+def _changes(
+    findings: Findings, batches: Sequence[Usual], tried: Mapping[str, tuple[Any, ...]], most: float | None = None
+) -> Iterator[str]:
+    """Yield a sentence for each place where the gradient of a batch is off by more than rounding, or than `most`."""
+    for where, there in tried.items():
+        for usual in batches:
+            if (off := _off(findings, usual, *there)) > (noticeable(findings) if most is None else most):
+                yield f"{where} {_words(usual.which, off)}"
 
 
 def _of_other_groups(findings: Findings) -> Found | None:
@@ -108,8 +117,8 @@ def _of_other_groups(findings: Findings) -> Found | None:
     batch = usual_batch(findings)
     prompts = torch.arange(len(batch)) * PROMPTS // len(batch)
     usual = _gradient(findings, batch.replace(group=prompts))
-    off = _off(findings, batch.replace(group=prompts * STEP_OF_PROMPTS + FIRST_PROMPT), usual)
-    if off <= max(Tolerances.guard, limit(findings)):
+    off = _off(findings, Usual(batch.replace(group=prompts * STEP_OF_PROMPTS + FIRST_PROMPT), "", usual))
+    if off <= noticeable(findings):
         return None
     return Found(f"Where prompts are numbered {FIRST_PROMPT}, {FIRST_PROMPT + STEP_OF_PROMPTS} … {_words('', off)}")
 
@@ -124,12 +133,11 @@ def _of_other_masks(findings: Findings) -> Found | None:
     form = findings.loss.record.form
     if form is None or "mask" not in findings.observed.uses:
         return None
-    for what, kind in MASKS.items():
-        for batch, which, usual in _batches(findings)[:1] if kind != form.mask_type else ():
-            if (off := _off(findings, batch, usual, nullcontext, None, kind)) > max(Tolerances.guard, limit(findings)):
-                words = f"With a mask of {what} {_words(which, off)}"
-                return Found(words, level="warning" if form.mask_type else "error")
-    return None
+    others = {
+        f"With a mask of {what}": (nullcontext, None, kind) for what, kind in MASKS.items() if kind != form.mask_type
+    }
+    words = next(_changes(findings, _batches(findings)[:1], others), "")
+    return Found(words, level="warning" if form.mask_type else "error") if words else None
 
 
 def _words(which: str, off: float) -> str:
@@ -137,7 +145,7 @@ def _words(which: str, off: float) -> str:
 
 
 @shared
-def _batches(findings: Findings) -> list[tuple[Rollout, str, np.ndarray]]:
+def _batches(findings: Findings) -> list[Usual]:
     """Return the usual batch, and some with rollouts as far from the reference as training leads, with the gradients.
 
     Such rollouts are in one batch, or each in one if the loss does not take that.
@@ -150,22 +158,21 @@ def _batches(findings: Findings) -> list[tuple[Rollout, str, np.ndarray]]:
             (batch_of([*some], companions(findings), length=length), words) for some in (ratios, *zip(ratios))
         )
         tried.append(([several], alone))
-    found = []
+    found: list[Usual] = []
     for first, instead in tried:
         for batches in (first, instead):
             with suppress(KltestError):
-                found += [(batch, words, _gradient(findings, batch)) for batch, words in batches]
+                found += [Usual(batch, words, _gradient(findings, batch)) for batch, words in batches]
                 break
     return found
 
 
-def _off(findings: Findings, batch: Rollout, usual: np.ndarray, *there: Any) -> float:
+def _off(findings: Findings, usual: Usual, *there: Any) -> float:
     """Distance of the gradient there from the usual one, relative to that; 0 where the loss fails."""
     try:
-        found = _gradient(findings, batch, *there)
+        off = apart(_gradient(findings, usual.batch, *there), usual.gradient)
     except KltestError:
         return 0.0
-    off = norm(found - usual) / (norm(usual) or 1.0)
     return off if np.isfinite(off) else 0.0
 
 

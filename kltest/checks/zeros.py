@@ -10,7 +10,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from kltest.checks.batches import gradient_of, norm, usual_batch
+from kltest.checks.batches import apart, gradient_of, usual_batch
 from kltest.checks.check import Found
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
@@ -36,7 +36,7 @@ def zeros(findings: Findings) -> Found | None:
                 found.append(gradient_of(loss, batch.replace(**{name: field}))[:, 1:])
         if len(found) < 2 or not all(np.isfinite(one).all() for one in found):
             continue
-        if (off := norm(found[0] - found[1]) / (norm(found[1]) or 1.0)) > JUMP:
+        if (off := apart(*found)) > JUMP:
             return Found(
                 f"Where the log-prob of the first token under {OF[name]} is exactly 0, as that of a sure token in "
                 f"float32, the gradient at later tokens differs by {off:.2g} of its size from that where it is "

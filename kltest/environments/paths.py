@@ -45,6 +45,11 @@ class Paths:
         """Number (N,) of live tokens of each rollout."""
         return self.mask.sum(axis=1)
 
+    @cached_property
+    def by_length(self) -> np.ndarray:
+        """Rows (N,), the shortest first; those of one length stay in order on every processor."""
+        return np.argsort(self.lengths, kind="stable")
+
     def take(self, rows: np.ndarray | slice) -> "Paths":
         """Return the given rows, in the given order, repeats allowed."""
         return Paths(self.contexts[rows], self.tokens[rows], self.mask[rows], self.prompt[rows], self.log_weight[rows])
@@ -183,6 +188,11 @@ class Tree(Paths):
             return np.ones(self.shape, dtype=bool)
         ones = [np.ones(level.cells.shape, dtype=bool) if level.live is None else level.live for level in self.levels]
         return self._spread(ones)
+
+    @cached_property
+    def by_length(self) -> np.ndarray:
+        """Rows (N,), the shortest first; those of one length stay in order on every processor."""
+        return np.argsort(self.lengths, kind="stable")
 
     def take(self, rows: np.ndarray | slice) -> Paths:
         if isinstance(rows, slice):

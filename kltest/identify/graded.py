@@ -144,7 +144,7 @@ def _response(loss: Loss, seed: int) -> tuple[int | None, bool, bool]:
         or scaled perhaps; True if a gradient changes with the rewards.
     """
     instance = instances(ENVIRONMENT, seed)[0]
-    rollout = Rollout.of(instance, padding=seed).take(np.argsort(instance.paths.lengths)[:ROWS])
+    rollout = Rollout.of(instance, padding=seed).take(instance.paths.by_length[:ROWS])
     live = rollout.peek("mask") != 0
     rewards = torch.linspace(LOWEST, HIGHEST, len(rollout)).double()
     sums, gradients = [], []
@@ -306,8 +306,7 @@ def sampler_matters(loss: Loss, used: frozenset[str], seed: int) -> bool:
 
 def _results(loss: Loss, instance: Instance, seed: int) -> tuple[str, list[Tensor]]:
     """Return the precision of one call, and its value, its logged value if there is one, and its gradients."""
-    lengths = instance.paths.lengths
-    rollout = Rollout.of(instance, sampler="stale", padding=seed, centre="batch").take(np.argsort(lengths)[:ROWS])
+    rollout = Rollout.of(instance, sampler="stale", padding=seed, centre="batch").take(instance.paths.by_length[:ROWS])
     with preserved(seed):
         outcome = loss.for_experiments()(rollout)
     metrics = [] if outcome.metric is None else [outcome.metric]

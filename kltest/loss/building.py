@@ -153,9 +153,7 @@ def _set(thing: Any, path: str, given: Attributes, rollout: Rollout) -> None:
 
 
 def _value_of(attribute: Any, thing: Any, path: str, name: str, rollout: Rollout) -> Any:
-    if isinstance(attribute, FieldOf):
-        return getattr(rollout, attribute.name)
-    if isinstance(attribute, Derived):
+    if isinstance(attribute, FieldOf | Derived):
         return attribute.at(rollout)
     if not isinstance(attribute, Attributes):
         return attribute

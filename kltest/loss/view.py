@@ -102,7 +102,7 @@ def difference(found: Tensor, before: Tensor) -> str | None:
     """Return in words where two tensors differ in any bit (a NaN equals the same NaN, −0 is not 0); None if nowhere."""
     if found.shape != before.shape or found.dtype != before.dtype:
         return f"its shape {tuple(before.shape)} became {tuple(found.shape)}"
-    bits = _bits(found), _bits(before)
+    bits = as_bits(found), as_bits(before)
     if torch.equal(*bits):
         return None
     other = bits[0] != bits[1]
@@ -113,7 +113,8 @@ def difference(found: Tensor, before: Tensor) -> str | None:
     return f"{list(place) or 'it'} was {was:.{digits}g} and is {now:.{digits}g}{count}"
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def as_bits(tensor: Tensor) -> Tensor:
+    """Return floating-point numbers as the integers that have their bits, anything else as it is."""
     return tensor.view(_AS_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 

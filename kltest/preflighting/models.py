@@ -19,13 +19,13 @@ from kltest.errors import KltestError, UsageError
 from kltest.language_models.generation import at_least_single
 from kltest.language_models.language import LanguageModel, unwrapped
 from kltest.loss.global_state import preserved
+from kltest.loss.view import as_bits
 from kltest.preflighting.batches import Batch
 
 # What wrappers put into the names of parameters.
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module", "base_layer"}
 _ADAPTER = ("lora_", "adapter", "ia3_", "prompt_encoder", "modules_to_save")
 _ZERO = ("lora_B.", "lora_embedding_B.")
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UnlikeError(KltestError):
@@ -263,7 +263,7 @@ def _fingerprint(model: nn.Module) -> dict[str, Any]:
 def _digest(tensor: Tensor) -> tuple[Any, ...]:
     """Return shape, type and two sums of bits, of all numbers and of every other: they see exchanged numbers too."""
     flat = tensor.contiguous().reshape(-1)
-    bits = flat.view(_BITS[flat.element_size()]) if flat.is_floating_point() else flat
+    bits = as_bits(flat)
     return tuple(tensor.shape), tensor.dtype, *(int(part.sum(dtype=torch.int64)) for part in (bits, bits[::2]))
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -57,10 +56,7 @@ class Drawing:
         if len(self._each) == 1:
             return self._sample(self._each[0], count)
         groups = self.generator.multinomial(count, self.instance.environment.prompts)
-        parts = [self._sample(each, n) for each, n in zip(self._each, groups.tolist(), strict=True) if n]
-        columns = ("contexts", "tokens", "mask", "prompt", "log_weight")
-        joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
-        return Paths(**joined)
+        return Paths.joined([self._sample(each, n) for each, n in zip(self._each, groups.tolist(), strict=True) if n])
 
     def _sample(self, environment: Environment, count: int) -> Paths:
         return environment.sample(self.instance.behaviour(self.sampler), count * self.size, self.generator)

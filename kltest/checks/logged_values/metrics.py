@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from kltest.checks.batches import evenly
 from kltest.environments import Instance
 from kltest.errors import KltestError, TargetError
 from kltest.identify.findings import Findings, Row, shared
@@ -45,9 +46,8 @@ def no_kl(findings: Findings) -> str:
 
 def batch(instance: Instance, padding: int, sampler: str = "current") -> Rollout:
     """A few rollouts of an instance, the shortest and the longest among them."""
-    by_length = np.argsort(instance.paths.lengths, kind="stable")
-    spread = np.linspace(0, len(by_length) - 1, BATCH).round().astype(int)
-    return Rollout.of(instance, sampler=sampler, padding=padding).take(by_length[spread])
+    rows = evenly(instance.paths.by_length, BATCH)
+    return Rollout.of(instance, sampler=sampler, padding=padding).take(rows)
 
 
 def logged(findings: Findings, sampler: str = "current") -> list[tuple[Row, Reported]]:

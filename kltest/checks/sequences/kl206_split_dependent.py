@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kltest.checks.batches import GroupFixture, apart, gradient, gradient_given, group_fixture, limit, norm
+from kltest.checks.batches import GroupFixture, apart, gradient, gradient_given, group_fixture, limit, norm, noticeable
 from kltest.checks.check import Found
 from kltest.checks.sequences.larger_batches import noisier
 from kltest.errors import KltestError, TargetError
@@ -18,7 +18,6 @@ from kltest.identify.findings import Findings
 from kltest.identify.instances import instances
 from kltest.loss.view import ROW_FIELDS
 from kltest.moments import exact_batches
-from kltest.moments.tolerances import Tolerances
 from kltest.rollout import Rollout
 
 # The environment of the experiment; rollouts a batch, in groups and without.
@@ -45,7 +44,7 @@ def examine(findings: Findings) -> Found | None:
     count, group, unit = (GROUPS * size, size, size) if grouped else (cuts * asked, ROWS, asked)
     try:
         found = _moved(findings, _batch(fixture, _of_all_lengths(lengths, count), group), unit)
-        if found.moved <= max(Tolerances.guard, limit(findings)):
+        if found.moved <= noticeable(findings):
             return noisier(findings)
         if _is_counted(findings):
             return Found(_words(found, f", each given the {COUNT} of the whole,"))
@@ -102,7 +101,7 @@ def _in_expectation(findings: Findings) -> bool:
         exact_batches(findings.loss, instance, size=size, padding=findings.seed, logs=False).gradient for size in SIZES
     )
     off = min(apart(share * small, large) for share in (1.0, SIZES[1] / SIZES[0]))
-    return off > max(Tolerances.guard, limit(findings))
+    return off > noticeable(findings)
 
 
 def _calmer(findings: Findings, fixture: GroupFixture) -> bool:

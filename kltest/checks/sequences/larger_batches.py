@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kltest.checks.batches import GroupFixture, apart, as_array, limit, norm
+from kltest.checks.batches import GroupFixture, apart, as_array, evenly, limit, norm
 from kltest.checks.check import Found
 from kltest.checks.stress import NARROW, REST, WHOLE_CHUNKS, bias, farther, long_instance, with_larger_numbers
 from kltest.environments import Instance, bandit, ragged
@@ -183,8 +183,7 @@ def _weight_of_positions(findings: Findings, sampler: str, many: int) -> float |
     caller.look([0, 1])
     # From the shortest to the longest, so that a row that is dropped for its length is not one like the others.
     by_length = np.argsort(caller.base.peek("mask").sum(dim=1).numpy(), kind="stable")
-    spread = by_length[np.linspace(0, len(by_length) - 1, many).round().astype(int)]
-    weights = [_weight(findings, caller, rows) for rows in (spread, _one_unlike(caller, many))]
+    weights = [_weight(findings, caller, rows) for rows in (evenly(by_length, many), _one_unlike(caller, many))]
     known = [weight for weight in weights if weight is not None]
     return max(known, key=lambda weight: abs(weight - 1)) if len(known) == len(weights) else None
 
