@@ -53,6 +53,8 @@ SLOPE, UNMOVED = 1e-4, 1e-6
 COEFFICIENTS = (0.0, 0.5, 1.0, 2.0)
 # Steps of the sampler: far, and nearer than the tightest clip in use, since a clipped ratio may be saturated at one.
 STEPS = (0.3, 1e-6)
+# Draws of random numbers with which each is tried.
+DRAWS = 8
 
 RECOGNISED = (
     "What it returns rises by one with the reward: it is taken as a reward less a penalty, higher being better, and "
@@ -294,20 +296,32 @@ def sampler_matters(loss: Loss, used: frozenset[str], seed: int) -> bool:
     try:
         for start, step in zip((instance.sampler, instance.policy), STEPS, strict=True):
             moved = table(start + step * generator.standard_normal(start.shape))
-            one, other = (_results(loss, replace(instance, sampler=sampler), seed) for sampler in (start, moved))
-            limit = TOLERANCES[one[0]].influence
-            for here, there in zip(one[1], other[1], strict=True):
-                if here.shape != there.shape or not _close(here.double(), there.double(), limit):
+            for draw in range(seed, seed + DRAWS):
+                one, other = (
+                    _results(loss, replace(instance, sampler=sampler), seed, draw) for sampler in (start, moved)
+                )
+                if _differ(one, other):
                     return True
+                # Random numbers that decide by the ratio, as those of a rejection, may decide alike in one draw.
+                if draw == seed and not _differ(one, _results(loss, replace(instance, sampler=start), seed, draw + 1)):
+                    break
     except (KltestError, ValueError):  # it fails, or logs a KL in one call only: graded under both samplers
         return True
     return False
 
 
-def _results(loss: Loss, instance: Instance, seed: int) -> tuple[str, list[Tensor]]:
+def _differ(one: tuple[str, list[Tensor]], other: tuple[str, list[Tensor]]) -> bool:
+    limit = TOLERANCES[one[0]].influence
+    return any(
+        here.shape != there.shape or not _close(here.double(), there.double(), limit)
+        for here, there in zip(one[1], other[1], strict=True)
+    )
+
+
+def _results(loss: Loss, instance: Instance, seed: int, draw: int) -> tuple[str, list[Tensor]]:
     """Return the precision of one call, and its value, its logged value if there is one, and its gradients."""
     rollout = Rollout.of(instance, sampler="stale", padding=seed, centre="batch").take(instance.paths.by_length[:ROWS])
-    with preserved(seed):
+    with preserved(draw):
         outcome = loss.for_experiments()(rollout)
     metrics = [] if outcome.metric is None else [outcome.metric]
     return outcome.dtype, [outcome.objective.detach(), *metrics, *at_leaves(loss, outcome.objective, rollout)]

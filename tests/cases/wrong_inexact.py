@@ -289,6 +289,18 @@ def sure_tokens_are_free(logp, ref_logp, mask):
     return (log_ratio + 0.05 * torch.randn_like(log_ratio)).square().mean() / 2
 
 
+def accepted(rest: bool) -> Callable[..., Tensor]:
+    """Rollouts that are accepted as the policy's, up to a ratio of 4, or with the `rest` of the weight beyond."""
+
+    def loss(logp, ref_logp, old_logp, mask):
+        live = mask != 0
+        ratio = (logp - old_logp).detach().where(live, 0.0).sum(-1).exp()
+        kept = (torch.rand_like(ratio) < ratio / 4) * (ratio.clamp(min=4) if rest else 4)
+        return (kept * (logp - ref_logp).where(live, 0.0).sum(-1).square() / 2).mean()
+
+    return named(f"accepted_{'with_the_rest' if rest else 'up_to_a_bound'}", loss)
+
+
 def full_kl(kept: int | None) -> Callable[..., Tensor]:
     """The KL of the next token over the likeliest tokens, half of the tokens of a rollout dropped."""
 
@@ -328,6 +340,8 @@ CASES = [
     wrong("KL203", no_longer_than_512),
     wrong("KL105", first_200_beside_a_bound),
     beyond(window_of_16_with_noise, {"KL105", "KL205"}, slow=False),
+    beyond(accepted(rest=False), {"KL306"}, slow=False),
+    wrong("KL507", accepted(rest=True), warns=True),
     beyond(sure_tokens_are_free, {"KL105"}, slow=False),
     wrong("KL201", by_distributions_or_samples(whole=False), also=("KL801",)),
     wrong("KL801", by_distributions_or_samples(whole=True), warns=True),
