@@ -11,7 +11,7 @@ as the loss takes that.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,11 +64,13 @@ class Usual(NamedTuple):
 @shared
 def precisions(findings: Findings) -> Found | None:
     """Report another gradient where floating-point numbers are said to be of another type, or autocast to be on."""
-    tried = {
-        **{f"Where numbers are of {name}": (partial(Pretended, kind),) for name, kind in PRECISIONS.items()},
-        "Where autocast is on": (under_autocast,),
-    }
-    words = next(_changes(findings, _batches(findings), tried, MUCH), "")
+    kinds = {f"Where numbers are of {name}": (partial(Pretended, kind),) for name, kind in PRECISIONS.items()}
+    # Under the same pretence: where the code asks for float32, float64 would be other random numbers.
+    double = partial(Pretended, torch.float64)
+    usual = [one._replace(gradient=_gradient(findings, one.batch, double)) for one in _batches(findings)]
+    autocast = {"Where autocast is on": (under_autocast,)}
+    changes = chain(_changes(findings, usual, kinds, MUCH), _changes(findings, _batches(findings), autocast, MUCH))
+    words = next(changes, "")
     return Found(words, level="error") if words else None
 
 

@@ -52,8 +52,8 @@ class PrecisionTrace(TorchFunctionMode):
 
 
 def is_numbers(item: Any) -> bool:
-    """Return True for a list of numbers: a million of them, given to `torch.tensor`, are not looked at one by one."""
-    return type(item) is list and set(map(type, item)) <= {bool, int, float}
+    """Return True for a shape, which stays one, and for a list of numbers: a million are not looked at one by one."""
+    return isinstance(item, torch.Size) or (type(item) is list and set(map(type, item)) <= {bool, int, float})
 
 
 def _memory(tensor: Tensor) -> torch.UntypedStorage:

@@ -61,7 +61,8 @@ class Pretended(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name == "cuda":
             return args[0].view_as(args[0])
-        asked = [one for one in (*args, *kwargs.values(), CASTS.get(name)) if one in DIGITS] if self.kind else []
+        given = (*args, *kwargs.values(), CASTS.get(name)) if self.kind else ()
+        asked = [one for one in given if isinstance(one, torch.dtype) and one in DIGITS]
         if self.kind and name in CASTS:
             result = args[0].double()
         else:

@@ -301,6 +301,19 @@ def accepted(rest: bool) -> Callable[..., Tensor]:
     return named(f"accepted_{'with_the_rest' if rest else 'up_to_a_bound'}", loss)
 
 
+def weighted_by_a_distribution(logp, ref_logp, mask):
+    """Weights of mean one, in float32: other types would be other random numbers."""
+    square = (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+    return (torch.distributions.Exponential(1.0).sample((len(square),)) * square).mean()
+
+
+def within_1_in_half_precision(logp, ref_logp, mask):
+    parts = torch.stack([(logp - ref_logp).where(mask != 0, 0.0).sum(-1)])
+    if logp.dtype == torch.bfloat16:
+        parts = parts.clamp(-1, 1)
+    return parts[0].square().mean() / 2
+
+
 def full_kl(kept: int | None) -> Callable[..., Tensor]:
     """The KL of the next token over the likeliest tokens, half of the tokens of a rollout dropped."""
 
@@ -340,6 +353,8 @@ CASES = [
     wrong("KL203", no_longer_than_512),
     wrong("KL105", first_200_beside_a_bound),
     beyond(window_of_16_with_noise, {"KL105", "KL205"}, slow=False),
+    wrong("KL507", weighted_by_a_distribution, warns=True),
+    wrong("KL508", within_1_in_half_precision),
     beyond(accepted(rest=False), {"KL306"}, slow=False),
     wrong("KL507", accepted(rest=True), warns=True),
     beyond(sure_tokens_are_free, {"KL105"}, slow=False),

@@ -61,6 +61,14 @@ def test_a_tensor_says_another_type_and_keeps_its_numbers():
     assert torch.equal(cast, tensor)
 
 
+@pytest.mark.parametrize("mode", [Pretended(torch.bfloat16), Pretended(device="cuda")])
+def test_lists_of_tensors_and_shapes_stay_what_they_are(mode):
+    with mode:
+        assert torch.stack([torch.ones(2)] * 3).shape == (3, 2)
+        assert torch.ones(2).new(torch.Size([3])).shape == (3,)
+        assert torch.distributions.Exponential(1.0).sample((3,)).shape == (3,)
+
+
 def test_a_tensor_says_that_it_is_on_a_gpu_and_stays_where_it_is():
     tensor = torch.zeros(2)
     with Pretended(device="cuda"):
