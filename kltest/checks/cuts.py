@@ -259,7 +259,7 @@ def _batches(findings: Findings, apart: float) -> list[Rollout]:
     """
     instance = instances("ragged", findings.seed)[0]
     rows = evenly(instance.paths.by_length, ROWS)
-    rollout = Rollout.of(farther(instance, apart), sampler="stale", padding=findings.seed, centre="batch")
+    rollout = Rollout.of(farther(instance, apart, apart), sampler="stale", padding=findings.seed, centre="batch")
     return [rollout.take(some) for some in (rows, rows[: ROWS // 3], rows[-ROWS // 3 :])]
 
 

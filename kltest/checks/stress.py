@@ -637,11 +637,11 @@ def with_larger_numbers(loss: Loss, below: float, to: int) -> Iterator[Loss]:
             yield loss.changed(arguments=loss.arguments.with_value(name, type(value)(to)))
 
 
-def farther(instance: Instance, times: float) -> Instance:
+def farther(instance: Instance, to_reference: float, to_sampler: float) -> Instance:
     """Return the same environment with log-ratios to the reference and to the sampler as many times as large."""
     policy = instance.policy
-    reference, sampler = (table(policy + times * (one - policy)) for one in (instance.reference, instance.sampler))
-    return replace(instance, reference=reference, sampler=sampler)
+    reference = table(policy + to_reference * (instance.reference - policy))
+    return replace(instance, reference=reference, sampler=table(policy + to_sampler * (instance.sampler - policy)))
 
 
 @shared

@@ -9,6 +9,7 @@ from kltest.errors import KltestError
 from kltest.estimators.spec import Spec
 from kltest.grading.options import Options
 from kltest.identify.findings import Findings, Row, proportion
+from kltest.moments import NonDeterministicError
 from kltest.report import CheckResult, Status, Verdict
 from kltest.truth import plain, render
 
@@ -36,6 +37,10 @@ OF_PADDING = frozenset(("KL207", "KL501"))
 # The nearer to a refutation, the later.
 STATUSES: tuple[Status, ...] = ("skip", "pass", "inconclusive", "fail")
 OF_THE_NOISE = frozenset(("KL801", "KL802"))
+FARTHER_OUT = (
+    "It draws random numbers that change nothing in the batches whose expected gradient was measured, and something "
+    "beyond: there its mean over many draws was compared"
+)
 
 
 @dataclass(frozen=True)
@@ -233,11 +238,22 @@ def _examined(check: Check, findings: Findings) -> Found | None:
     found, observed = _made(check, findings), findings.observed
     observed.draws_far |= bool(draws.changed())
     known = observed.draws or observed.nondeterministic
-    fails = found is not None and found.status == "fail"
-    if found and fails and observed.draws_far and not known and CHECKS["KL507"].examine(findings) is None:
-        why = f"it draws random numbers there, and none where its gradient was measured: {found.message}"
-        return Found(why, "inconclusive", level=found.level)
+    if found and _fails(found) and observed.draws_far and not known and not _fails(CHECKS["KL507"].examine(findings)):
+        why = f"it draws random numbers that change nothing where its gradient was measured: {found.message}"
+        found = Found(why, "inconclusive", level=found.level)
+        with suppress(KltestError):
+            if check.code in ON_AVERAGE and not _fails(found := check.examine(findings.on_average())):
+                # They are what was found: from here on each call is a mean over many draws.
+                observed.draws, observed.nondeterministic = (
+                    True,
+                    str(NonDeterministicError(findings.loss.name, "draws")),
+                )
+                findings.notes.append(FARTHER_OUT)
     return found
+
+
+def _fails(found: Found | None) -> bool:
+    return found is not None and found.status == "fail"
 
 
 def _made(check: Check, findings: Findings) -> Found | None:

@@ -23,6 +23,7 @@ from kltest.identify.sampling import Sampling, sample, sampled_row
 from kltest.identify.values import reported
 from kltest.loss.arguments import SupportOf
 from kltest.loss.calling import Loss
+from kltest.loss.global_state import preserved
 from kltest.moments import BatchOfOneError, Moments, NonDeterministicError, exact, exact_batches_each
 from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.averaged import averaged
@@ -41,6 +42,8 @@ STALE_ONLY = "means something only when the sampler is not the policy"
 NOISY_BATCH = 512
 # Calls of one batch of a loss whose expected gradient comes out differently by two routes.
 REPEATED = 500
+# The same of a loss that draws random numbers, as of coins that seldom fall on the other side.
+DRAWN = 64
 # Rounding may leave this much of the square of a zero gradient: environments are mild, gradients of size one.
 NOTHING = 1e-24
 # Batches of that size at most, unless otherwise asked, if their noise is not averaged by more rows.
@@ -261,6 +264,7 @@ class Measure:
         rows = []
         coupling = ""
         try:
+            self._check_draws(case)
             found, row = self._from_samples(case) if self.sampling.requested else self._from_all(case)
             rows.append(row)
             coupling = next((moments.coupling for moments in found if moments.reduction == "coupled"), "")
@@ -283,6 +287,19 @@ class Measure:
         nothing = [row for row in rows if row.identified == {"zero": 1.0} != batched.identified]
         nothing += [row for row in rows if self.sizes.grouped and row.wrong and batched.agrees]
         return [row for row in rows if row not in nothing] + [batched]
+
+    def _check_draws(self, case: Case) -> None:
+        """Raise NonDeterministicError if random numbers change the gradient of all rollouts, however seldom they do."""
+        batch = Rollout.of(case.instances[0], sampler=case.sampler, padding=self.seed)
+        try:
+            with preserved():
+                before = self.loss.calls.draws()
+                self.differentiate(batch)
+                if not before.changed() or self._repeats(batch, DRAWN):
+                    return
+        except KltestError:  # it takes batches of other sizes
+            return
+        raise NonDeterministicError.of(self.loss, lambda: self.differentiate(batch))
 
     def _coupled_as_asked(self, case: Case) -> str:
         """Return how rows are coupled in batches of the size that was asked for, "" if each gives its share there."""
@@ -414,9 +431,9 @@ class Measure:
                 raise (cause if known else error) from None
         return replace(row, reported=reported(case, found, lowest_precision(found), self.loss.__call__))
 
-    def _repeats(self, batch: Rollout) -> bool:
+    def _repeats(self, batch: Rollout, calls: int = REPEATED) -> bool:
         """Return True if a batch has one gradient in many calls."""
-        first, *others = (self.differentiate(batch) for _ in range(REPEATED))
+        first, *others = (self.differentiate(batch) for _ in range(calls))
         return all(first.close(first.parts, other.parts) for other in others)
 
     def _judged(self, row: Row) -> Row:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from cases.parts import total
+from cases.parts import k2, total
 from cases.table import right, wrong
 
 LOCAL = {"expect": "local_reverse_kl"}
@@ -239,7 +239,44 @@ def mean_of_the_rows_beside(logp, ref_logp, mask):
     return ((log_ratio - baseline) * score).mean()
 
 
+# Ratios to the sampler that are unlike
+
+
+def weighed(logp, ref_logp, old_logp, mask):
+    """Ratios (B,), which share of them is effective, and the term of each rollout."""
+    live = live_of(mask)
+    ratio = (logp - old_logp).detach().where(live, 0.0).sum(-1).exp()
+    return ratio, ratio.sum().square() / ratio.square().sum() / len(ratio), k2(logp, ref_logp, mask)
+
+
+def resampled(logp, ref_logp, old_logp, mask):
+    """Rollouts are drawn by their ratios where few of them are effective; the mean ratio is lost."""
+    ratio, effective, square = weighed(logp, ref_logp, old_logp, mask)
+    if effective > 0.7:
+        return (ratio * square).mean()
+    return square[torch.multinomial(ratio.clamp(max=2.0), len(ratio), replacement=True)].mean()
+
+
+def without_ratios_where_few_are_effective(logp, ref_logp, old_logp, mask):
+    ratio, effective, square = weighed(logp, ref_logp, old_logp, mask)
+    return ((ratio if effective > 0.3 else 1.0) * square).mean()
+
+
+def normalised_where_few_are_effective(logp, ref_logp, old_logp, mask):
+    ratio, effective, square = weighed(logp, ref_logp, old_logp, mask)
+    return ((ratio if effective > 0.3 else ratio / ratio.mean()) * square).mean()
+
+
+def warns_where_few_are_effective(logp, ref_logp, old_logp, mask):
+    ratio, effective, square = weighed(logp, ref_logp, old_logp, mask)
+    return {"loss": (ratio * square).mean(), "effective": float(effective)}
+
+
 CASES = [
+    wrong("KL204", resampled),
+    wrong("KL204", without_ratios_where_few_are_effective),
+    wrong("KL204", normalised_where_few_are_effective),
+    right(warns_where_few_are_effective),
     wrong("KL204", mean_of_buckets),
     right(sum_of_buckets),
     wrong("KL205", halved_every_1024_tokens, slow=True),

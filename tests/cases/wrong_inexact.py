@@ -301,6 +301,42 @@ def accepted(rest: bool) -> Callable[..., Tensor]:
     return named(f"accepted_{'with_the_rest' if rest else 'up_to_a_bound'}", loss)
 
 
+def copied(logp, ref_logp, old_logp, mask):
+    """Copies of rollouts, as many as the ratio on average: rounded down or up by chance."""
+    live = mask != 0
+    ratio = (logp - old_logp).detach().where(live, 0.0).sum(-1).exp()
+    copies = (ratio + torch.rand_like(ratio)).floor()
+    return (copies * (logp - ref_logp).where(live, 0.0).sum(-1).square() / 2).mean()
+
+
+def seldom_without_the_ratio(logp, ref_logp, old_logp, mask):
+    """Rollouts that are accepted by chance, nearly whatever the ratio is."""
+    live = mask != 0
+    ratio = (logp - old_logp).detach().where(live, 0.0).sum(-1).exp()
+    kept = (torch.rand_like(ratio) < 0.1 + 0.01 * ratio) / 0.11
+    return (kept * (logp - ref_logp).where(live, 0.0).sum(-1).square() / 2).mean()
+
+
+def stale_by_chance(weighted: bool) -> Callable[..., Tensor]:
+    """Three in ten of the rollouts that are stale are dropped, and the others of them weighted or not."""
+
+    def loss(logp, ref_logp, old_logp, mask):
+        live = mask != 0
+        log_ratio = (logp - old_logp).detach().where(live, 0.0).sum(-1)
+        stale, ratio = log_ratio.abs() > 0.3, log_ratio.exp()
+        kept = (~stale).to(ratio.dtype) + stale * (torch.rand_like(ratio) < 0.7) / (0.7 if weighted else 1.0)
+        return (kept * ratio * (logp - ref_logp).where(live, 0.0).sum(-1).square() / 2).mean()
+
+    return named(f"stale_by_chance_{'weighted' if weighted else 'dropped'}", loss)
+
+
+def long_by_chance(logp, ref_logp, mask, keep_len: int = 512):
+    """Rollouts beyond 512 tokens are kept by chance, and not weighted."""
+    live = mask != 0
+    kept = torch.rand(len(logp)) < keep_len / live.sum(-1)
+    return (kept * (logp - ref_logp).where(live, 0.0).sum(-1).square() / 2).mean()
+
+
 def weighted_by_a_distribution(logp, ref_logp, mask):
     """Weights of mean one, in float32: other types would be other random numbers."""
     square = (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
@@ -355,7 +391,12 @@ CASES = [
     beyond(window_of_16_with_noise, {"KL105", "KL205"}, slow=False),
     wrong("KL507", weighted_by_a_distribution, warns=True),
     wrong("KL508", within_1_in_half_precision),
-    beyond(accepted(rest=False), {"KL306"}, slow=False),
+    wrong("KL507", copied, warns=True),
+    beyond(seldom_without_the_ratio, {"KL306"}),
+    beyond(stale_by_chance(weighted=False), {"KL306"}, slow=False),
+    wrong("KL507", stale_by_chance(weighted=True), warns=True),
+    beyond(long_by_chance, {"KL203"}, slow=False),
+    beyond(accepted(rest=False), {"KL306"}),
     wrong("KL507", accepted(rest=True), warns=True),
     beyond(sure_tokens_are_free, {"KL105"}, slow=False),
     wrong("KL201", by_distributions_or_samples(whole=False), also=("KL801",)),

@@ -27,10 +27,13 @@ from kltest.rollout import Rollout
 SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 64, 65)
 # The largest, for rows that are apart: as many as are trained on at once. Means over draws would take long there. The
 # first is a whole number of usual parts, the others of none; a loss may refuse either. Those of a prompt each, which
-# are all called alone as well, are fewer.
+# are all called alone as well, are fewer. Smaller ones are tried again with log-ratios as large as theirs.
 LARGEST, PROMPTS = (256, 257, 1031), 257
-# Log-ratios there are this many times the usual ones.
-FAR = 4.0
+SMALLER = (2, 8, 32)
+# Log-ratios there, to the reference and to the sampler, are this many times the usual ones: what couples rows may be
+# how unlike their ratios are, as where few samples are effective. A rollout's is e⁶ at most, which training reaches.
+FAR = (4.0, 12.0)
+NEAR = (1.0, 1.0)
 # Rows of the batch whose rollouts are as long as those of trainers, and of the largest batch of groups.
 MANY = 32
 # Sizes of one group. Trainers have 4 to 16 rollouts of a prompt, and fewer where some fail.
@@ -40,11 +43,22 @@ VARYING = "ragged"
 
 @shared
 def examine_larger(findings: Findings) -> Found | None:
-    """Report the smallest batch whose rows are coupled, if those of smaller ones are not or are coupled rightly."""
+    """Report the smallest batch whose rows are coupled, if those of smaller ones are not or are coupled rightly.
+
+    Of a loss that draws random numbers also over more draws: the noise of a mean is no coupling.
+    """
+    found = _larger(findings)
+    for measure in findings.measure.further[:1] if found else ():
+        found = _larger(replace(findings, measure=measure, _results={}))
+    return found
+
+
+def _larger(findings: Findings) -> Found | None:
     rows = [row for row in findings.rows if row.agrees is True]
     if not rows or len(rows) < len(findings.rows):
         return None
-    row = max(rows, key=lambda row: row.batch)
+    # What couples rows may be how far the sampler is from the policy.
+    row = max(rows, key=lambda row: (row.batch, row.sampler == "stale"))
     if findings.measure.sizes.grouped and row.batch > 1:
         return _groups(findings, row) or _of_other_groups(findings, row)
     # A size that was asked for is the only one that it has to be right at.
@@ -64,21 +78,22 @@ def examine_larger(findings: Findings) -> Found | None:
 
 def _many_rows(findings: Findings, row: Row) -> Found | None:
     """Put as many rollouts as are trained on at once into one batch, each of a prompt of its own if groups are read."""
-    if findings.loss.instead or findings.measure.sizes.requested:
+    if findings.measure.sizes.requested:
         return None
     instance = instances(VARYING, findings.seed)[0]
-    batch = Rollout.of(farther(instance, FAR), sampler=row.sampler, padding=findings.seed)
+    batch = Rollout.of(farther(instance, *FAR), sampler=row.sampler, padding=findings.seed)
     most = PROMPTS if "group" in findings.observed.uses else max(LARGEST)
     rows = np.resize(np.random.default_rng(findings.seed).permutation(len(batch)), most)
     if "group" in findings.observed.uses:
         batch, rows = batch.take(rows).replace(group=torch.arange(most)), np.arange(most)
     caller = Caller(findings.loss, batch)
-    for many in (2, *(size for size in LARGEST if size <= most)):
+    for many in (*SMALLER, *(size for size in LARGEST if size <= most and not findings.loss.instead)):
         with suppress(KltestError):
             caller.look(rows[:many].tolist())
             findings.reach.rows = max(findings.reach.rows, many)
         if caller.reduction == "coupled":
-            return _coupled(findings, row, many) if "group" not in findings.observed.uses else Found(f"{_words(many)}.")
+            known = "group" in findings.observed.uses
+            return Found(f"{_words(many, FAR)}.") if known else _coupled(findings, row, many, FAR)
     return None
 
 
@@ -123,8 +138,8 @@ def noisier(findings: Findings) -> Found | None:
     return found if found and found.level == "warning" else None
 
 
-def _caller(findings: Findings, sampler: str, times: float = 1.0) -> Caller:
-    instance = farther(instances(VARYING, findings.seed)[0], times)
+def _caller(findings: Findings, sampler: str, times: tuple[float, float] = NEAR) -> Caller:
+    instance = farther(instances(VARYING, findings.seed)[0], *times)
     return Caller(findings.loss, Rollout.of(instance, sampler=sampler, padding=findings.seed))
 
 
@@ -151,24 +166,29 @@ def _one_unlike(caller: Caller, many: int) -> np.ndarray:
     return rows
 
 
-def _words(many: int) -> str:
+def _words(many: int, times: tuple[float, float] = NEAR) -> str:
+    which = "smaller batches" if times == NEAR else "smaller batches, or of milder rollouts,"
+    where = "" if times == NEAR else f", with log-ratios {times[0]:g} and {times[1]:g} times as large as elsewhere,"
     return (
-        f"The rows of smaller batches are treated apart. In a batch of {many} the gradient of a row is not its share "
-        "of what it gives alone"
+        f"The rows of {which} are treated apart. In a batch of {many}{where} the gradient of a row is not its share of "
+        "what it gives alone"
     )
 
 
-def _coupled(findings: Findings, row: Row, many: int) -> Found:
-    """Tell whether the expected gradient of a batch of this size, with rows that are coupled, is still right."""
-    words = _words(many)
-    weight = _weight_of_positions(findings, row.sampler, many)
+def _coupled(findings: Findings, row: Row, many: int, times: tuple[float, float] = NEAR) -> Found:
+    """Tell whether the expected gradient of a batch of this size, with rows that are coupled, is still right.
+
+    Log-ratios in its environments are as many `times` as large as in the usual ones.
+    """
+    words = _words(many, times)
+    weight = _weight_of_positions(findings, row.sampler, many, times)
     if weight is None:
         try:
-            weight = 1.0 - _bias(findings, row, many, VARYING)
+            weight = 1.0 - _bias(findings, row, many, VARYING, times)
         except KltestError:
             # There are too many batches to measure. Of fewer rows only if their order counts, as in no right loss.
             with suppress(KltestError):
-                if many in LARGEST and _bias(findings, row, many) <= limit(findings):
+                if many in LARGEST and _bias(findings, row, many, times=times) <= limit(findings):
                     why = f"{words}; in a bandit the expected gradient is right, and elsewhere it was not measured"
                     return Found(why, "inconclusive", level="error")
             return Found(f"{words}.")
@@ -177,9 +197,9 @@ def _coupled(findings: Findings, row: Row, many: int) -> Found:
     return Found(f"{words}: the expected gradient is off by {abs(weight - 1):.2g} of it.")
 
 
-def _weight_of_positions(findings: Findings, sampler: str, many: int) -> float | None:
+def _weight_of_positions(findings: Findings, sampler: str, many: int, times: tuple[float, float]) -> float | None:
     """Total weight of a row over all places of a batch, 1 if it is right; None if rows have different ones."""
-    caller = _caller(findings, sampler, FAR if many in LARGEST else 1.0)
+    caller = _caller(findings, sampler, times)
     caller.look([0, 1])
     # From the shortest to the longest, so that a row that is dropped for its length is not one like the others.
     by_length = np.argsort(caller.base.peek("mask").sum(dim=1).numpy(), kind="stable")
@@ -202,12 +222,15 @@ def _weight(findings: Findings, caller: Caller, rows: np.ndarray) -> float | Non
     return weight if "mean" in caller.shares else weight / many
 
 
-def _bias(findings: Findings, row: Row, many: int, environment_name: str = "bandit") -> float:
+def _bias(
+    findings: Findings, row: Row, many: int, environment_name: str = "bandit", times: tuple[float, float] = NEAR
+) -> float:
     """Relative bias of the expected gradient over all batches of this size, of the fewest rollouts."""
     generator = np.random.default_rng(findings.seed)
     make, contexts = (partial(ragged, 2, 2), 2) if environment_name == VARYING else (partial(bandit, 2), 1)
     environment = make(reward=generator.standard_normal((contexts, 2)))
-    return bias(findings, replace(row, batch=many), Instance.draw(environment, findings.seed, distance=1.0))
+    instance = farther(Instance.draw(environment, findings.seed, distance=1.0), *times)
+    return bias(findings, replace(row, batch=many), instance)
 
 
 def _of_other_groups(findings: Findings, row: Row) -> Found | None:
