@@ -6,13 +6,12 @@ It loads neither torch nor the checks unless a test uses them. Losses are graded
 import sys
 import warnings
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kltest.version import VERSION
+from kltest.version import VERSION, version_of
 
 if TYPE_CHECKING:
     from kltest.parametrize import GradedCheck
@@ -42,11 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     """Return the versions of kltest and torch."""
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = "not installed"
-    return f"kltest: {VERSION}, torch {torch}; losses are graded in this process"
+    return f"kltest: {VERSION}, torch {version_of('torch') or 'not installed'}; losses are graded in this process"
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

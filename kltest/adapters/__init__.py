@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
 from kltest.errors import UsageError, did_you_mean
+from kltest.version import version_of
 
 NAMES = (
     *("trl", "verl", "openrlhf", "liger", "torchrl", "tunix", "unsloth-zoo", "slime", "nemo-rl", "torchtune"),
@@ -302,10 +302,7 @@ def installed_settings(library: Adapter, *, history: bool = False) -> tuple[Sett
         UsageError: the library is not installed.
     """
     _check_installed(library)
-    try:
-        installed = version(library.distribution)
-    except PackageNotFoundError:
-        installed = library.version
+    installed = version_of(library.distribution) or library.version
     wanted = [each for each in library.settings if each.default or not history]
     lacks = any(before(installed, each.since) for each in wanted)
     there = [*(library.history if history or lacks else ()), *wanted]

@@ -147,7 +147,7 @@ def gradient_of(loss: Loss, rollout: Rollout) -> np.ndarray:
 
 def gradient_given(measure: Measure, name: str, value: object, rollout: Rollout) -> np.ndarray:
     """(B, T, 1 + V) gradient with a value for one of the loss's parameters."""
-    return gradient_of(measure.loss.changed(arguments=measure.loss.arguments.with_value(name, value)), rollout)
+    return gradient_of(measure.loss.with_value(name, value), rollout)
 
 
 def gradient_of_times(measure: Measure, factor: float, rollout: Rollout) -> np.ndarray:

@@ -59,7 +59,7 @@ FAR = 4.0
 @shared
 def cuts(findings: Findings) -> Found | None:
     """Report the first of such numbers that changes the gradient by more than a factor where it is made small."""
-    if any(row.agrees is not True for row in findings.rows):
+    if not findings.agree:
         return None
     numbers, ids = list(_numbers(findings)), _token_ids(findings)
     if (numbers or ids) and findings.loss.instead is not None:
@@ -277,7 +277,7 @@ def _gradients(
     """
     loss = findings.measure.experiment().loss
     if name:
-        loss = loss.changed(arguments=loss.arguments.with_value(name, value))
+        loss = loss.with_value(name, value)
     if surroundings:
         loss = loss.within(surroundings)
     found = []

@@ -10,6 +10,7 @@ from math import isclose
 from typing import Literal
 
 from kltest.checks.batches import apart, gradient, gradient_of, limit, norm, share_by_size, single_tokens, usual_batch
+from kltest.checks.policy.objectives import multiples
 from kltest.checks.sequences.larger_batches import groups_apart
 from kltest.checks.sequences.lengths import influence
 from kltest.errors import KltestError
@@ -21,7 +22,6 @@ from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.tolerances import Tolerances
 from kltest.names import training_step
 from kltest.rollout import Rollout
-from kltest.truth import gradient as named
 
 # One token, three, and up to three.
 LENGTHS = ("bandit", "sequence", "ragged")
@@ -125,7 +125,7 @@ def _is_of_a_schedule(findings: Findings, factor: float) -> bool:
     usual = gradient_of(loss, batch)
     for name in (name for name in loss.arguments.stated if training_step(name) is not None):
         for step in STEPS:
-            changed = gradient_of(loss.changed(arguments=loss.arguments.with_value(name, step)), batch)
+            changed = gradient_of(loss.with_value(name, step), batch)
             share = float((changed * usual).sum() / (norm(usual) ** 2 or 1.0))
             same = apart(changed, share * usual) <= limit(findings)
             if same and isclose(factor * share, 1, rel_tol=Tolerances.guard):
@@ -144,14 +144,11 @@ def _scales_the_rest(findings: Findings, factor: float) -> Literal["yes", "no", 
         return "no"
     rest = Measure(whole(findings.loss), {"expected_reward": -1.0}, uses, seed=seed, sizes=sizes)
     row = rest.rows(findings.environments[0], "current")[-1]
-    shares = []
-    for found, instance in zip(row.gradients, row.case.instances, strict=bool(row.gradients)):
-        wanted = -named("expected_reward", instance)
-        shares.append(float((found * wanted).sum() / (wanted**2).sum()))
-        if shares[-1] <= 0 or norm(found - shares[-1] * wanted) > limit(findings) * norm(found):
-            return "no"
-    if not shares or not all(isclose(share, shares[0], rel_tol=Tolerances.guard) for share in shares):
-        return "unknown" if shares else "no"
+    shares = [-share for _, share in multiples(row, findings) or ()]
+    if not shares or min(shares) <= 0:
+        return "no"
+    if not all(isclose(share, shares[0], rel_tol=Tolerances.guard) for share in shares):
+        return "unknown"
     own = shares[0], shares[0] / (1 - 1 / row.batch) if row.batch > 1 else shares[0]
     return "yes" if any(isclose(factor, share, rel_tol=Tolerances.guard) for share in own) else "no"
 

@@ -634,7 +634,7 @@ def with_larger_numbers(loss: Loss, below: float, to: int) -> Iterator[Loss]:
     """Yield the loss with each number in turn that it states, beyond the usual length and below another, made `to`."""
     for name, value in loss.arguments.stated.items():
         if isinstance(value, int | float) and LENGTH < value < below:
-            yield loss.changed(arguments=loss.arguments.with_value(name, type(value)(to)))
+            yield loss.with_value(name, type(value)(to))
 
 
 def farther(instance: Instance, to_reference: float, to_sampler: float) -> Instance:

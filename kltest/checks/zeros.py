@@ -24,7 +24,7 @@ OF = {"logp": "the policy", "ref_logp": "the reference", "old_logp": "the sample
 @shared
 def zeros(findings: Findings) -> Found | None:
     """Report a gradient at other tokens that jumps where the log-prob of one is exactly 0."""
-    if findings.loss.instead is not None or any(row.agrees is not True for row in findings.rows):
+    if findings.loss.instead is not None or not findings.agree:
         return None
     batch, loss = usual_batch(findings), findings.measure.experiment().loss
     for name in sorted(OF.keys() & findings.observed.uses, key=list(OF).index):

@@ -23,7 +23,6 @@ from kltest.loss.callables import source_file
 from kltest.loss.calling import Loss
 from kltest.loss.global_state import preserved
 from kltest.loss.outcome import Call
-from kltest.loss.placement import place
 from kltest.loss.resolve import resolve
 from kltest.loss.view import unambiguous
 from kltest.moments.differentiate import leaf_gradients
@@ -196,10 +195,8 @@ def _seen(loss: Loss, case: Case, part: np.ndarray | None) -> Seen:
                 loss.settle(batch)
             beta = case.beta if case.beta is not None else loss.beta(batch)
             result = loss.returned(batch, beta)
-            # What a reward is placed at is the log-prob itself.
-            logp = result.loss if loss.placement == "loss" else batch.peek("logp")
             value = result.loss.to(torch.float64)
-            placed = place(value, logp, batch.peek("mask"), loss.placement, loss.credit)
+            placed = loss.placed(value, batch)
             weights = case.weights.double()
             objective = (placed * (weights if placed.dim() else weights[0])).mean()
             gradients = {name: one.numpy() for name, one in leaf_gradients(loss, objective, batch).items()}

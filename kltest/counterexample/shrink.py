@@ -49,9 +49,9 @@ SIZES = ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2), (3, 3))
 MILD, MILD_RATIO = 2.0, 1.0
 # Bounds of the search: calls of the loss, and batches to enumerate in one environment.
 MOST_CALLS, MOST_BATCHES = 600, 100
-# Smallest relative difference that counts as a failure: it shows in six decimals.
 # Samplers of small environments.
 SMALL = ("current", "stale")
+# Smallest relative difference that counts as a failure: it shows in six decimals.
 VISIBLE = 1e-3
 GIVES_REWARDS = frozenset({"reward", "advantage", "group", "rollout"})
 

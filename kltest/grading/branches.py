@@ -24,7 +24,7 @@ def other_branches(findings: Findings, options: Options) -> Iterator[Row]:
     noted.
     """
     derivable = findings.loss.derivable
-    if any(row.agrees is not True for row in findings.rows):
+    if not findings.agree:
         return
     for left_out in _left_out(findings.loss):
         words = f"without {' and '.join(left_out)}"

@@ -57,6 +57,11 @@ class Findings:
     reach: Reach = field(default_factory=Reach)
     _results: dict[Any, Any] = field(default_factory=dict, repr=False)
 
+    @property
+    def agree(self) -> bool:
+        """True if every row follows what was declared, and there is one."""
+        return bool(self.rows) and all(row.agrees is True for row in self.rows)
+
     def see(self, instance: Instance, sampler: str = "current", rows: int = 1) -> None:
         """Note an instance, the sampler that its rollouts came from, and the rows of its batches."""
         reach = self.reach

@@ -27,7 +27,7 @@ def with_rows_of_the_batch(loss: Loss, seed: int = 0) -> Loss:
 
 def _only_cuts(loss: Loss, name: str, size: int, seed: int) -> bool:
     base = Rollout.of(instances("ragged", seed)[0], sampler="stale", padding=seed, centre="batch")
-    doubled = loss.changed(arguments=loss.arguments.with_value(name, 2 * size))
+    doubled = loss.with_value(name, 2 * size)
     try:
         alone = _gradient(loss, base, 1)
         parts, whole = (_gradient(one, base, 2 * size) for one in (loss, doubled))

@@ -238,6 +238,16 @@ class Loss:
         """Return the same loss with other values of some attributes and more notes; its calls count with it."""
         return replace(self, stated=(*self.stated, *notes), **attributes)
 
+    def placed(self, value: torch.Tensor, rollout: Rollout) -> torch.Tensor:
+        """Return a value of the loss where it is placed: (B,) or a scalar, whose mean is to be differentiated."""
+        # What a reward is placed at is the log-prob itself.
+        logp = value if self.placement == "loss" else rollout.peek("logp")
+        return place(value, logp, rollout.peek("mask"), self.placement, self.credit)
+
+    def with_value(self, name: str, value: object) -> "Loss":
+        """Return the same loss with a value for one of its parameters, or for an attribute of one."""
+        return self.changed(arguments=self.arguments.with_value(name, value))
+
     def for_experiments(self, floats: torch.dtype | None = None, masks: torch.dtype | None = None) -> "Loss":
         """Return the same loss for unusual input: it may be NaN or infinite, and what it does is not recorded here.
 
@@ -315,8 +325,7 @@ class Loss:
                 raise TargetError(f"{self.name} returned {result.returned} at β = {beta}, {without.returned} {where}")
             loss = loss - without.loss.to(torch.float64)
         loss = loss / beta if self.takes_beta else loss
-        logp = loss if self.placement == "loss" else rollout.peek("logp")
-        placed = place(loss, logp, rollout.peek("mask"), self.placement, self.credit)
+        placed = self.placed(loss, rollout)
         if not self.exploring and not is_finite(placed):
             for name, part in results.items():
                 check_finite(name, part.loss, rollout, self.fields)

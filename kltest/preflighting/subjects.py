@@ -19,7 +19,7 @@ from kltest.loss.callables import described, name_of, source_file
 from kltest.loss.calling import Loss
 from kltest.loss.frames import failure, raised_as
 from kltest.loss.outcome import Call
-from kltest.loss.placement import ROW_FIELDS, place
+from kltest.loss.placement import ROW_FIELDS
 from kltest.loss.resolve import resolve
 from kltest.loss.view import difference, unambiguous
 from kltest.names import FIELDS, field_named
@@ -158,9 +158,7 @@ class ByName:
         result = self.loss.returned(rollout, case.beta)
         self.per_token |= result.returned == "tokens"
         self.writes |= {name: f"it wrote into {name}: {how}" for name, how in self.loss.record.writes.items()}
-        placed = place(
-            result.loss.double(), rollout.peek("logp"), rollout.peek("mask"), self.loss.placement, self.loss.credit
-        )
+        placed = self.loss.placed(result.loss.double(), rollout)
         objective = placed if placed.dim() == 0 else placed.mean()
         leaves = {name: leaf for name in LEAVES if (leaf := rollout.built(name)) is not None}
         if not objective.requires_grad:

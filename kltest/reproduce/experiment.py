@@ -28,6 +28,7 @@ from kltest.reproduce.numbers import Numbers, number
 from kltest.sweeps.run import Batching, Configuration, run
 from kltest.sweeps.settings import Settings
 from kltest.sweeps.store import Failure, Row, Store, digest
+from kltest.version import version_of
 
 SCALES = ("quick", "full")
 # Names that experiments had before they became a part of another.
@@ -94,15 +95,17 @@ class Experiment:
         """Changes with anything that a result depends on, so that no result of other code is ever reused."""
         package, experiments = PACKAGE, self.checkout.root / "experiments"
         # Claims and tables do not change the rows.
-        own = [path for path in (experiments / self.name).glob("*.py") if path.name != "claims.py"]
-        own += experiments.glob("*.py")  # what experiments share
+        sources = [path for path in (experiments / self.name).glob("*.py") if path.name != "claims.py"]
+        sources += experiments.glob("*.py")  # what experiments share
         module = self.checkout.load("experiments", self.name, "experiment")
         rooms = (*ROOMS, *getattr(module, "ROOMS", ()))
-        sources = [*own, *(package / one for one in MODULES)]
+        sources += [package / one for one in MODULES]
         sources += [path for room in rooms for path in (package / room).rglob("*.py")]
         contents = sorted((path.name, sha256(path.read_bytes()).hexdigest()) for path in sources)
         libraries = {library: metadata.version(library) for library in LIBRARIES}
-        return digest(contents, libraries | {name: _version(name) for name in getattr(module, "LIBRARIES", ())})
+        # None if it is not installed: an experiment may do without.
+        own = {name: version_of(name) or None for name in getattr(module, "LIBRARIES", ())}
+        return digest(contents, libraries | own)
 
     @property
     def settings(self) -> Settings:
@@ -171,11 +174,3 @@ def compute_all(checkout: Checkout, name: str, batch: Sequence[Configuration]) -
     if hasattr(module, "compute_batch"):
         return module.compute_batch(batch)
     return [module.compute(configuration) for configuration in batch]
-
-
-def _version(library: str) -> str | None:
-    """None if it is not installed: an experiment may do without."""
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None

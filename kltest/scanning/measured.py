@@ -164,7 +164,7 @@ def is_settled(roles: Roles, node: Node) -> bool:
     return fact.quantity in DATA
 
 
-def source_of(roles: Roles, node: Node) -> Node:
+def source_of(node: Node) -> Node:
     """Return what a field is computed from: the logits of its log-probs, before they are reshaped."""
     while node.operation in UNDONE | RESHAPES and isinstance(node.arguments[0], Node):
         node = node.arguments[0]

@@ -286,7 +286,7 @@ class Parts:
         groups: list[tuple[dict[Node, str], list[tuple[int, Any]]]] = []
         for one in addends:
             ends = leaves(self.roles, one[1])
-            fields = {source_of(self.roles, node): name[:4] for node, name in ends.fields.items() if "log" in name}
+            fields = {source_of(node): name[:4] for node, name in ends.fields.items() if "log" in name}
             fields |= {node: "" for node in ends.unknown if self.roles.of(node).sides}
             members = [one]
             for other in list(groups):

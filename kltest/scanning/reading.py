@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kltest.errors import UsageError
+from kltest.files import relative
 from kltest.grading.grader import grade
 from kltest.grading.jobs import Job
 from kltest.loss.importing import source_of
@@ -21,6 +22,7 @@ from kltest.scanning.rows import NAME, Row
 from kltest.scanning.search import Search
 from kltest.scanning.sources import contents
 from kltest.scanning.store import Store
+from kltest.symbolic.values import walked
 
 # The program of a function that computes with numbers, and how it is told that it was called so.
 NUMBERS = """from kltest.loss.numbers import of_numbers
@@ -117,8 +119,7 @@ def is_defined(target: str) -> bool:
     """Return True for a function or method that stands in a file."""
     loss = named(target)
     path = loss.path or (source_of(loss.module) if loss.module else None)
-    tree = _tree(path) if path else None
-    return tree is not None and loss.names in {place.title for place in places_in(tree)}
+    return path is not None and loss.names in {place.title for place in places_in(_tree(path))}
 
 
 def _jobs(job: Job, told: Sequence[tuple[Row, str, str]], folder: Path, why: str) -> Iterator[Job]:
@@ -165,9 +166,7 @@ class _Reader:
 
     def is_of_numbers(self) -> bool:
         """Return True for a function that computes with numbers of Python, or speaks of one of its file that does."""
-        functions = [
-            one for one in ast.walk(_tree(self.path) or ast.Module([], [])) if isinstance(one, ast.FunctionDef)
-        ]
+        functions = [one for one in ast.walk(_tree(self.path)) if isinstance(one, ast.FunctionDef)]
         spoken = {one.name: {each.id for each in ast.walk(one) if isinstance(each, ast.Name)} for one in functions}
         return "float" in _closed(spoken, self.name)
 
@@ -229,7 +228,7 @@ class _Reader:
 
     def _is_own(self, use: str) -> bool:
         """Return True for a use by the function itself."""
-        return use.startswith((f"{self.name}, {self.path}:", f"{self.name}, {_shown(self.path)}:"))
+        return use.startswith((f"{self.name}, {self.path}:", f"{self.name}, {relative(self.path, Path.cwd())}:"))
 
     def _is_call_site(self, use: str, row: Row) -> bool:
         """Return True for a use by another function: of a term that the function holds, or by way of the function."""
@@ -248,32 +247,21 @@ class _Reader:
 
 def _closed(known: Mapping[str, Collection[str]], name: str) -> set[str]:
     """Return a name, and all names that it leads to."""
-    reached, left = set[str](), [name]
-    while left:
-        one = left.pop()
-        if one not in reached:
-            reached.add(one)
-            left += known.get(one, ())
-    return reached
+    return set(walked([name], lambda one: known.get(one, ())))
 
 
-def _shown(path: Path) -> Path:
-    """Return a path as the scan writes it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _tree(path: Path) -> ast.Module | None:
-    """Return the syntax tree of a file; None if it cannot be read."""
+def _tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a file; an empty one if it cannot be read."""
     try:
         return ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return None
+        return ast.Module([], [])
 
 
 def _calls(path: Path) -> dict[str, set[str]]:
     """Return the names that each function of a file calls; nothing of one that cannot be read."""
     found: dict[str, set[str]] = {}
-    for node in ast.walk(_tree(path) or ast.Module([], [])):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             called = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
             names = {getattr(one, "attr", getattr(one, "id", "")) for one in called}
@@ -299,12 +287,12 @@ def _defining(path: Path, files: Mapping[Path, bytes]) -> Iterator[tuple[Path, b
         for name in _options(_tree(file)).intersection(near) if near and not _is_test(file) else ():
             if name not in found or _shared(file, path) > _shared(found[name][0], path):
                 found[name] = file.resolve(), content
-    yield from {file: content for file, content in found.values()}.items()
+    yield from dict(found.values()).items()
 
 
-def _read_options(tree: ast.Module | None) -> set[str]:
+def _read_options(tree: ast.Module) -> set[str]:
     """Return the attributes that a file reads of what it does not import, and does not call."""
-    nodes = list(ast.walk(tree or ast.Module([], [])))
+    nodes = list(ast.walk(tree))
     called = {one.func for one in nodes if isinstance(one, ast.Call)}
     imported = {
         (alias.asname or alias.name).partition(".")[0]
@@ -316,9 +304,9 @@ def _read_options(tree: ast.Module | None) -> set[str]:
     return {one.attr for one in read if one not in called and getattr(one.value, "id", "") not in imported}
 
 
-def _options(tree: ast.Module | None) -> set[str]:
+def _options(tree: ast.Module) -> set[str]:
     """Return the options for which a file has a constant for a default."""
-    found = map(option, ast.walk(tree or ast.Module([], [])))
+    found = map(option, ast.walk(tree))
     return {name for name, default in found if isinstance(default, ast.Constant) and default.value is not None}
 
 

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Generator, Iterator
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +26,7 @@ from kltest.grading.jobs import Job, failed, graded
 from kltest.scoreboard.extras import extras
 from kltest.scoreboard.programs import program
 from kltest.scoreboard.rows import BoardRow, matches, row
+from kltest.version import version_of
 
 # Packages whose versions may matter for the results.
 COMPANIONS = ("torch", "transformers", "accelerate", "jax", "tensordict", "numpy")
@@ -109,8 +109,8 @@ def _row(request: SimpleNamespace, library: Adapter, setting: Setting, lost: str
         setting.for_part(request.part),
         report,
         part=request.part,
-        version=_version(library.distribution) or "?",
-        versions=report.versions | {package: found for package in COMPANIONS if (found := _version(package))},
+        version=version_of(library.distribution) or "?",
+        versions=report.versions | {package: found for package in COMPANIONS if (found := version_of(package))},
         known=setting in library.settings,
         unset=unset(setting.coefficient) if kl else [],
         seconds=round(time.monotonic() - started, 1),
@@ -118,13 +118,6 @@ def _row(request: SimpleNamespace, library: Adapter, setting: Setting, lost: str
         calling=round(report.calling, 1),
         **others,
     )
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":

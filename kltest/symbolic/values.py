@@ -8,10 +8,12 @@ that differs is a node `choice(condition, then, otherwise)`.
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from kltest.errors import KltestError
 from kltest.symbolic.operations import constant_of, is_constant
+
+T = TypeVar("T")
 
 CHOICE = "choice"
 # Operations that make a node from nothing of the graph: a parameter, or a name of which nothing is known.
@@ -66,8 +68,8 @@ def nodes_in(value: Any) -> Iterator[Node]:
             yield from nodes_in(one)
 
 
-def walked(start: Iterable[Node], onward: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """Yield nodes and those that come after them, the nearest first and each once."""
+def walked(start: Iterable[T], onward: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """Yield things, as nodes, and those that come after them, the nearest first and each once."""
     found = list(dict.fromkeys(start))
     seen = set(found)
     for one in found:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from kltest.environments import Instance
-from kltest.loss.placement import place
 from kltest.moments.caller import BatchOfOneError
 from kltest.moments.differentiate import backward, leaf_gradients
 from kltest.moments.reduction import probe
@@ -137,8 +136,7 @@ class Penalty:
         logged = value.detach() if metric is None else metric
         if self.loss.placement == "loss" and not placed:
             return value, logged
-        logp = value if self.loss.placement == "loss" else rollout.peek("logp")
-        return place(value, logp, rollout.peek("mask"), self.loss.placement, self.loss.credit), logged
+        return self.loss.placed(value, rollout), logged
 
     def _returned(self, rollout: Rollout, beta: float) -> tuple[Tensor, Tensor | None]:
         """Return the estimator's value in float64 and the KL among its metrics."""

@@ -45,7 +45,7 @@ class EveryRollout:
         self._orders = (orders * chance[rows[:: self.group_size]] / self.group_size)[:, None]
         self._prompt_chance = chance[:, None]
 
-    def draw(self, sampler: Policy, step: int) -> Batch:
+    def draw(self, sampler: Policy) -> Batch:
         """All rows with their weights under a sampler, whatever the `step`."""
         chances = np.exp(self._rollouts.along(self._rollouts.chosen(sampler.log_probs)) + self._log_weight)
         if self.group_size > 1:
@@ -131,7 +131,7 @@ class Drawn:
         self._shares = np.full((batch_size, self.runs), 1.0 / batch_size)
         self._tokens = np.arange(vocabulary * self.runs if self._counted else 0)
 
-    def draw(self, sampler: Policy, step: int) -> Batch:
+    def draw(self, sampler: Policy) -> Batch:
         """Rollouts of update number `step`; call it for each update in order."""
         uniforms = self._uniforms.take()
         if self._counted:

@@ -118,7 +118,7 @@ def _train_together(
         recording = step in recorded
         if step % settings.inner_steps == 0:
             sampler = policy
-        batch = source.draw(sampler, step)
+        batch = source.draw(sampler)
         if penalty is not None and penalty.whole:
             ascent = np.zeros(batch.shape)
         else:

@@ -22,7 +22,7 @@ LARGER = 16
 @shared
 def rewards(findings: Findings) -> Found | None:
     """Report rewards with which the KL part differs, if it is the same with those of 0 and 1 in each order."""
-    if not findings.observed.uses & ROW_FIELDS or any(row.agrees is not True for row in findings.rows):
+    if not findings.observed.uses & ROW_FIELDS or not findings.agree:
         return None
     fixture = group_fixture(findings)
     sizes = [fixture.size]

@@ -27,7 +27,7 @@ FAR = 4.0
 
 def elsewhere(findings: Findings) -> Found | None:
     """Report where a logged KL that is right in the graded environments is none."""
-    if not findings.rows or any(row.agrees is not True for row in findings.rows):
+    if not findings.agree:
         return None
     names = {found.row.matches for _, found in logged(findings) if found.row.matches}
     tried = chain(_in_long_rollouts(findings, names), _in_turns(findings), _in_batches(findings, names))

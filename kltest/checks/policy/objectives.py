@@ -33,7 +33,7 @@ def multiples(row: Row, findings: Findings) -> list[tuple[float, float]] | None:
         share = float((followed * wanted).sum() / (wanted**2).sum())
         if np.linalg.norm(followed - share * wanted) > limit(findings) * np.linalg.norm(followed):
             return None
-        found.append((float(_rate(instance, row)), share))
+        found.append((float(_rate(instance)), share))
     return found or None
 
 
@@ -72,7 +72,7 @@ def _asymmetry(findings: Findings, environment: str, sampler: str, batch: int) -
     return float(np.sqrt(np.mean(np.square(crossed)) / max((along**2).sum() / len(along), np.finfo(float).tiny)))
 
 
-def _rate(instance: Instance, row: Row) -> float:
+def _rate(instance: Instance) -> float:
     return float(instance.environment.prompts @ instance.environment.expected_returns(instance.policy))
 
 

@@ -44,7 +44,7 @@ def moot(findings: Findings) -> str | None:
 
 def examine(findings: Findings) -> Found | None:
     """Put masked columns into a batch, then grade rollouts of two turns, if it is right without gaps."""
-    if not findings.rows or any(row.agrees is not True for row in findings.rows):
+    if not findings.agree:
         return None
     moved = _moved(findings)
     words = moved or _in_turns(findings)

@@ -54,11 +54,10 @@ def examine_larger(findings: Findings) -> Found | None:
 
 
 def _larger(findings: Findings) -> Found | None:
-    rows = [row for row in findings.rows if row.agrees is True]
-    if not rows or len(rows) < len(findings.rows):
+    if not findings.agree:
         return None
     # What couples rows may be how far the sampler is from the policy.
-    row = max(rows, key=lambda row: (row.batch, row.sampler == "stale"))
+    row = max(findings.rows, key=lambda row: (row.batch, row.sampler == "stale"))
     if findings.measure.sizes.grouped and row.batch > 1:
         return _groups(findings, row) or _of_other_groups(findings, row)
     # A size that was asked for is the only one that it has to be right at.
