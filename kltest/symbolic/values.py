@@ -398,11 +398,6 @@ class External:
 
     path: str
 
-    def __getattr__(self, name: str) -> "External":
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return External(f"{self.path}.{name}")
-
 
 @dataclass(frozen=True)
 class Builtin:
