@@ -213,6 +213,11 @@ def apart(found: np.ndarray, wanted: np.ndarray) -> float:
     return norm(found - wanted) / (norm(wanted) or 1.0)
 
 
+def nearest_multiple(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The c of the multiple c·wanted that is nearest to a gradient, 0 if that is zero."""
+    return float((found * wanted).sum() / ((wanted**2).sum() or 1.0))
+
+
 def norm(array: np.ndarray) -> float:
     """Euclidean norm over all entries."""
     return float(np.linalg.norm(array))
@@ -235,7 +240,7 @@ def share_by_size(row: Row, findings: Findings) -> dict[int, float]:
             return {}
         if not wanted.any():
             return {}
-        shares[size] = float((found * wanted).sum() / (wanted**2).sum())
+        shares[size] = nearest_multiple(found, wanted)
     return shares
 
 

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kltest.checks.batches import ANOTHER, as_array, evenly, gradient_of, limit, lost_tokens, norm
+from kltest.checks.batches import ANOTHER, as_array, evenly, gradient_of, limit, lost_tokens, nearest_multiple, norm
 from kltest.checks.check import Found
 from kltest.checks.stress import farther, right_in_long_rollouts
 from kltest.errors import KltestError
@@ -223,7 +223,7 @@ def _with_id(batch: Rollout, token: int, one: int) -> Rollout:
 
 def _is_another(usual: np.ndarray, changed: np.ndarray, limit: float, scheduled: bool) -> bool:
     """Return True unless a gradient is a positive multiple of the usual one, or none where it is `scheduled`."""
-    factor = float((changed * usual).sum() / (norm(usual) ** 2 or 1.0))
+    factor = nearest_multiple(changed, usual)
     off = norm(changed - factor * usual) / (norm(usual) or 1.0)
     lost = factor < -limit if scheduled else factor <= 0
     return off > limit * max(1.0, abs(factor)) or bool(usual.any() and lost)

@@ -9,7 +9,16 @@ from dataclasses import replace
 from math import isclose
 from typing import Literal
 
-from kltest.checks.batches import apart, gradient, gradient_of, limit, norm, share_by_size, single_tokens, usual_batch
+from kltest.checks.batches import (
+    apart,
+    gradient,
+    gradient_of,
+    limit,
+    nearest_multiple,
+    share_by_size,
+    single_tokens,
+    usual_batch,
+)
 from kltest.checks.policy.objectives import multiples
 from kltest.checks.sequences.larger_batches import groups_apart
 from kltest.checks.sequences.lengths import influence
@@ -126,7 +135,7 @@ def _is_of_a_schedule(findings: Findings, factor: float) -> bool:
     for name in (name for name in loss.arguments.stated if training_step(name) is not None):
         for step in STEPS:
             changed = gradient_of(loss.with_value(name, step), batch)
-            share = float((changed * usual).sum() / (norm(usual) ** 2 or 1.0))
+            share = nearest_multiple(changed, usual)
             same = apart(changed, share * usual) <= limit(findings)
             if same and isclose(factor * share, 1, rel_tol=Tolerances.guard):
                 return True

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kltest.checks.approximations import sizes
-from kltest.checks.batches import norm
+from kltest.checks.batches import nearest_multiple, norm
 from kltest.checks.check import Found, signed
 from kltest.environments import Environment, Instance, OfSome, bandit, of_choices, sequence
 from kltest.environments.policies import table
@@ -587,7 +587,7 @@ def credited_to_the_end(findings: Findings) -> Found | None:
         shares = []
         for measure in (findings.measure, *findings.measure.further[:1]):
             found = measure.gradient_of(measure.loss, instance, row.sampler)[first]
-            shares.append(float((found * wanted).sum() / (wanted**2).sum()))
+            shares.append(nearest_multiple(found, wanted))
         share, noise = float(np.mean(shares)), float(np.ptp(shares)) / 2
         words = (
             f"In rollouts of {LONGER} tokens, {row.sampler} sampler, the first token is credited with {share:.2g} of "
@@ -657,7 +657,7 @@ def _in_long_rollouts(findings: Findings) -> tuple[str, str] | None:
     if off is None or _is_stated(findings, off, tolerance := allowed(off)):
         return None
     where = stress.words(off)
-    factor = float((off.found * off.wanted).sum() / ((off.wanted**2).sum() or 1.0))
+    factor = nearest_multiple(off.found, off.wanted)
     small = max(SMALL, tolerance)
     if norm(off.found) <= small * norm(off.wanted):
         return "KL105", f"{where}: nothing is left of it."

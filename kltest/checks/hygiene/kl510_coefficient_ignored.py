@@ -11,6 +11,7 @@ from kltest.checks.batches import (
     gradient_of,
     group_fixture,
     limit,
+    nearest_multiple,
     norm,
     usual_batch,
 )
@@ -59,7 +60,7 @@ def coefficient(findings: Findings) -> Coefficient:
         parts[factor * base], value = _push(measure, untied, factor * base)
         moves |= value != 0.0
     own = parts[base]
-    strength = {beta: float((part * own).sum() / max(norm(own) ** 2, 1e-300)) for beta, part in parts.items()}
+    strength = {beta: nearest_multiple(part, own) for beta, part in parts.items()}
     if max(map(norm, parts.values())) <= NOTHING:
         # A gate may be closed in this group, and a penalty on the way from the sampler is zero at the sampler.
         stale = replace(fixture, sampler="stale").rollout(fixture.different, fixture.untied)

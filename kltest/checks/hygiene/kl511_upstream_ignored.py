@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kltest.checks.batches import apart, gradient_beside, gradient_of_times, limit, usual_batch
+from kltest.checks.batches import apart, gradient_beside, gradient_of_times, limit, nearest_multiple, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.demonstrations import Demonstration, Losses, one_row
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
@@ -32,7 +32,7 @@ def examine(findings: Findings) -> Found | None:
     for factor in (2.0,) if findings.observed.dtype == "float16" else FACTORS:
         times = gradient_of_times(findings.measure, factor, batch) / factor
         if (off := apart(times, once)) > limit(findings):
-            share = factor * float((times * once).sum() / (once**2).sum())
+            share = factor * nearest_multiple(times, once)
             return Found(
                 f"The gradient of {factor:.4g}·loss is {share:.4g} times that of the loss, off by {off:.2g} of it."
             )

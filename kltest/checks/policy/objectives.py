@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kltest.checks.batches import limit
+from kltest.checks.batches import limit, nearest_multiple, norm
 from kltest.environments import Instance
 from kltest.environments.policies import table
 from kltest.identify.findings import Findings, Row, shared
@@ -30,10 +30,10 @@ def multiples(row: Row, findings: Findings) -> list[tuple[float, float]] | None:
     found = []
     for followed, instance in zip(row.gradients, row.case.instances, strict=bool(row.gradients)):
         wanted = gradient("expected_reward", instance)
-        share = float((followed * wanted).sum() / (wanted**2).sum())
-        if np.linalg.norm(followed - share * wanted) > limit(findings) * np.linalg.norm(followed):
+        share = nearest_multiple(followed, wanted)
+        if norm(followed - share * wanted) > limit(findings) * norm(followed):
             return None
-        found.append((float(_rate(instance)), share))
+        found.append((_rate(instance), share))
     return found or None
 
 

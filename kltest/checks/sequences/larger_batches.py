@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kltest.checks.batches import GroupFixture, apart, as_array, evenly, limit, norm
+from kltest.checks.batches import GroupFixture, apart, as_array, evenly, limit, nearest_multiple
 from kltest.checks.check import Found
 from kltest.checks.stress import NARROW, REST, WHOLE_CHUNKS, bias, farther, long_instance, with_larger_numbers
 from kltest.environments import Instance, bandit, ragged
@@ -215,7 +215,7 @@ def _weight(findings: Findings, caller: Caller, rows: np.ndarray) -> float | Non
     for shift in range(many):
         shifted = np.roll(rows, shift)
         total += np.roll(as_array(caller.call(shifted), caller.base.take(shifted)), -shift, axis=0)
-    weight = float((total * own).sum() / (norm(own) ** 2 or 1.0))
+    weight = nearest_multiple(total, own)
     if apart(total, weight * own) > limit(findings):
         return None
     return weight if "mean" in caller.shares else weight / many
