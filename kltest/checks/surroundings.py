@@ -196,5 +196,9 @@ def _gradient(
 
 @shared
 def _held(findings: Findings) -> tuple[State, State]:
-    """Return what the loss keeps between calls, and where its random generators stand, as they are now."""
-    return findings.loss.calls.state.now(), findings.loss.calls.draws()
+    """Return what the loss keeps between calls, and where its random generators stand.
+
+    That is what it keeps before the first call, if that matters: of prompts with other numbers it knows nothing else.
+    """
+    calls = findings.loss.calls
+    return calls.state if findings.observed.keeps_state else calls.kept(), calls.draws()

@@ -54,6 +54,7 @@ OF_SHAPES = ("shape", "size", "unpack", "divi", "multiple", "dimension", "chunk"
 SIZES_TRIED = (1, *sorted(SIZES))
 ONE_AT_A_TIME = "It takes one rollout at a time: grade a function that calls it with each row and returns the mean"
 SOME_SIZES = "It runs on batches of {} rows, of those tried: give {} {}"
+ON_POLICY = "With the policy as sampler it ran: --sampler current grades it for rollouts of the policy alone"
 NO_SIZE = f"It is no matter of their number: batches of {SIZES_TRIED[0]} to {SIZES_TRIED[-1]} rows were tried"
 OF_CHOICES = (
     "Environments have a vocabulary of a few tokens: make the number a parameter of the function, as k=20, which is "
@@ -217,7 +218,7 @@ class Grading:
                 self._stop(alarm, limit or 0.0)
             except TargetError as error:
                 self.error, self.frame, self.finished = str(error), getattr(error, "frame", None), True
-                self.error += _on_sizes(error, self.options, self.loss)
+                self.error += _on_sizes(error, self.options, self.loss) or _on_samplers(self.findings)
             self.seconds = time.monotonic() - began
             yield
 
@@ -437,6 +438,12 @@ def _on_sizes(error: TargetError, options: Options, loss: Loss | None) -> str:
         return f"\n{NO_SIZE}"
     given = "--group-size" if loss.takes & GROUP_FIELDS else "--batch-size"
     return f"\n{SOME_SIZES.format(' and '.join(map(str, taken)), given, min(size for size in taken if size > 1))}"
+
+
+def _on_samplers(findings: Findings | None) -> str:
+    """Return a hint if it ran with the policy as sampler, and not with another one; else ""."""
+    seen = {row.sampler for row in findings.rows} if findings else set()
+    return f"\n{ON_POLICY}" if findings and seen == {"current"} and findings.samplers[-1] != "current" else ""
 
 
 def _takes(loss: Loss, rows: int, options: Options) -> bool:

@@ -75,7 +75,7 @@ def histories(loss: Loss, case: Case) -> list[State]:
             for rows in sizes:
                 with suppress(KltestError):  # it may take some sizes only
                     loss(rollouts.take([(start + row) % len(rollouts) for row in range(rows)]))
-        found.append(calls.state.now())
+        found.append(calls.kept())
     return [found[0], *_other_phase(loss, rollouts, found[1]), found[1]]
 
 
@@ -83,7 +83,7 @@ def _other_phase(loss: Loss, rollouts: Rollout, state: State) -> list[State]:
     after = []
     state.reset()
     for _ in range(PHASES):
-        now, batch = loss.calls.state.now(), rollouts.replace()
+        now, batch = loss.calls.kept(), rollouts.replace()
         with suppress(KltestError), loss.calls.holding(), preserved(0):
             gradients = at_leaves(loss, loss(batch).objective, batch)
             after.append((now, torch.cat([one.flatten() for one in gradients])))

@@ -403,6 +403,10 @@ class Measure:
             return None
         return None if found == "coupled" else found
 
+    def in_samples(self, row: Row, environment: str, many: int) -> Row:
+        """Measure batches of another size from samples, as they are drawn for a row; groups if it is one of groups."""
+        return self._by_sampling(self.case(environment, row.sampler), many, "sampled")
+
     def _by_sampling(self, case: Case, batch: int, why: str, **options: Any) -> Row:
         """Return the row of a case that cannot be enumerated, and why; not judged if it cannot be sampled either."""
         place = self._place(case, batch)

@@ -1,7 +1,7 @@
 """Options of a call of a loss, and the outcome of one."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,13 +43,14 @@ class Calls:
     `count` of them returned or raised, in `seconds` together, the longest in `longest`; backward passes through what
     they returned took `backward` seconds; `interrupted` is how long the last one had run when the time was over, 0 if
     none was under way. `state` is what the places where the loss may keep something between calls held before the
-    first, random generators aside; `find` lists the `generators` that it may draw from,
-    and `numbers` the whole numbers in its code and in what that reads. What is `held` is made again as
-    it was before each call.
+    first, random generators aside; `find` lists the `generators` that it may draw from, `places` all places as they are
+    now, and `numbers` the whole numbers in its code and in what that reads. What is `held` is made again as it was
+    before each call.
     """
 
     find: Callable[[], list[Place]]
     numbers: Callable[[], set[int]]
+    places: Callable[[], Iterable[Place]]
     state: State
     generators: list[Place]
     held: tuple[State, ...] = ()
@@ -64,7 +65,12 @@ class Calls:
     def of(cls, function: Any, objects: Mapping[str, Any]) -> "Calls":
         """Return the calls of a loss before the first; `objects` are given to it in each, by name."""
         find, numbers = partial(generators_of, function, objects), partial(numbers_of, function, objects)
-        return cls(find, numbers, State(one for one in places_of(function, objects) if not one.drawn), find())
+        places = partial(places_of, function, objects)
+        return cls(find, numbers, places, State(one for one in places() if not one.drawn), find())
+
+    def kept(self) -> State:
+        """Return what is kept now, as in a list of a prompt that an earlier call made."""
+        return State(one for one in self.places() if not one.drawn)
 
     def draws(self) -> State:
         """Return where all random generators stand that a call may draw from, those made by earlier calls included."""

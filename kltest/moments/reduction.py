@@ -43,7 +43,7 @@ class NonDeterministicError(TargetError):
         """The error of a loss that did not repeat a call; more calls find out why."""
         calls = loss.calls
         with preserved():
-            draws, state = calls.draws(), calls.state.now()
+            draws, state = calls.draws(), calls.kept()
             call()
             possible: dict[Cause, tuple[State, ...]] = {"draws": (draws,)} if draws.changed() else {}
             possible |= {"state": (draws, state)} if (kept := calls.state.changed()) else {}

@@ -4,6 +4,7 @@ Each wrong loss has a sister that does the same rightly, or that differs in what
 """
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -272,7 +273,94 @@ def warns_where_few_are_effective(logp, ref_logp, old_logp, mask):
     return {"loss": (ratio * square).mean(), "effective": float(effective)}
 
 
+# Rows that are matched, right in batches of two and wrong in those that trainers have
+
+
+def by_length(mask):
+    return live_of(mask).sum(-1).argsort(stable=True)
+
+
+def pairs(log_ratio):
+    """A quarter of the squared difference of each two neighbours, in a ring."""
+    if len(log_ratio) < 2:
+        raise ValueError("needs pairs")
+    return ((log_ratio - log_ratio.roll(1, 0)).square() / 4).mean()
+
+
+def pairs_by_length(logp, ref_logp, mask):
+    return pairs(total(logp - ref_logp, mask)[by_length(mask)])
+
+
+def pairs_by_log_ratio(logp, ref_logp, mask):
+    return pairs(total(logp - ref_logp, mask).sort().values)
+
+
+def pairs_as_they_stand(logp, ref_logp, mask):
+    return pairs(total(logp - ref_logp, mask))
+
+
+def centred_in_parts(one, parts):
+    """Numbers (B,) less the mean of the others of their part, an index each; alone in one they stay as they are."""
+    centred = one.clone()
+    for part in parts:
+        if len(part) > 1:
+            centred[part] = one[part] - (one[part].sum() - one[part]) / (len(part) - 1)
+    return centred
+
+
+def sorted_micro_batches(logp, ref_logp, mask, micro_batch_size: int = 4):
+    cost = centred_in_parts(total(logp - ref_logp, mask).detach(), by_length(mask).split(micro_batch_size))
+    return (cost * total(logp, mask)).mean()
+
+
+def micro_batches(logp, ref_logp, mask, micro_batch_size: int = 4):
+    cost = centred_in_parts(total(logp - ref_logp, mask).detach(), torch.arange(len(logp)).split(micro_batch_size))
+    return (cost * total(logp, mask)).mean()
+
+
+def halves_of_a_group(logp, ref_logp, mask, group):
+    """Short and long half of a prompt's rollouts, from eight on, have baselines of their own."""
+    parts = []
+    for one in group.unique():
+        rows = (group == one).nonzero().squeeze(1)
+        rows = rows[by_length(mask[rows])]
+        parts += rows.chunk(2) if len(rows) >= 8 else [rows]
+    return (centred_in_parts(total(logp - ref_logp, mask).detach(), parts) * total(logp, mask)).mean()
+
+
+class HistoryOfPrompts:
+    """A baseline of each prompt from earlier batches, in lists that are made when they are needed."""
+
+    itself = False
+
+    def __init__(self):
+        self.seen = defaultdict(list)
+
+    def __call__(self, logp, ref_logp, mask, group):
+        cost, ids = total(logp - ref_logp, mask).detach(), group.tolist()
+        kept = {one: list(numbers) for one, numbers in self.seen.items()}
+        for one, number in zip(ids, cost.tolist(), strict=True):
+            self.seen[one].append(number)
+        used = [(self.seen if self.itself else kept).get(one, [])[-16:] for one in ids]
+        base = torch.tensor([sum(one) / max(len(one), 1) for one in used], dtype=cost.dtype)
+        return ((cost - base) * total(logp, mask)).mean()
+
+
+class HistoryAndItself(HistoryOfPrompts):
+    """The same with the rollout itself."""
+
+    itself = True
+
+
 CASES = [
+    wrong("KL204", pairs_by_length, ("KL206",)),
+    wrong("KL204", pairs_by_log_ratio, ("KL206",)),
+    wrong("KL206", pairs_as_they_stand, warns=True),
+    wrong("KL204", sorted_micro_batches, ("KL206",)),
+    wrong("KL206", micro_batches, warns=True),
+    wrong("KL204", halves_of_a_group),
+    wrong("KL507", HistoryOfPrompts(), warns=True),
+    wrong("KL105", HistoryAndItself(), ("KL106", "KL507")),
     wrong("KL204", resampled),
     wrong("KL204", without_ratios_where_few_are_effective),
     wrong("KL204", normalised_where_few_are_effective),

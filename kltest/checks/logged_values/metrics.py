@@ -75,7 +75,7 @@ def settled(findings: Findings, rollout: Rollout) -> float | None:
     if it moves on and on, as a sum that is never reset.
     """
     calls, seen = findings.loss.calls, list[float]()
-    before = calls.state.now()
+    before = calls.kept()
     calls.state.reset()
     try:
         with calls.holding():

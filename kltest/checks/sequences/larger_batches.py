@@ -20,6 +20,7 @@ from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.identify.findings import Findings, Row, shared
 from kltest.identify.instances import instances
+from kltest.moments.averaged import DTYPE as AVERAGED
 from kltest.moments.caller import Caller
 from kltest.moments.tolerances import TOLERANCES
 from kltest.rollout import Rollout
@@ -38,6 +39,8 @@ NEAR = (1.0, 1.0)
 MANY = 32
 # Sizes of one group. Trainers have 4 to 16 rollouts of a prompt, and fewer where some fail.
 GROUPS = (2, 3, 5, 8, 16)
+# Sizes that are sampled where lengths differ, since what sorts or matches rows does nothing to those that are alike.
+SAMPLED = {"batches": (8, 32), "groups": (8,)}
 VARYING = "ragged"
 
 
@@ -62,12 +65,14 @@ def _larger(findings: Findings) -> Found | None:
         return _groups(findings, row) or _of_other_groups(findings, row)
     # A size that was asked for is the only one that it has to be right at.
     sizes = findings.measure.sizes.each[:1] if findings.measure.sizes.requested else SIZES
+    if row.batch > 1 and (found := _in_expectation(findings, row, sizes)):
+        return found
     caller, noisy = _caller(findings, row.sampler), None
     for many in sizes:
         if _apart(findings, caller, many):
             continue
         if many == sizes[0]:
-            return _in_expectation(findings, row, sizes)
+            return None
         found = _coupled(findings, row, many)
         if found.level != "warning":
             return found
@@ -240,7 +245,7 @@ def _of_other_groups(findings: Findings, row: Row) -> Found | None:
 def _in_expectation(findings: Findings, row: Row, sizes: Sequence[int], what: str = "batches") -> Found | None:
     """Compare with the declared gradient at each size, if it is the declared one at the size that was graded."""
     allowed = TOLERANCES[findings.observed.dtype].groups
-    if row.batch == 1 or _bias(findings, row, row.batch) > allowed:
+    if _bias(findings, row, row.batch) > allowed:
         return None
     for many in sizes:
         # Too many, since the loss depends on the order of rows; or a size of groups that it does not take.
@@ -250,7 +255,30 @@ def _in_expectation(findings: Findings, row: Row, sizes: Sequence[int], what: st
                     f"In {what} of {many} the expected gradient is off by {off:.2g} of the declared one, in a bandit "
                     f"with two actions; in {what} of {row.batch} it is right."
                 )
-    return None
+    return _in_samples(findings, row, what)
+
+
+def _in_samples(findings: Findings, row: Row, what: str) -> Found | None:
+    """Compare with the declared gradient in samples of rollouts of different lengths, if one size was not asked for."""
+    measure, environments = findings.measure, {each.environment for each in findings.rows}
+    if measure.sizes.requested or findings.observed.dtype == AVERAGED or VARYING not in environments:
+        return None
+    undecided = None
+    for many in SAMPLED[what]:
+        try:
+            found = measure.in_samples(row, VARYING, many)
+        except KltestError:  # it does not take so many
+            continue
+        if found.agrees is False:
+            return Found(
+                f"In {what} of {many} rollouts of different lengths the expected gradient is off by about "
+                f"{found.relative_bias:.2g} of the declared one ({found.note}); in {what} of {row.batch} it is right."
+            )
+        if found.agrees is None:
+            why = f"In {what} of {many} rollouts of different lengths the expected gradient is undecided: {found.note}"
+            undecided = undecided or Found(why, "inconclusive", level="error")
+        findings.reach.rows = max(findings.reach.rows, many)
+    return undecided
 
 
 def _groups(findings: Findings, row: Row) -> Found | None:
