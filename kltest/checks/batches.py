@@ -42,9 +42,9 @@ def no_padding(findings: Findings) -> str | None:
     return None if padded else "only environments without padding were graded"
 
 
-def usual_batch(findings: Findings, sampler: str = "stale") -> Rollout:
+def usual_batch(findings: Findings, sampler: str = "") -> Rollout:
     """Rollouts of every length with different rewards; groups of two, three, four or six divide their number."""
-    return _usual(findings, sampler, rows_taken(findings))
+    return _usual(findings, sampler or sampler_taken(findings), rows_taken(findings))
 
 
 def _usual(findings: Findings, sampler: str, many: int) -> Rollout:
@@ -54,13 +54,23 @@ def _usual(findings: Findings, sampler: str, many: int) -> Rollout:
 
 
 @shared
+def sampler_taken(findings: Findings) -> str:
+    """Sampler of the usual batch: the stale one, unless it was not graded and the loss refuses it."""
+    for sampler in ("stale", "current") if "stale" not in findings.samplers else ():
+        with suppress(KltestError):
+            findings.measure.experiment().call(_usual(findings, sampler, ROWS))
+            return sampler
+    return "stale"
+
+
+@shared
 def rows_taken(findings: Findings) -> int:
     """Rows of the usual batch: as many as in the graded batches, or fewer, if the loss takes no other."""
     graded = max((row.batch for row in findings.rows), default=1)
     fewer = [graded] if graded > 1 else [ROWS // 2, ROWS // 3, ROWS // 6]
     for many in (ROWS, *fewer):
         with suppress(KltestError):
-            findings.measure.experiment().call(_usual(findings, "stale", many))
+            findings.measure.experiment().call(_usual(findings, sampler_taken(findings), many))
             return many
     return graded if graded > 1 else ROWS
 
@@ -69,7 +79,12 @@ def single_tokens(findings: Findings) -> Rollout:
     """As many rollouts of one token, in a batch of one column."""
     instance = instances("bandit", findings.seed)[0]
     rows = [row % len(instance.paths.mask) for row in range(ROWS)]
-    return Rollout.of(instance, sampler="stale", padding=findings.seed, centre="batch").take(rows)
+    return of_instance(findings, instance).take(rows)
+
+
+def of_instance(findings: Findings, instance: Instance) -> Rollout:
+    """All rollouts of an instance, with advantages centred by the batch's mean."""
+    return Rollout.of(instance, sampler=sampler_taken(findings), padding=findings.seed, centre="batch")
 
 
 @dataclass(frozen=True)

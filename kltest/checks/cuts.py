@@ -17,7 +17,17 @@ from functools import partial
 import numpy as np
 import torch
 
-from kltest.checks.batches import ANOTHER, as_array, evenly, gradient_of, limit, lost_tokens, nearest_multiple, norm
+from kltest.checks.batches import (
+    ANOTHER,
+    as_array,
+    evenly,
+    gradient_of,
+    limit,
+    lost_tokens,
+    nearest_multiple,
+    norm,
+    of_instance,
+)
 from kltest.checks.check import Found
 from kltest.checks.stress import farther, right_in_long_rollouts
 from kltest.errors import KltestError
@@ -259,7 +269,7 @@ def _batches(findings: Findings, apart: float) -> list[Rollout]:
     """
     instance = instances("ragged", findings.seed)[0]
     rows = evenly(instance.paths.by_length, ROWS)
-    rollout = Rollout.of(farther(instance, apart, apart), sampler="stale", padding=findings.seed, centre="batch")
+    rollout = of_instance(findings, farther(instance, apart, apart))
     return [rollout.take(some) for some in (rows, rows[: ROWS // 3], rows[-ROWS // 3 :])]
 
 

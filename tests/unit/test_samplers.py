@@ -214,3 +214,17 @@ def test_the_command_line_tells_the_sampler_in_its_json(tmp_path):
     found = run(["grade", "k3-loss", "--sampler", "engine", "--output", f"json:{path}"])
     assert found.exit_code == 1
     assert {row["sampler"] for row in json.loads(path.read_text())["gradients"]} == {"engine"}
+
+
+def of_the_policy_alone(logp, ref_logp, old_logp, mask):
+    if ((logp - old_logp).where(mask != 0, 0.0).abs() > 1e-4).any():
+        raise RuntimeError("stale rollouts")
+    return (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+
+
+def test_a_loss_that_refuses_stale_rollouts_is_graded_without_them():
+    report = kltest.grade(of_the_policy_alone, expect="reverse_kl")
+    assert "--sampler current grades it for rollouts of the policy alone" in report.error
+    report = kltest.grade(of_the_policy_alone, expect="reverse_kl", sampler="current")
+    assert report.verdict == "confirmed"
+    assert report.failed == []

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kltest.checks.batches import LOG_PROBS, rows_taken, usual_batch
+from kltest.checks.batches import LOG_PROBS, of_instance, rows_taken, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.hygiene.kl507_non_deterministic import not_comparable
 from kltest.checks.stress import LONGER, MANY, long_instance
@@ -117,7 +117,7 @@ def _large(findings: Findings, alike: bool) -> Iterator[tuple[str, Rollout]]:
     if "tokens" in findings.observed.uses:  # odd ids above 256, which bfloat16 has not
         drawn.append((f"With token ids up to {MANY - 1}", Instance.draw(bandit(MANY), findings.seed), MANY - 2 * many))
     for where, instance, first in drawn:
-        rollout = Rollout.of(instance, sampler="stale", padding=findings.seed, centre="batch")
+        rollout = of_instance(findings, instance)
         rows = np.linspace(first, len(rollout), many, endpoint=False)
         yield where, rollout.take(rows.astype(int))
 

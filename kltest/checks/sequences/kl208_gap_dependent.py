@@ -10,7 +10,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from kltest.checks.batches import apart, as_array, limit, rows_taken, usual_batch
+from kltest.checks.batches import apart, as_array, limit, of_instance, rows_taken, usual_batch
 from kltest.checks.check import Found
 from kltest.checks.stress import ROUGHLY, long_instance, right_in_long_rollouts
 from kltest.errors import KltestError
@@ -103,7 +103,7 @@ def _gap(batch: Rollout, before: int, many: int) -> np.ndarray:
 def _many_turns(findings: Findings) -> Iterator[tuple[str, Rollout, np.ndarray]]:
     for turns, tokens, gap in TURNS_AND_GAPS:
         instance = long_instance(1, findings.seed, turns * tokens)
-        batch = Rollout.of(instance, sampler="stale", padding=findings.seed, centre="batch")
+        batch = of_instance(findings, instance)
         live = np.arange(turns * tokens).reshape(turns, tokens)
         masked = live.size + np.arange(turns * gap).reshape(turns, gap)
         words = f"{gap} masked columns after each of {turns} turns"
