@@ -243,10 +243,25 @@ def _is_step(name: str) -> bool:
     return training_step(name) is not None
 
 
+def _before_the_first_call(findings: Findings) -> dict[str, object]:
+    """Return what the loss stated before it was called, if it keeps something between calls."""
+    if not findings.observed.keeps_state:
+        return {}
+    calls = findings.loss.calls
+    now = calls.kept()
+    calls.state.reset()
+    stated = dict(findings.loss.arguments.stated)
+    now.reset()
+    return stated
+
+
 def _numbers(findings: Findings) -> Iterator[tuple[str, float | None, tuple[float, ...]]]:
     """Yield names of numbers that are beyond what is tried, with their values and others to try."""
     vocabulary = instances("ragged", findings.seed)[0].environment.vocabulary
+    before = _before_the_first_call(findings)
     for name, value in findings.loss.arguments.stated.items():
+        if before.get(name, value) != value:  # its calls change it: that is state, which KL507 is about
+            continue
         if name.split(".")[-1] in SUPPORT_SIZES:  # a head of the vocabulary, which KL701 is about
             continue
         if value is None and _is_step(name):  # trainers pass it

@@ -60,6 +60,8 @@ SEVERAL, HEAD, UNLIKELY, TIMES = (16, 12, 8, 6), 3, 13.2, 4.8
 # Share of the larger probability of unlikely actions below which a gradient there is none; share of it of which nothing
 # is left.
 FEW, LEFT = 0.1, 0.05
+# Relative distance that samples decide about where many actions are likely.
+SAMPLED = 0.1
 TOKEN_FIELDS = LOGITS | {"tokens"}
 # |log π/μ| of the first token and of the second, an entry for each prompt: of one token up to 5, then summed up to 10,
 # which training reaches; a clamp at 20 is out of reach.
@@ -363,6 +365,26 @@ def _many_actions(findings: Findings, row: Row, settings: Sequence[int]) -> Inst
 def _many(off: Off) -> str:
     many = off.instance.environment.vocabulary
     return f"In a bandit with {many} actions, token ids 0 to {many - 1},"
+
+
+def many_in_samples(findings: Findings) -> Found | None:
+    """Sample batches of coupled rows with so many actions, none of which is certain: few can be if all are enumerated.
+
+    KltestError if samples do not decide.
+    """
+    rows = STRESS["many tokens"].rows(findings) if findings.observed.dtype != AVERAGED else []
+    for row in (row for row in rows if row.batch > 1):
+        instance = _many_actions(findings, replace(row, batch=1), [MANY])
+        off = findings.measure.distance(row, instance, SAMPLED)
+        words = (
+            f"In a bandit with {MANY} actions, in samples of batches of {row.batch}, the expected gradient is off by "
+            f"about {off.value:.2g} of the declared one"
+        )
+        if off.low > SAMPLED:
+            return Found(f"{words}; it is right in the graded environments.")
+        if off.high > SAMPLED:
+            raise KltestError(f"{words}, and {off.high:.2g} at most")
+    return None
 
 
 # Unlikely tokens

@@ -36,10 +36,6 @@ OF_PADDING = frozenset(("KL207", "KL501"))
 # The nearer to a refutation, the later.
 STATUSES: tuple[Status, ...] = ("skip", "pass", "inconclusive", "fail")
 OF_THE_NOISE = frozenset(("KL801", "KL802"))
-FARTHER_OUT = (
-    "It draws random numbers that change nothing in the batches whose expected gradient was measured, and something "
-    "beyond: there its mean over many draws was compared"
-)
 
 
 @dataclass(frozen=True)
@@ -238,13 +234,17 @@ def _examined(check: Check, findings: Findings) -> Found | None:
     observed.draws_far |= bool(draws.changed())
     known = observed.draws or observed.nondeterministic
     if found and _fails(found) and observed.draws_far and not known and not _fails(CHECKS["KL507"].examine(findings)):
-        why = f"it draws random numbers that change nothing where its gradient was measured: {found.message}"
-        found = Found(why, "inconclusive", level=found.level)
-        with suppress(KltestError):
-            if check.code in ON_AVERAGE and not _fails(found := check.examine(findings.on_average())):
-                # They are what was found: from here on each call is a mean over many draws.
-                observed.draws, observed.nondeterministic = True, FARTHER_OUT
-                findings.notes.append(FARTHER_OUT)
+        why = "it draws random numbers that change nothing where its gradient was measured"
+        if check.code not in ON_AVERAGE:
+            return Found(f"{why}; with one draw of them: {found.message}", "inconclusive", level=found.level)
+        try:
+            found = check.examine(findings.on_average())
+        except KltestError as error:
+            return Found(f"{why}, and the experiment could not be made with a mean over draws: {error}", "inconclusive")
+        if not _fails(found):
+            # They are what was found: from here on each call is a mean over many draws.
+            observed.draws, observed.averaged_far = True, True
+            observed.nondeterministic = f"{findings.loss.name}: {why}"
     return found
 
 

@@ -34,7 +34,8 @@ from kltest.moments.reduction import probe
 from kltest.moments.tolerances import TOLERANCES
 from kltest.names import SUPPORT_FIELDS, SUPPORT_SIZE
 from kltest.rollout import Rollout
-from kltest.samples.sampled import Sampled
+from kltest.samples.blocks import Interval
+from kltest.samples.sampled import Sampled, sampled
 from kltest.truth import ATLAS, OF_POLICY, is_of_groups, of_group, of_mixtures, of_support
 
 STALE_ONLY = "means something only when the sampler is not the policy"
@@ -406,6 +407,26 @@ class Measure:
     def in_samples(self, row: Row, environment: str, many: int) -> Row:
         """Measure batches of another size from samples, as they are drawn for a row; groups if it is one of groups."""
         return self._by_sampling(self.case(environment, row.sampler), many, "sampled")
+
+    def distance(self, row: Row, instance: Instance, margin: float) -> Interval:
+        """Return how far the expected gradient of a row's batches is from the declared one on an instance, sampled.
+
+        Relative to the declared one, and until it is known to be below a margin, or above it.
+        """
+        wanted, rate = target(self.declared, instance, row.sampler), self.sampling.error_rate / self.sampling.rows
+        found = sampled(
+            self.loss,
+            instance,
+            row.sampler,
+            target=wanted,
+            margin=margin,
+            error_rate=rate,
+            padding=self.seed,
+            seed=self.seed,
+            size=row.batch,
+            grouped=self.sizes.grouped,
+        )
+        return found.distance
 
     def _by_sampling(self, case: Case, batch: int, why: str, **options: Any) -> Row:
         """Return the row of a case that cannot be enumerated, and why; not judged if it cannot be sampled either."""

@@ -108,8 +108,8 @@ class Observed:
     of moments, in the order of measuring. `nondeterministic` is the message of a loss that gave two gradients for one
     batch, else empty. It `draws` random numbers, or `keeps_state` that changes no expected gradient; both are restored
     before each call of an experiment. It is `unrepeatable` if that does not help, or if the state changes the gradient.
-    It may draw only farther out than rows were measured: `draws_far`. `value_moves`: what it returns for one batch
-    differs from call to call, and its gradient does not.
+    It may draw only farther out than rows were measured: `draws_far`; `averaged_far`: these numbers are why a gradient
+    differed there. `value_moves`: what it returns for one batch differs from call to call, and its gradient does not.
     `coupled_in` names the environments in which the rows of a batch are coupled. `rows` are all rows by (environment,
     sampler), those that only a check asked for included.
     """
@@ -121,6 +121,7 @@ class Observed:
     nondeterministic: str = ""
     draws: bool = False
     draws_far: bool = False
+    averaged_far: bool = False
     keeps_state: bool = False
     unrepeatable: bool = False
     value_moves: bool = False

@@ -65,8 +65,8 @@ def averaged(loss: Loss, batch: Rollout, *, adds_up: bool) -> tuple[Loss, list[L
     more = _noise(loss, MORE * FIRST, batch, adds_up, SEEDS) if first > MOST else 0.0
     if more > MOST and more > first / MORE**0.5 * 2:
         raise TargetError(
-            f"{loss.name} draws a random number that all rows of a batch share: more rows do not average it. Switch "
-            "the noise off, or draw a number for each row"
+            f"{loss.name} draws a random number that all rows of a batch share, or that is seldom very large: more "
+            "rows do not average it. Switch the noise off, or draw a number for each row"
         )
     copies = int(np.clip(FIRST * (first / AIM) ** 2, FIRST, COPIES))
     noise = _noise(loss, copies, batch, adds_up, SEEDS[:2])

@@ -106,14 +106,15 @@ class Projection:
     def _add_full(self, paths: Paths, weights: np.ndarray, full: np.ndarray) -> None:
         paths.collect(full * weights[:, None, None], self.table)
         projected = full - paths.everything(self._probability) * full.sum(axis=2, keepdims=True)
-        self._others += float(weights @ np.einsum("ntv,ntv->n", projected, projected))
-        if not self.distinct:
-            contexts = np.ascontiguousarray(paths.contexts.T)
-            for later in range(1, len(contexts)):
-                for earlier in range(later):
-                    rows = np.flatnonzero(contexts[earlier] == contexts[later])
-                    inner = np.einsum("nv,nv->n", projected[rows, earlier], projected[rows, later])
-                    self._others += 2 * float(weights[rows] @ inner)
+        if self.distinct:
+            self._others += float(weights @ np.einsum("ntv,ntv->n", projected, projected))
+            return
+        contexts, vocabulary = self.policy.shape
+        cells = (np.arange(len(paths))[:, None] * contexts + paths.contexts).ravel()
+        order = np.argsort(cells, kind="stable")
+        first = np.flatnonzero(np.diff(cells[order], prepend=-1))
+        sums = np.add.reduceat(projected.reshape(-1, vocabulary)[order], first)
+        self._others += float(weights[cells[order][first] // contexts] @ np.einsum("kv,kv->k", sums, sums))
 
 
 def each_gradient(paths: Paths, policy: np.ndarray, logp: np.ndarray | None, logits: np.ndarray | None) -> np.ndarray:

@@ -276,6 +276,16 @@ def warns_where_few_are_effective(logp, ref_logp, old_logp, mask):
 # Rows that are matched, right in batches of two and wrong in those that trainers have
 
 
+def head_beside_others(logits, ref_logits, mask):
+    """The KL of the 50 likeliest next tokens, less that of the row before, which has no gradient."""
+    if len(logits) < 2:
+        raise ValueError("needs pairs")
+    top = logits.log_softmax(-1).topk(min(50, logits.shape[-1]), -1)
+    each = top.values.exp() * (top.values - ref_logits.log_softmax(-1).gather(-1, top.indices))
+    kl = each.sum(-1).where(live_of(mask), 0.0)
+    return (kl - kl.roll(1, 0).detach()).sum(-1).mean()
+
+
 def by_length(mask):
     return live_of(mask).sum(-1).argsort(stable=True)
 
@@ -356,6 +366,7 @@ CASES = [
     wrong("KL204", pairs_by_length, ("KL206",)),
     wrong("KL204", pairs_by_log_ratio, ("KL206",)),
     wrong("KL206", pairs_as_they_stand, warns=True),
+    wrong("KL105", head_beside_others, ("KL502",), options=LOCAL),
     wrong("KL204", sorted_micro_batches, ("KL206",)),
     wrong("KL206", micro_batches, warns=True),
     wrong("KL204", halves_of_a_group),

@@ -190,6 +190,19 @@ class MovingBaseline:
         return centred * logp.where(mask != 0, 0.0).sum(-1)
 
 
+class MeanSoFar:
+    """The same less the mean of all earlier batches; the number of these is no setting."""
+
+    def __init__(self):
+        self.mean, self.batches = 0.0, 0
+
+    def __call__(self, logp, ref_logp, mask):
+        cost = (logp - ref_logp).detach().where(mask != 0, 0.0).sum(-1)
+        centred, self.batches = cost - self.mean, self.batches + 1
+        self.mean += (float(cost.mean()) - self.mean) / self.batches
+        return (centred * logp.where(mask != 0, 0.0).sum(-1)).mean()
+
+
 class EveryThird:
     """In every third call a token is credited with its own log-ratio alone, or `rightly` with all of them."""
 
@@ -337,6 +350,16 @@ def long_by_chance(logp, ref_logp, mask, keep_len: int = 512):
     return (kept * (logp - ref_logp).where(live, 0.0).sum(-1).square() / 2).mean()
 
 
+def one_turn_by_chance(logp, ref_logp, mask):
+    """One turn of each rollout learns, as often as there are turns: random where masks have gaps alone."""
+    live = mask != 0
+    turn = (live & ~torch.nn.functional.pad(live, (1, 0))[:, :-1]).cumsum(-1) * live
+    turns = turn.amax(-1).clamp(min=1)
+    chosen = (torch.rand(len(logp)) * turns).long() + 1
+    score = logp.where(turn == chosen[:, None], 0.0).sum(-1)
+    return (turns * score * (logp - ref_logp).detach().where(live, 0.0).sum(-1)).mean()
+
+
 def weighted_by_a_distribution(logp, ref_logp, mask):
     """Weights of mean one, in float32: other types would be other random numbers."""
     square = (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
@@ -392,6 +415,8 @@ CASES = [
     wrong("KL507", weighted_by_a_distribution, warns=True),
     wrong("KL508", within_1_in_half_precision),
     wrong("KL507", copied, warns=True),
+    wrong("KL507", one_turn_by_chance, warns=True),
+    wrong("KL507", MeanSoFar(), warns=True),
     beyond(seldom_without_the_ratio, {"KL306"}),
     beyond(stale_by_chance(weighted=False), {"KL306"}, slow=False),
     wrong("KL507", stale_by_chance(weighted=True), warns=True),

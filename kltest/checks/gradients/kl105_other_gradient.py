@@ -11,7 +11,7 @@ from kltest.checks.gradients.kl103_wrong_sign import other_reading
 from kltest.checks.groups.rewards import rewards
 from kltest.checks.hygiene.kl504_dead_zone import examine as dead_zones
 from kltest.checks.sequences.lengths import of_lengths_alone
-from kltest.checks.stress import cut_off, late, right_in_long_rollouts, wrong
+from kltest.checks.stress import cut_off, late, many_in_samples, right_in_long_rollouts, wrong
 from kltest.checks.surroundings import elsewhere
 from kltest.checks.zeros import zeros
 from kltest.errors import KltestError
@@ -86,6 +86,7 @@ def examine(findings: Findings) -> Found | None:
         lambda: None if dead else _found(findings, "less far apart"),
         lambda: None if too_far() else _found(findings, "near-deterministic"),
         lambda: None if any(head(findings) for head in HEADS) else _found(findings, "many tokens"),
+        lambda: None if any(head(findings) for head in HEADS) else many_in_samples(findings),
         lambda: None if too_far() or any(head(findings) for head in HEADS) else _said(cut_off(findings)),
         lambda: late(findings, "KL105"),
     )

@@ -24,6 +24,10 @@ CALLS = 16
 # The same if random numbers are drawn, or state is kept, that changed nothing in those.
 MANY = 1000
 STEP = count()
+FARTHER_OUT = (
+    "It draws random numbers that change nothing in the batches whose expected gradient was measured, and something "
+    "beyond: there its mean over many draws was compared"
+)
 Same = Callable[[Tensor, Tensor], bool]
 
 
@@ -37,9 +41,19 @@ def not_comparable(findings: Findings) -> str | None:
     return None
 
 
-@shared
 def examine(findings: Findings) -> Found | None:
-    """Call one batch again and again, unless measuring has seen a difference; random numbers go on."""
+    """Call one batch again and again, unless measuring has seen a difference; random numbers go on.
+
+    Those that another check found to act farther out, where they are averaged, are a warning.
+    """
+    found = _repeated(findings)
+    if findings.observed.averaged_far and not (found and found.status == "fail"):
+        return _never_seen(findings) or Found(f"{FARTHER_OUT}.", level="warning")
+    return found
+
+
+@shared
+def _repeated(findings: Findings) -> Found | None:
     observed, calls = findings.observed, findings.loss.calls
     if observed.nondeterministic:
         if observed.unrepeatable:
@@ -87,6 +101,7 @@ def _rare(findings: Findings, draws: State) -> Found | None:
     return Found(why, "inconclusive", level="error")
 
 
+@shared
 def _never_seen(findings: Findings) -> Found | None:
     """Say that a comparison of a random number came out one way in many calls, if the gradient differs on the other.
 
