@@ -60,7 +60,7 @@ SEVERAL, HEAD, UNLIKELY, TIMES = (16, 12, 8, 6), 3, 13.2, 4.8
 # Share of the larger probability of unlikely actions below which a gradient there is none; share of it of which nothing
 # is left.
 FEW, LEFT = 0.1, 0.05
-# Relative distance that samples decide about where many actions are likely.
+# Relative distance that samples decide about where batches of coupled rows are too many.
 SAMPLED = 0.1
 TOKEN_FIELDS = LOGITS | {"tokens"}
 # |log π/μ| of the first token and of the second, an entry for each prompt: of one token up to 5, then summed up to 10,

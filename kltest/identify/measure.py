@@ -404,10 +404,6 @@ class Measure:
             return None
         return None if found == "coupled" else found
 
-    def in_samples(self, row: Row, environment: str, many: int) -> Row:
-        """Measure batches of another size from samples, as they are drawn for a row; groups if it is one of groups."""
-        return self._by_sampling(self.case(environment, row.sampler), many, "sampled")
-
     def distance(self, row: Row, instance: Instance, margin: float) -> Interval:
         """Return how far the expected gradient of a row's batches is from the declared one on an instance, sampled.
 

@@ -15,7 +15,16 @@ import torch
 
 from kltest.checks.batches import GroupFixture, apart, as_array, evenly, limit, nearest_multiple
 from kltest.checks.check import Found
-from kltest.checks.stress import NARROW, REST, WHOLE_CHUNKS, bias, farther, long_instance, with_larger_numbers
+from kltest.checks.stress import (
+    NARROW,
+    REST,
+    SAMPLED,
+    WHOLE_CHUNKS,
+    bias,
+    farther,
+    long_instance,
+    with_larger_numbers,
+)
 from kltest.environments import Instance, bandit, ragged
 from kltest.errors import InvalidEnvironmentError, KltestError
 from kltest.identify.findings import Findings, Row, shared
@@ -40,7 +49,7 @@ MANY = 32
 # Sizes of one group. Trainers have 4 to 16 rollouts of a prompt, and fewer where some fail.
 GROUPS = (2, 3, 5, 8, 16)
 # Sizes that are sampled where lengths differ, since what sorts or matches rows does nothing to those that are alike.
-SAMPLED = {"batches": (8, 32), "groups": (8,)}
+SIZES_IN_SAMPLES = {"batches": (8, 32), "groups": (8,)}
 VARYING = "ragged"
 
 
@@ -264,18 +273,17 @@ def _in_samples(findings: Findings, row: Row, what: str) -> Found | None:
     if measure.sizes.requested or findings.observed.dtype == AVERAGED or VARYING not in environments:
         return None
     undecided = None
-    for many in SAMPLED[what]:
+    for many in SIZES_IN_SAMPLES[what]:
+        instance = instances(VARYING, findings.seed, many if measure.sizes.grouped else None)[0]
         try:
-            found = measure.in_samples(row, VARYING, many)
+            off = measure.distance(replace(row, batch=many), instance, SAMPLED)
         except KltestError:  # it does not take so many
             continue
-        if found.agrees is False:
-            return Found(
-                f"In {what} of {many} rollouts of different lengths the expected gradient is off by about "
-                f"{found.relative_bias:.2g} of the declared one ({found.note}); in {what} of {row.batch} it is right."
-            )
-        if found.agrees is None:
-            why = f"In {what} of {many} rollouts of different lengths the expected gradient is undecided: {found.note}"
+        where = f"In samples of {what} of {many} rollouts of different lengths the expected gradient is off by"
+        if off.low > SAMPLED:
+            return Found(f"{where} about {off.value:.2g} of the declared one; in {what} of {row.batch} it is right.")
+        if off.high > SAMPLED:
+            why = f"{where} between {off.low:.2g} and {off.high:.2g} of the declared one"
             undecided = undecided or Found(why, "inconclusive", level="error")
         findings.reach.rows = max(findings.reach.rows, many)
     return undecided
