@@ -1,10 +1,12 @@
 """Numbers in a signature beyond all lengths and batches that are tried: each wrong loss beside its right sister."""
 
+import numpy as np
 import pytest
 import torch
 from weekly import first
 
 import kltest
+from kltest.checks.cuts import _is_another
 from kltest.loss.constants import exchanged_numbers, numbers_above, watched_numbers
 from kltest.names import training_step
 
@@ -131,6 +133,7 @@ def test_a_number_that_cuts_is_named_in_a_warning(loss, name):
     (found,) = [check for check in report.warnings if check.code == "KL105"]
     does = "depends on" if loss is floor_of_tokens else "cuts at"
     assert f"It {does} {name}, which is" in found.message
+    assert not [note for note in report.notes if "the gradient is the same" in note]
 
 
 @pytest.mark.parametrize("loss", first(1, RIGHT), ids=lambda one: one.__name__)
@@ -145,6 +148,14 @@ def test_what_was_tried_is_told():
         "chunk is 1024; the gradient is the same, up to a factor, at 1, 2, 3, 5 and 7" in n
         for n in kltest.grade(in_chunks).notes
     )
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+def test_a_gradient_is_another_one_whatever_its_unit(unit):
+    usual, other = unit * np.random.default_rng(0).standard_normal((2, 3, 4))
+    assert not _is_another(usual, 2 * usual, 1e-9, False)
+    assert _is_another(usual, usual + 1e-3 * other, 1e-4, False)
+    assert not _is_another(usual, usual + 1e-3 * other, 1e-2, False)
 
 
 def test_a_length_that_is_reached_refutes():

@@ -54,6 +54,16 @@ def of_what_is_no_padding(logp, ref_logp, padding_mask):
     return summed(logp - ref_logp, padding_mask).square() / 2
 
 
+def without_padding(logp, ref_logp, padding_mask):
+    """Has the gradient on live tokens whichever of the two is 1."""
+    return (logp - ref_logp).sum(-1).square() / 2
+
+
+def squared_coefficient(logp, ref_logp, mask, beta=0.5):
+    """One KL term, and not the coefficient that is asked for."""
+    return beta**2 * summed(logp - ref_logp, mask).square() / 2
+
+
 def fails(reward, logp):
     raise ValueError("always")
 
@@ -77,6 +87,8 @@ RULES = [
     (masked_by_rewards, None, {"unrewarded": False}, []),
     (of_padding, None, {"placement": "loss"}, ["TURNED"]),
     (of_what_is_no_padding, None, {"placement": "loss"}, []),
+    (without_padding, None, {"placement": "loss"}, []),
+    (squared_coefficient, None, {"takes_beta": True}, []),
     (fails, None, {"unrewarded": False, "shaped": False}, []),
 ]
 
