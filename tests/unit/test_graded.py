@@ -3,6 +3,7 @@
 import pytest
 from cases.parts import total as summed
 
+from kltest.grading.options import Options
 from kltest.identify import graded
 from kltest.identify.graded import kl_part
 from kltest.loss.outcome import Call
@@ -111,3 +112,8 @@ def test_a_declared_policy_gradient_is_no_other_term():
 def test_a_registered_estimator_stays_what_it_is():
     loss = resolve("k1-reward", Call())
     assert kl_part(loss, {"reverse_kl": 1.0}, seed=0) is loss
+
+
+def test_a_mask_that_was_asked_for_is_not_turned_round():
+    asked = Options.of(arguments={"padding_mask": "@mask"}).call
+    assert kl_part(bind(of_padding, asked), {"reverse_kl": 1.0}, seed=0).notes == bind(of_padding, asked).notes

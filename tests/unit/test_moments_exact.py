@@ -3,11 +3,13 @@
 import functools
 import itertools
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from moments_plain import ENVIRONMENTS, drawn, every_batch, every_group, moments_by_hand, plain, plain_batch
+from torch.utils.checkpoint import checkpoint
 from weekly import spread
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
@@ -15,6 +17,7 @@ from kltest.errors import TargetError, UsageError
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.moments import BatchOfOneError, enumeration, exact, exact_batches
+from kltest.moments.differentiate import gradients_at
 from kltest.moments.reduction import probe
 from kltest.rollout import Rollout
 
@@ -485,3 +488,19 @@ def test_a_loss_that_treats_two_rollouts_as_a_pair_is_found():
 
     base = Rollout.of(Instance.draw(bandit(8), 0))
     assert probe(bind(of_pairs), base, np.random.default_rng(0)).reduction == "coupled"
+
+
+def test_rounding_makes_no_negative_variance():
+    found = exact(bind(k3), drawn("bandit"))
+    square = float((found.gradient**2).sum())
+    assert replace(found, second_moment=np.nextafter(square, 0.0)).variance == 0.0
+
+
+def test_what_other_leaves_held_is_there_again_after_a_backward_pass_through_a_checkpoint():
+    """torch goes backward there to all leaves at once, and adds to what they hold."""
+    x, weight = (torch.full((2,), 3.0, requires_grad=True) for _ in range(2))
+    weight.grad = torch.full((2,), 7.0)
+    (found,) = gradients_at((weight * checkpoint(torch.square, x * x, use_reentrant=True)).sum(), [x])
+    assert found.tolist() == [3 * 4 * 3.0**3] * 2
+    assert weight.grad.tolist() == [7.0] * 2
+    assert x.grad is None

@@ -14,9 +14,12 @@ from typer.testing import CliRunner
 from weekly import first, later
 
 import kltest
+from kltest.checks.off_policy.kl306_clipped_ratio import _between
 from kltest.cli import app
 from kltest.environments.samplers import drawn_by, kept_mass, kept_tokens
 from kltest.errors import UsageError
+from kltest.grading.grader import Grading
+from kltest.grading.options import Options
 from kltest.identify.case import Case
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
@@ -214,3 +217,17 @@ def test_the_command_line_tells_the_sampler_in_its_json(tmp_path):
     found = run(["grade", "k3-loss", "--sampler", "engine", "--output", f"json:{path}"])
     assert found.exit_code == 1
     assert {row["sampler"] for row in json.loads(path.read_text())["gradients"]} == {"engine"}
+
+
+def clipped_between(logp, ref_logp, old_logp, rollout_logp, mask):
+    """Puts back with one bound what the other ratio takes without one."""
+    ratio = summed(logp - old_logp, mask) + summed(old_logp - rollout_logp, mask).clamp(-1.5, 1.5)
+    return ratio.exp().detach() * summed(logp - ref_logp, mask).square() / 2
+
+
+def test_a_bound_on_the_distance_of_two_fields_of_samplers_is_found_where_it_acts():
+    findings = Grading.of("", Options.of(environment="bandit", sampler="stale")).measured(clipped_between)
+    found = _between(findings)
+    assert found is not None
+    assert found.level == "warning"
+    assert "are 2.0 apart at each token" in found.message
