@@ -65,6 +65,12 @@ def test_a_head_is_found_with_its_size(loss):
     assert f"only the 2 likeliest actions under the {by}" in found["KL701"]
 
 
+@pytest.mark.scheduled
+def test_a_head_of_one_action_is_found():
+    found = failing(rest_lumped_together, arguments={"k": 1}, environment="bandit")
+    assert "only the 1 likeliest actions under the policy" in found["KL701"]
+
+
 @pytest.mark.parametrize(("loss", "k"), first(1, list(zip(HEADS, (20, 200, 20, 200), strict=True))))
 def test_a_head_larger_than_the_usual_environments_is_found(loss, k):
     """With so few actions as there are the sum is complete and the gradient right; with more than k it is not."""

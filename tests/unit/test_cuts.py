@@ -6,7 +6,10 @@ import torch
 from weekly import first
 
 import kltest
-from kltest.checks.cuts import _is_another
+from kltest.checks import cuts
+from kltest.checks.cuts import _in_large_vocabulary, _is_another
+from kltest.grading.grader import Grading
+from kltest.grading.options import Options
 from kltest.loss.constants import exchanged_numbers, numbers_above, watched_numbers
 from kltest.names import training_step
 
@@ -156,6 +159,21 @@ def test_a_gradient_is_another_one_whatever_its_unit(unit):
     assert not _is_another(usual, 2 * usual, 1e-9, False)
     assert _is_another(usual, usual + 1e-3 * other, 1e-4, False)
     assert not _is_another(usual, usual + 1e-3 * other, 1e-2, False)
+
+
+def nothing_in_large_vocabularies(logits, ref_logits, mask):
+    policy, reference = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    kl = (policy.exp() * (policy - reference)).sum(-1).where(mask != 0, 0.0).sum(-1)
+    return kl * (logits.shape[-1].bit_length() < 13)
+
+
+def test_a_gradient_that_is_gone_in_a_large_vocabulary_is_an_error(monkeypatch):
+    monkeypatch.setattr(cuts, "MANY_IDS", 9999)
+    grading = Grading.of("", Options.of(environment="bandit", expect="local_reverse_kl"))
+    found = _in_large_vocabulary(grading.measured(nothing_in_large_vocabularies))
+    assert found is not None
+    assert found.level == "error"
+    assert "In a vocabulary of 10,000 tokens" in found.message
 
 
 def test_a_length_that_is_reached_refutes():

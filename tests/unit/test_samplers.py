@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from weekly import first, later
 
 import kltest
+from kltest.checks import CHECKS
 from kltest.checks.off_policy.kl306_clipped_ratio import _between
 from kltest.cli import app
 from kltest.environments.samplers import drawn_by, kept_mass, kept_tokens
@@ -231,3 +232,15 @@ def test_a_bound_on_the_distance_of_two_fields_of_samplers_is_found_where_it_act
     assert found is not None
     assert found.level == "warning"
     assert "are 2.0 apart at each token" in found.message
+
+
+def clipped_and_stale(logp, ref_logp, old_logp, mask):
+    return summed(logp - old_logp, mask).exp().clamp(0.8, 1.2) * summed(old_logp - ref_logp, mask)
+
+
+def test_behind_a_clipped_ratio_a_stale_penalty_is_named_too():
+    """What is clipped has no name; without the bounds it is the gradient less that of the KL to the sampler."""
+    findings = Grading.of("", Options.of(environment="bandit", sampler="stale")).measured(clipped_and_stale)
+    (row,) = findings.rows
+    assert row.identified is None
+    assert CHECKS["KL305"].explains(row, findings)

@@ -1,6 +1,7 @@
 """Sampled grading: what is subtracted has mean zero, verdicts agree with exact ones, and doubt is said to be doubt."""
 
 import json
+import math
 import re
 from itertools import product
 
@@ -273,6 +274,20 @@ def mean_with_a_baseline(logp, ref_logp, mask):
 def test_a_sum_over_the_rows_of_a_pair_is_halved_and_a_mean_is_not(loss, factor):
     pairs = Drawing(bind(loss), first("bandit"), "current", 2, False, 0, np.random.default_rng(0))
     assert Draws(pairs, noisy=False).factor == factor
+
+
+def over_the_root_of_the_rows(logp, ref_logp, mask):
+    return sum_with_a_baseline(logp, ref_logp, mask) / math.sqrt(len(logp))
+
+
+def test_what_grows_like_the_root_of_the_rows_is_neither_a_sum_nor_a_mean(monkeypatch):
+    monkeypatch.setattr(drawing, "MOST_COMPARED", 512)
+    pairs = Drawing(
+        bind(over_the_root_of_the_rows), first("bandit"), "current", 2, False, 0, np.random.default_rng(0)
+    )
+    draws = Draws(pairs, noisy=False, added_up=False)
+    with pytest.raises(InvalidEnvironmentError, match="do not tell whether"):
+        draws._grows()
 
 
 def test_what_does_not_tell_a_sum_from_a_mean_says_how_much_was_drawn(monkeypatch):
