@@ -70,7 +70,7 @@ def test_a_head_is_found_with_its_size(loss):
 
 @pytest.mark.scheduled
 def test_a_head_of_one_action_is_found():
-    """Where that action was drawn nothing shows that it is alone: the others only count together."""
+    """A rollout of another action tells it from a loss that sees the drawn token alone."""
     options = Options.of(environment="bandit", expect="local_reverse_kl", arguments={"k": 1})
     assert head_of(Grading.of("", options).measured(rest_lumped_together)) == Head("policy", (1,) * 4, drawn=False)
 
