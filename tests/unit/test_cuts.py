@@ -176,6 +176,21 @@ def test_a_gradient_that_is_gone_in_a_large_vocabulary_is_an_error(monkeypatch):
     assert "In a vocabulary of 10,000 tokens" in found.message
 
 
+def renormalised(topk_logp, ref_topk_logp, mask, k=4):
+    policy, reference = topk_logp.log_softmax(-1), ref_topk_logp.log_softmax(-1)
+    return (policy.exp() * (policy - reference)).sum(-1).where(mask != 0, 0.0)
+
+
+@pytest.mark.parametrize("k", [4, 40])
+def test_the_likeliest_tokens_are_as_many_in_a_large_vocabulary_or_it_is_not_tried(monkeypatch, k):
+    monkeypatch.setattr(cuts, "MANY_IDS", 9999)
+    expect = f"local_reverse_kl_top{k}_renormalised"
+    grading = Grading.of("", Options.of(environment="bandit", expect=expect, arguments={"k": k}))
+    findings = grading.measured(renormalised)
+    assert [row.agrees for row in findings.rows] == [True]
+    assert _in_large_vocabulary(findings) is None
+
+
 def test_a_length_that_is_reached_refutes():
     def shorter(logp, ref_logp, mask, max_length=40):
         return longest(logp, ref_logp, mask, max_length)

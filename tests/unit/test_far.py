@@ -10,7 +10,7 @@ from weekly import spread
 
 import kltest
 from kltest.checks import CHECKS
-from kltest.checks.stress import LONGER, STRESS, WHOLE_CHUNKS, _some_unlikely, choices_of, long_instance, tried
+from kltest.checks.stress import LONGER, STRESS, WHOLE_CHUNKS, _is_settled, _some_unlikely, choices_of, long_instance, tried
 from kltest.environments import Instance
 from kltest.grading.grader import Grading
 from kltest.grading.options import Options
@@ -250,6 +250,13 @@ def test_what_may_be_noise_refutes_nothing():
     (check,) = report.checks
     assert (report.verdict, check.status, check.level) == ("inconclusive", "inconclusive", "error")
     assert "may be noise" in check.message
+
+
+@pytest.mark.parametrize(
+    ("bias", "noise", "settled"), [(0.01, None, True), (0.5, None, False), (0.5, 0.01, True), (0.2, 0.1, False)]
+)
+def test_means_over_draws_are_drawn_anew_until_they_are_right_or_surely_wrong(bias, noise, settled):
+    assert _is_settled([0.0, bias], None if noise is None else [noise, noise]) == settled
 
 
 def a_hundred_actions_at_most(logits, ref_logits, mask):

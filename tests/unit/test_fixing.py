@@ -423,27 +423,27 @@ def looked_at(folder: Path, source: str) -> Body:
     return look(Editable.of(loss.function), loss, next(batches(0, None, sampler="stale", centre="batch")))
 
 
-def tried(body: Body) -> set[str]:
-    """The function's last statement, or the one before, as each candidate has it."""
-    changed = (body.definition.changed(change.edits) for change in Rewrites(body, {"reverse_kl": 1.0}).all())
-    return {line.strip() for text in changed for line in text.splitlines()[-2:]}
+def tried(body: Body) -> dict[str, str]:
+    """The kind of change that leads to each line in place of the one before the last."""
+    changes = Rewrites(body, {"reverse_kl": 1.0}).all()
+    return {body.definition.changed(change.edits).splitlines()[-2].strip(): change.kind for change in changes}
 
 
 @pytest.mark.parametrize(
-    ("line", "candidate"),
+    ("line", "candidate", "kind"),
     [
-        ("ref_logp.mul_(mask)", "ref_logp = ref_logp.mul(mask)"),
-        ("ref_logp *= mask", "ref_logp = ref_logp * mask"),
-        ("other = 1 - mask\n    u = (logp - ref_logp) * other", "u = (logp - ref_logp) * mask"),
-        ("u = (logp - ref_logp).clamp(-5, 5)", "u = logp - ref_logp"),
-        ("u = (logp - old_logp) * mask", "u = (logp - logp) * mask"),
+        ("ref_logp.mul_(mask)", "ref_logp = ref_logp.mul(mask)", "in-place"),
+        ("ref_logp *= mask", "ref_logp = ref_logp * mask", "in-place"),
+        ("other = 1 - mask\n    u = (logp - ref_logp) * other", "u = (logp - ref_logp) * mask", "mask"),
+        ("u = (logp - ref_logp).clamp(-5, 5)", "u = logp - ref_logp", "left-out"),
+        ("u = (logp - old_logp) * mask", "u = (logp - logp) * mask", "field"),
     ],
 )
-def test_a_line_and_what_is_tried_in_its_place(tmp_path, line, candidate):
+def test_a_line_and_what_is_tried_in_its_place(tmp_path, line, candidate, kind):
     body = looked_at(
         tmp_path, f"def loss(logp, ref_logp, old_logp, mask):\n    {line}\n    return (logp - ref_logp) * mask\n"
     )
-    assert candidate in tried(body)
+    assert tried(body)[candidate] == kind
 
 
 def test_what_is_not_a_number_at_padding_moves_with_nothing(tmp_path):

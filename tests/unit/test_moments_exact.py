@@ -479,6 +479,15 @@ def test_rows_that_touch_only_others_of_their_own_prompt_are_found_among_many_pr
         assert probe(bind(crowded), Rollout.of(instance), np.random.default_rng(seed)).reduction == "coupled"
 
 
+def test_two_rollouts_of_one_prompt_are_among_the_few_whose_batches_are_tried():
+    """Two at random of six are two different ones five times out of six, at the first and at the last prompt."""
+    paths, found = Instance.draw(bandit(6, prompts=np.full(40, 1 / 40)), 0).paths, []
+    for seed in range(40):
+        prompts = paths.prompt[enumeration._pool(paths, np.random.default_rng(seed))]
+        found.append(min((prompts == 0).sum(), (prompts == 39).sum()) > 1)
+    assert np.mean(found) > 0.5
+
+
 def test_a_loss_that_treats_two_rollouts_as_a_pair_is_found():
     """One rollout, the same one twice and larger batches are averaged: only two different ones show it."""
 
