@@ -10,7 +10,16 @@ from weekly import spread
 
 import kltest
 from kltest.checks import CHECKS
-from kltest.checks.stress import LONGER, STRESS, WHOLE_CHUNKS, _is_settled, _some_unlikely, choices_of, long_instance, tried
+from kltest.checks.stress import (
+    LONGER,
+    STRESS,
+    WHOLE_CHUNKS,
+    _is_settled,
+    _some_unlikely,
+    choices_of,
+    long_instance,
+    tried,
+)
 from kltest.environments import Instance
 from kltest.grading.grader import Grading
 from kltest.grading.options import Options
@@ -76,7 +85,7 @@ def test_long_rollouts_are_as_unlikely_as_those_of_trainers_and_sure_tokens_have
 
 @pytest.mark.parametrize(("unlikely", "other"), [("policy", "reference"), ("reference", "policy")])
 def test_of_unlikely_tokens_one_of_policy_and_reference_gives_a_hundred_times_as_much(unlikely, other):
-    """All but three of sixteen tokens: about e^−13 of the largest probability under the one, e^5 times that elsewhere."""
+    """All but three of sixteen tokens: about e⁻¹³ of the largest probability here, e⁵ times that there."""
     instance = _some_unlikely(SimpleNamespace(seed=0), SimpleNamespace(batch=1), [(unlikely, 16)])
     least, more = (np.exp(getattr(instance, name)[0]) for name in (unlikely, other))
     shares = least[3:] / least.max()

@@ -282,9 +282,7 @@ def over_the_root_of_the_rows(logp, ref_logp, mask):
 
 def test_what_grows_like_the_root_of_the_rows_is_neither_a_sum_nor_a_mean(monkeypatch):
     monkeypatch.setattr(drawing, "MOST_COMPARED", 512)
-    pairs = Drawing(
-        bind(over_the_root_of_the_rows), first("bandit"), "current", 2, False, 0, np.random.default_rng(0)
-    )
+    pairs = Drawing(bind(over_the_root_of_the_rows), first("bandit"), "current", 2, False, 0, np.random.default_rng(0))
     draws = Draws(pairs, noisy=False, added_up=False)
     with pytest.raises(InvalidEnvironmentError, match="do not tell whether"):
         draws._grows()
@@ -294,7 +292,7 @@ def test_what_does_not_tell_a_sum_from_a_mean_says_how_much_was_drawn(monkeypatc
     monkeypatch.setattr(drawing, "MOST_COMPARED", 128)
     monkeypatch.setattr(drawing, "SURE", np.inf)
     pairs = Drawing(bind(sum_with_a_baseline), first("bandit"), "current", 2, False, 0, np.random.default_rng(0))
-    with pytest.raises(InvalidEnvironmentError, match="128 batches of 2 rollouts .*, and as many of 4, do not tell"):
+    with pytest.raises(InvalidEnvironmentError, match=r"128 batches of 2 rollouts .*, and as many of 4, do not tell"):
         Draws(pairs, noisy=False)
 
 
