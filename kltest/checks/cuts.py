@@ -30,12 +30,13 @@ from kltest.checks.batches import (
 )
 from kltest.checks.check import Found
 from kltest.checks.stress import farther, right_in_long_rollouts
+from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
 from kltest.identify.instances import instances
 from kltest.loss.constants import Sizes, exchanged_numbers, names_in, numbers_above, watched_numbers
 from kltest.moments.differentiate import differentiate
-from kltest.names import LOGITS, SUPPORT_SIZES, listed, says_token_id, training_step
+from kltest.names import LOGITS, SUPPORT_SIZES, listed, says_token_id, support_size, training_step
 from kltest.rollout import Rollout
 
 # Numbers above this are beyond the rows of all batches; what cuts long rollouts at less is seen in those.
@@ -157,7 +158,9 @@ def _token_ids(findings: Findings) -> list[int]:
     if "tokens" not in findings.observed.uses:
         return []
     stated = {value for value in findings.loss.arguments.stated.values() if isinstance(value, int | float)}
-    vocabulary = instances("ragged", findings.seed)[0].environment.vocabulary
+    vocabulary = _instance(findings).environment.vocabulary
+    if _supports_more(findings, vocabulary):
+        return []
     ids = {one for one in findings.loss.calls.numbers() - stated if vocabulary <= one < LARGEST_ID}
     exact = {EXACT_UP_TO[name] for name in names_in(findings.loss.function) & EXACT_UP_TO.keys()}
     return [each for one in [*sorted(exact), *sorted(ids - exact)][:MOST_IDS] for each in (one, one + 1)]
@@ -200,6 +203,8 @@ def _in_large_vocabulary(findings: Findings) -> Found | None:
         return None
     batch = _batches(findings, NEAR)[1]
     last = batch.peek("ref_logits").shape[-1] - 1
+    if _supports_more(findings, last + 1):
+        return None
     usual = _gradients(findings, [batch])
     try:
         wide = _gradients(findings, [_with_id(batch, last, MANY_IDS)], columns=[*range(last), MANY_IDS])
@@ -257,7 +262,7 @@ def _before_the_first_call(findings: Findings) -> dict[str, object]:
 
 def _numbers(findings: Findings) -> Iterator[tuple[str, float | None, tuple[float, ...]]]:
     """Yield names of numbers that are beyond what is tried, with their values and others to try."""
-    vocabulary = instances("ragged", findings.seed)[0].environment.vocabulary
+    vocabulary = _instance(findings).environment.vocabulary
     before = _before_the_first_call(findings)
     for name, value in findings.loss.arguments.stated.items():
         if before.get(name, value) != value:  # its calls change it: that is state, which KL507 is about
@@ -277,12 +282,23 @@ def _numbers(findings: Findings) -> Iterator[tuple[str, float | None, tuple[floa
             yield name, value, SMALL
 
 
+def _instance(findings: Findings) -> Instance:
+    """Return the instance whose rollouts are tried, with a vocabulary as where a support is graded."""
+    return instances("ragged", findings.seed, least=findings.measure.case("ragged", "stale").least)[0]
+
+
+def _supports_more(findings: Findings, vocabulary: int) -> bool:
+    """Return True if a support has more tokens than here in a larger vocabulary, and so rightly another gradient."""
+    support = findings.loss.support
+    return support is not None and support_size(support.k, vocabulary) < support.k
+
+
 def _batches(findings: Findings, apart: float) -> list[Rollout]:
     """Return batches of all lengths, and of short and of long rollouts, so that a common divisor differs.
 
     Log-ratios are this share of the usual ones.
     """
-    instance = instances("ragged", findings.seed)[0]
+    instance = _instance(findings)
     rows = evenly(instance.paths.by_length, ROWS)
     rollout = of_instance(findings, farther(instance, apart, apart))
     return [rollout.take(some) for some in (rows, rows[: ROWS // 3], rows[-ROWS // 3 :])]

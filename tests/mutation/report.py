@@ -1,4 +1,5 @@
-"""report.jsonl, a row a mutant that lives and the numbers of the others by room, and report.md, a table of both."""
+"""report.jsonl, a row a mutant that lives or that another test noticed since, the numbers of the others by room, and
+report.md, a table of them."""
 
 import json
 from collections import Counter
@@ -18,9 +19,10 @@ def read(path: Path = HERE / "report.jsonl") -> list[Row]:
 def write(rows: list[Row], path: Path = HERE / "report.jsonl") -> None:
     """Write both files; a mutant that was explained ("why") in the file before stays so."""
     known = {place(row): row["why"] for row in read(path) if "why" in row}
-    lived = [row for row in rows if state(row) in STATES[len(COUNTED) :]]
-    kept = [row | ({"why": known[place(row)]} if place(row) in known else {}) for row in lived]
-    counts = {name: {each: found[each] for each in COUNTED if found[each]} for name, found in by_room(rows).items()}
+    shown = [row for row in rows if "by" in row or state(row) in STATES[len(COUNTED) :]]
+    kept = [row | ({"why": known[place(row)]} if "by" not in row and place(row) in known else {}) for row in shown]
+    others = by_room([row for row in rows if row not in shown])
+    counts = {name: {each: found[each] for each in COUNTED if found[each]} for name, found in others.items()}
     kept += [{"room": name, **numbers} for name, numbers in counts.items()]
     kept.sort(key=lambda row: (room(row), str(row.get("module", "")), row.get("line", 0)))
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept), encoding="utf-8")
@@ -38,7 +40,7 @@ def room(row: Row) -> str:
 
 
 def state(row: Row) -> str:
-    """One of STATES; "again" is what a later look found. A row of numbers has none."""
+    """One of STATES; "again" is what a later look found, and "by" the test that did. A row of numbers has none."""
     if "room" in row:
         return ""
     if row["outcome"] == "killed":
@@ -62,7 +64,8 @@ def render(rows: list[Row]) -> str:
         "# Mutation testing",
         "",
         f"{whole.total()} mutants, each in another place: a sample by cosmic-ray (`python tests/mutation/run.py`).",
-        "`report.jsonl` has a row for each that lives, and says why it may.",
+        "At once: by tests of a push. Since: by one that runs weekly or was written for it (`by` in the row).",
+        "`report.jsonl` has a row for each of these and for each that lives, and says why it may.",
         "",
         f"| room | mutants | {' | '.join(STATES)} |",
         "| --- " * (len(STATES) + 2) + "|",

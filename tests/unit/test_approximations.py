@@ -7,6 +7,9 @@ import torch
 from weekly import first
 
 import kltest
+from kltest.checks.approximations.heads import Head, head_of
+from kltest.grading.grader import Grading
+from kltest.grading.options import Options
 
 # The losses here are about what is left out of next-token log-probs, and take them as they are given: normalised.
 LOCAL = {"expect": "local_reverse_kl", "ignore": "KL512"}
@@ -63,6 +66,13 @@ def test_a_head_is_found_with_its_size(loss):
     found = failing(loss, arguments={"k": 2}, environment="bandit")
     assert set(found) == {"KL701"}
     assert f"only the 2 likeliest actions under the {by}" in found["KL701"]
+
+
+@pytest.mark.scheduled
+def test_a_head_of_one_action_is_found():
+    """A rollout of another action tells it from a loss that sees the drawn token alone."""
+    options = Options.of(environment="bandit", expect="local_reverse_kl", arguments={"k": 1})
+    assert head_of(Grading.of("", options).measured(rest_lumped_together)) == Head("policy", (1,) * 4, drawn=False)
 
 
 @pytest.mark.parametrize(("loss", "k"), first(1, list(zip(HEADS, (20, 200, 20, 200), strict=True))))

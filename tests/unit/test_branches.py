@@ -57,6 +57,17 @@ def test_what_is_open_in_the_other_branch_is_told_and_leaves_the_verdict_open():
     assert all("Without old_logp: " in message for message in unsure)
 
 
+def capped_without_tokens(logp, ref_logp, old_logp, mask, tokens=None):
+    ratio = weight(logp, old_logp, mask)
+    return (ratio.clamp(max=7.0) if tokens is None else ratio) * total(logp - ref_logp, mask).square() / 2
+
+
+def test_a_cap_of_the_other_branch_is_reached_by_a_far_sampler():
+    (found,) = kltest.grade(capped_without_tokens, environment="bandit", select="KL306").errors
+    assert found.code == "KL306"
+    assert "Without tokens: From log-ratios of policy to sampler of about ±2 of one token" in found.message
+
+
 def test_the_right_branch_is_confirmed():
     assert kltest.grade(right_without_a_sampler).verdict == "confirmed"
 

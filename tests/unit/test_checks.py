@@ -169,6 +169,11 @@ def test_the_shown_source_is_that_of_the_loss(check):
     assert check.fixed_code == textwrap.dedent(inspect.getsource(check.fixed)).strip()
 
 
+def test_a_factor_whose_cause_is_known_is_reported_as_the_cause_alone():
+    """Divided by the length, a gradient in rollouts of one length is a third of the declared one."""
+    assert codes(graded("length-normalised", environment="sequence", select="KL106,KL203")) == ["KL203"]
+
+
 @pytest.mark.parametrize("name", first(1, ["length-normalised", "k1-loss"]))
 @pytest.mark.parametrize("select", first(1, ["KL106", "KL101", "KL1,KL2"]))
 def test_checks_that_are_selected_say_what_they_say_among_all(name, select):

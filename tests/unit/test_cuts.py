@@ -1,10 +1,15 @@
 """Numbers in a signature beyond all lengths and batches that are tried: each wrong loss beside its right sister."""
 
+import numpy as np
 import pytest
 import torch
 from weekly import first
 
 import kltest
+from kltest.checks import cuts
+from kltest.checks.cuts import _in_large_vocabulary, _is_another
+from kltest.grading.grader import Grading
+from kltest.grading.options import Options
 from kltest.loss.constants import exchanged_numbers, numbers_above, watched_numbers
 from kltest.names import training_step
 
@@ -131,6 +136,7 @@ def test_a_number_that_cuts_is_named_in_a_warning(loss, name):
     (found,) = [check for check in report.warnings if check.code == "KL105"]
     does = "depends on" if loss is floor_of_tokens else "cuts at"
     assert f"It {does} {name}, which is" in found.message
+    assert not [note for note in report.notes if "the gradient is the same" in note]
 
 
 @pytest.mark.parametrize("loss", first(1, RIGHT), ids=lambda one: one.__name__)
@@ -145,6 +151,44 @@ def test_what_was_tried_is_told():
         "chunk is 1024; the gradient is the same, up to a factor, at 1, 2, 3, 5 and 7" in n
         for n in kltest.grade(in_chunks).notes
     )
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+def test_a_gradient_is_another_one_whatever_its_unit(unit):
+    usual, other = unit * np.random.default_rng(0).standard_normal((2, 3, 4))
+    assert not _is_another(usual, 2 * usual, 1e-9, False)
+    assert _is_another(usual, usual + 1e-3 * other, 1e-4, False)
+    assert not _is_another(usual, usual + 1e-3 * other, 1e-2, False)
+
+
+def nothing_in_large_vocabularies(logits, ref_logits, mask):
+    policy, reference = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    kl = (policy.exp() * (policy - reference)).sum(-1).where(mask != 0, 0.0).sum(-1)
+    return kl * (logits.shape[-1].bit_length() < 13)
+
+
+def test_a_gradient_that_is_gone_in_a_large_vocabulary_is_an_error(monkeypatch):
+    monkeypatch.setattr(cuts, "MANY_IDS", 9999)
+    grading = Grading.of("", Options.of(environment="bandit", expect="local_reverse_kl"))
+    found = _in_large_vocabulary(grading.measured(nothing_in_large_vocabularies))
+    assert found is not None
+    assert found.level == "error"
+    assert "In a vocabulary of 10,000 tokens" in found.message
+
+
+def renormalised(topk_logp, ref_topk_logp, mask, k=4):
+    policy, reference = topk_logp.log_softmax(-1), ref_topk_logp.log_softmax(-1)
+    return (policy.exp() * (policy - reference)).sum(-1).where(mask != 0, 0.0)
+
+
+@pytest.mark.parametrize("k", [4, 40])
+def test_the_likeliest_tokens_are_as_many_in_a_large_vocabulary_or_it_is_not_tried(monkeypatch, k):
+    monkeypatch.setattr(cuts, "MANY_IDS", 9999)
+    expect = f"local_reverse_kl_top{k}_renormalised"
+    grading = Grading.of("", Options.of(environment="bandit", expect=expect, arguments={"k": k}))
+    findings = grading.measured(renormalised)
+    assert [row.agrees for row in findings.rows] == [True]
+    assert _in_large_vocabulary(findings) is None
 
 
 def test_a_length_that_is_reached_refutes():

@@ -1,5 +1,7 @@
 """Losses that are right in small and mild environments and wrong farther out: samplers, batches, long rollouts."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,19 @@ from weekly import spread
 
 import kltest
 from kltest.checks import CHECKS
-from kltest.checks.stress import LONGER, STRESS, WHOLE_CHUNKS, choices_of, long_instance
+from kltest.checks.stress import (
+    LONGER,
+    STRESS,
+    WHOLE_CHUNKS,
+    _is_settled,
+    _some_unlikely,
+    choices_of,
+    long_instance,
+    tried,
+)
 from kltest.environments import Instance
+from kltest.grading.grader import Grading
+from kltest.grading.options import Options
 from kltest.loss.resolve import resolve
 from kltest.moments import exact
 from kltest.truth import gradient
@@ -68,6 +81,16 @@ def test_long_rollouts_are_as_unlikely_as_those_of_trainers_and_sure_tokens_have
         log_probs = instance.paths.chosen(instance.policy)
         others = np.delete(log_probs, choices_of(1, LONGER), axis=1)
         assert (others == (-np.log(4) if alike else 0.0)).all()
+
+
+@pytest.mark.parametrize(("unlikely", "other"), [("policy", "reference"), ("reference", "policy")])
+def test_of_unlikely_tokens_one_of_policy_and_reference_gives_a_hundred_times_as_much(unlikely, other):
+    """All but three of sixteen tokens: about e⁻¹³ of the largest probability here, e⁵ times that there."""
+    instance = _some_unlikely(SimpleNamespace(seed=0), SimpleNamespace(batch=1), [(unlikely, 16)])
+    least, more = (np.exp(getattr(instance, name)[0]) for name in (unlikely, other))
+    shares = least[3:] / least.max()
+    assert np.log(np.median(shares)) == pytest.approx(-13, abs=1)
+    assert np.log(np.median(more[3:] / more.max() / shares)) == pytest.approx(5, abs=1)
 
 
 def test_choices_stand_at_the_ends_of_blocks_and_beside_them():
@@ -236,3 +259,22 @@ def test_what_may_be_noise_refutes_nothing():
     (check,) = report.checks
     assert (report.verdict, check.status, check.level) == ("inconclusive", "inconclusive", "error")
     assert "may be noise" in check.message
+
+
+@pytest.mark.parametrize(
+    ("bias", "noise", "settled"), [(0.01, None, True), (0.5, None, False), (0.5, 0.01, True), (0.2, 0.1, False)]
+)
+def test_means_over_draws_are_drawn_anew_until_they_are_right_or_surely_wrong(bias, noise, settled):
+    assert _is_settled([0.0, bias], None if noise is None else [noise, noise]) == settled
+
+
+def a_hundred_actions_at_most(logits, ref_logits, mask):
+    assert logits.shape[-1] <= 110
+    return total((logits.exp() * (logits - ref_logits)).sum(-1), mask)
+
+
+def test_where_a_loss_refuses_what_is_far_nearer_cases_are_tried():
+    findings = Grading.of("", Options.of(environment="bandit", expect="local_reverse_kl")).measured(
+        a_hundred_actions_at_most
+    )
+    assert [off.setting for off in tried(findings, STRESS["many tokens"])] == [102]

@@ -1,11 +1,14 @@
 """Fixes: a change of the source is proposed only if it is confirmed and if nothing but the KL term moves."""
 
+import ast
 import csv
 import json
 import os
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,12 +16,17 @@ from cases.table import FOLDER, cases
 
 from kltest.cli import fixes
 from kltest.errors import UsageError
+from kltest.grading.fixing.changes import Rewrites
+from kltest.grading.fixing.definition import Editable
 from kltest.grading.fixing.search import Fixing
+from kltest.grading.fixing.seen import Body, look
 from kltest.grading.grader import Grading
 from kltest.grading.options import Options
+from kltest.identify.graded import batches
 from kltest.loss.resolve import resolve
-from kltest.report import Report
+from kltest.report import Report, Verdict
 
+VERDICTS = get_args(Verdict)
 LABELS = {row["name"]: row["inside"] for row in csv.DictReader((FOLDER / "fixable.csv").open(encoding="utf-8"))}
 """Whether a fix inside of the function exists, by the name of a row of the corpus, as a reader saw it beforehand."""
 
@@ -119,6 +127,7 @@ def test_a_fix_of_each_kind(tmp_path, kind):
     report = fixed(written(tmp_path, source), expect=declared)
     assert report.verdict == "refuted"
     assert line in added(report)
+    assert len(report.fixes) <= 2
     # The sister, with the fix in it, is confirmed by itself.
     fixes.write(report.fixes[0])
     assert fixed(f"{tmp_path / 'trainer.py'}:loss", expect=declared).verdict == "confirmed"
@@ -404,3 +413,66 @@ def test_formats_carry_it(shared):
     for form in ("text", "markdown", "html"):
         assert "0.5 * (logp - ref_logp) ** 2" in render(form, [report]).replace("&#42;", "*")
     assert json.loads(render("json", [report]))["fixes"][0]["diff"] == report.fixes[0].diff
+
+
+# What is looked at and tried, before any of it is graded.
+
+
+def looked_at(folder: Path, source: str) -> Body:
+    loss = resolve(written(folder, source))
+    return look(Editable.of(loss.function), loss, next(batches(0, None, sampler="stale", centre="batch")))
+
+
+def tried(body: Body) -> dict[str, str]:
+    """The kind of change that leads to each line in place of the one before the last."""
+    changes = Rewrites(body, {"reverse_kl": 1.0}).all()
+    return {body.definition.changed(change.edits).splitlines()[-2].strip(): change.kind for change in changes}
+
+
+@pytest.mark.parametrize(
+    ("line", "candidate", "kind"),
+    [
+        ("ref_logp.mul_(mask)", "ref_logp = ref_logp.mul(mask)", "in-place"),
+        ("ref_logp *= mask", "ref_logp = ref_logp * mask", "in-place"),
+        ("other = 1 - mask\n    u = (logp - ref_logp) * other", "u = (logp - ref_logp) * mask", "mask"),
+        ("u = (logp - ref_logp).clamp(-5, 5)", "u = logp - ref_logp", "left-out"),
+        ("u = (logp - old_logp) * mask", "u = (logp - logp) * mask", "field"),
+    ],
+)
+def test_a_line_and_what_is_tried_in_its_place(tmp_path, line, candidate, kind):
+    body = looked_at(
+        tmp_path, f"def loss(logp, ref_logp, old_logp, mask):\n    {line}\n    return (logp - ref_logp) * mask\n"
+    )
+    assert tried(body)[candidate] == kind
+
+
+def test_what_is_not_a_number_at_padding_moves_with_nothing(tmp_path):
+    body = looked_at(tmp_path, "def loss(logp, ref_logp, mask):\n    return (mask / mask) * (logp - ref_logp)\n")
+    moves = {body.definition.source(one.node): one.of_reference for one in body.expressions}
+    assert (moves["mask / mask"], moves["logp - ref_logp"]) == (False, True)
+
+
+def test_a_method_is_not_taken_for_a_function_of_its_name(tmp_path):
+    source = """class Trainer:
+    @staticmethod
+    def loss(logp, ref_logp):
+        return logp - ref_logp
+
+
+def loss(logp, ref_logp):
+    return ref_logp - logp
+"""
+    function = resolve(written(tmp_path, source)).function
+    method = function.__globals__["Trainer"].loss
+    found = [ast.unparse(Editable.of(one).node.body[-1]) for one in (method, function)]
+    assert found == ["return logp - ref_logp", "return ref_logp - logp"]
+
+
+def test_a_change_that_leaves_the_verdict_open_is_no_fix(tmp_path):
+    loss = resolve(written(tmp_path, KINDS["sign"][0]))
+    grading = Grading.of("", Options.of(environment="bandit", select="KL103"))
+    for _ in grading.steps(loss):
+        pass
+    search, report = Fixing(loss, grading, grading.report()), grading.report()
+    better = {verdict: search._is_better(replace(report, verdict=verdict), scaled=True) for verdict in VERDICTS}
+    assert better == {"confirmed": True, "inconclusive": False, "refuted": False, "error": False}

@@ -3,6 +3,7 @@
 import pytest
 from cases.parts import total as summed
 
+from kltest.grading.options import Options
 from kltest.identify import graded
 from kltest.identify.graded import kl_part
 from kltest.loss.outcome import Call
@@ -54,6 +55,16 @@ def of_what_is_no_padding(logp, ref_logp, padding_mask):
     return summed(logp - ref_logp, padding_mask).square() / 2
 
 
+def without_padding(logp, ref_logp, padding_mask):
+    """Has the gradient on live tokens whichever of the two is 1."""
+    return (logp - ref_logp).sum(-1).square() / 2
+
+
+def squared_coefficient(logp, ref_logp, mask, beta=0.5):
+    """One KL term, and not the coefficient that is asked for."""
+    return beta**2 * summed(logp - ref_logp, mask).square() / 2
+
+
 def fails(reward, logp):
     raise ValueError("always")
 
@@ -77,6 +88,8 @@ RULES = [
     (masked_by_rewards, None, {"unrewarded": False}, []),
     (of_padding, None, {"placement": "loss"}, ["TURNED"]),
     (of_what_is_no_padding, None, {"placement": "loss"}, []),
+    (without_padding, None, {"placement": "loss"}, []),
+    (squared_coefficient, None, {"takes_beta": True}, []),
     (fails, None, {"unrewarded": False, "shaped": False}, []),
 ]
 
@@ -99,3 +112,8 @@ def test_a_declared_policy_gradient_is_no_other_term():
 def test_a_registered_estimator_stays_what_it_is():
     loss = resolve("k1-reward", Call())
     assert kl_part(loss, {"reverse_kl": 1.0}, seed=0) is loss
+
+
+def test_a_mask_that_was_asked_for_is_not_turned_round():
+    asked = Options.of(arguments={"padding_mask": "@mask"}).call
+    assert kl_part(bind(of_padding, asked), {"reverse_kl": 1.0}, seed=0).notes == bind(of_padding, asked).notes

@@ -18,9 +18,11 @@ from losses_to_shrink import k2_per_token as k2
 from weekly import first, spread
 
 from kltest.checks import CHECKS
+from kltest.errors import TargetError
 from kltest.estimators import find
 from kltest.grading import grader
 from kltest.grading.grader import grade as grade_with_all_checks
+from kltest.grading.verdict import _explains
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
 from kltest.truth import gradient
@@ -530,3 +532,10 @@ def test_other_sums_over_each_length_have_no_name(loss):
     report = grade(loss, expect="inverse_length", environment="ragged")
     assert [row.identified for row in report.gradients] == [None]
     assert report.verdict == "refuted"
+
+
+def test_an_experiment_that_cannot_be_made_accounts_for_no_row():
+    def fails(row, findings):
+        raise TargetError("it takes no other batch")
+
+    assert not _explains(SimpleNamespace(explains=fails), None, None)

@@ -13,7 +13,7 @@ from kltest.environments import Instance, bandit
 from kltest.errors import UsageError
 from kltest.estimators import find, registry
 from kltest.grading.grader import grade
-from kltest.identify.instances import ENVIRONMENTS, MOST_GROUPS, instances
+from kltest.identify.instances import ENVIRONMENTS, MOST_GROUPS, _layered, instances
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.moments import exact_batches
@@ -126,6 +126,16 @@ def test_environments_of_groups_are_small_tie_and_tell_rows_from_tokens(kind, si
                 assert 0.02 < weights[rows] @ reward[rows] / weights[rows].sum() < 0.98
         log_ratio = paths.along(instance.policy - instance.reference)
         assert np.abs(log_ratio).max() < 2
+
+
+def test_two_turns_have_two_tokens_each_and_two_columns_of_tool_output_between_them():
+    for instance in instances("turns", 0):
+        assert (instance.paths.mask == [True, True, False, False, True, True]).all()
+
+
+def test_a_layered_process_has_two_states_a_step():
+    for horizon in (2, 3):
+        assert _layered(horizon, 0).n_contexts == 2 * horizon
 
 
 def test_a_loss_that_reads_rewards_and_treats_rows_apart_stays_in_the_ordinary_environments():

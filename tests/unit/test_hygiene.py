@@ -15,9 +15,12 @@ from scipy.optimize import brentq
 from weekly import first, spread
 
 from kltest import grade
+from kltest.checks.batches import companions
 from kltest.environments import Instance, ragged
 from kltest.errors import TargetError
 from kltest.estimators import registry
+from kltest.grading.grader import plan
+from kltest.grading.options import Options
 from kltest.loss.calling import bind
 from kltest.moments import NonDeterministicError, exact
 from kltest.rollout import Rollout
@@ -438,3 +441,17 @@ def test_a_guard_against_a_trainable_reference_is_what_is_wanted():
     report = grade(guarded, expect="local_reverse_kl")
     assert report.verdict == "confirmed"
     assert {check.code: check.status for check in report.checks}["KL506"] == "pass"
+
+
+def four_rows_only(logp, ref_logp, mask):
+    assert len(logp) == 4
+    return half_square(logp, ref_logp, mask)
+
+
+def of_groups(logp, ref_logp, mask, group):
+    return half_square(logp, ref_logp, mask) + 0 * group
+
+
+@pytest.mark.parametrize(("loss", "options", "rows"), [(four_rows_only, {}, 4), (of_groups, {"group_size": 5}, 10)])
+def test_an_extreme_rollout_has_as_many_companions_as_the_loss_takes_or_two_groups_need(loss, options, rows):
+    assert companions(plan(bind(loss), Options.of(**options))) + 1 == rows

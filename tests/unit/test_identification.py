@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weekly import spread
 
-from kltest.identify.identification import identify, independent
+from kltest.identify.case import Case, target, worst_cosine
+from kltest.identify.evaluate import evaluate
+from kltest.identify.identification import Identification, _residuals, identify, independent
+from kltest.identify.instances import instances
+from kltest.loss.calling import bind
+from kltest.moments import exact
 
 
 def random_gradients(seed: int, *, instances: int = 4, contexts: int = 13, tokens: int = 3) -> list[np.ndarray]:
@@ -104,3 +109,38 @@ def test_the_residual_without_a_name_is_that_of_the_best_three(apart):
     found = identify(gradients, drawn)
     assert found.combination is None
     assert found.residual == pytest.approx(left / np.linalg.norm(target), rel=1e-12)
+
+
+def test_what_each_triple_leaves_is_what_least_squares_leaves():
+    """All triples at once, those far from the best one too."""
+    generator, subsets = np.random.default_rng(0), np.array(list(combinations(range(7), 3)))
+    columns, noise = generator.standard_normal((7, 40)), generator.standard_normal(40)
+    goal = columns[0] - 2 * columns[3] + columns[5] + noise
+    left = [np.linalg.lstsq(columns[three].T, goal, rcond=None)[1][0] for three in subsets]
+    assert _residuals(goal, columns, subsets) == pytest.approx(np.sqrt(left) / np.linalg.norm(goal), rel=1e-9)
+
+
+def test_a_declared_gradient_whose_terms_cancel_is_exactly_zero():
+    """The local gradient and that of the future make the whole one, and rounding is left of the difference."""
+    parts, sequence = {"local_reverse_kl": -1.0, "future_reverse_kl": -1.0}, instances("sequence", 0)[0]
+    assert not target({"reverse_kl": 1.0, **parts}, sequence, "current").any()
+    assert target({"reverse_kl": 1.0 + 1e-9, **parts}, sequence, "current").any()
+
+
+def test_the_cosine_is_that_of_the_worst_instance_and_zero_has_none():
+    named, zero = Identification({"a": 1.0}, 0.0), Identification({"zero": 1.0}, 0.0)
+    assert worst_cosine(A, [2 * one for one in A], named) == pytest.approx(1)
+    assert worst_cosine(A, [*A[:-1], -3 * A[-1]], named) == pytest.approx(-1)
+    assert worst_cosine(A, A, zero) is None
+
+
+@pytest.mark.parametrize(("factor", "note"), [(1.0, ""), (1 + 1e-8, "to 1e-08 of it only"), (1.5, "")])
+def test_a_gradient_that_is_right_to_fewer_digits_than_rounding_leaves_says_so(factor, note):
+    def loss(logp, ref_logp):
+        return factor * (logp - ref_logp).square() / 2
+
+    case = Case("bandit", "current")
+    row = evaluate(case, {"reverse_kl": 1.0}, [exact(bind(loss), one) for one in case.instances])
+    assert row.agrees == (factor < 1.1)
+    assert row.note.startswith(note)
+    assert bool(row.note) == bool(note)

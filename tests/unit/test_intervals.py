@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from weekly import first
 
-from kltest.samples.blocks import Sample
+from kltest.samples.blocks import Sample, norm
 from kltest.samples.bounded import LARGEST_BET, EmpiricalBernstein
 from kltest.samples.fits import distance
 
@@ -126,3 +126,18 @@ def test_events_that_half_of_the_blocks_did_not_see_refute_nothing():
             unseen = share * np.log(1 / 0.01) * np.abs(drawn).max() / 512
             refuted[share] += distance(sample, rows[1], rows[2], rows[2:], (), 0.01, unseen).low > 0
     assert refuted[1.0] <= 300 * 0.01 < refuted[0.0]
+
+
+def test_the_error_of_a_squared_norm_of_pure_noise_is_the_spread_of_its_estimates():
+    generator, d = np.random.default_rng(9), np.ones(1)
+    samples = [Sample(generator.standard_normal((16, 1, 8))) for _ in range(500)]
+    spread = np.std([float(norm(d)(one.products)) for one in samples])
+    # The standard deviation of five hundred estimates is known to a few hundredths.
+    assert np.mean([one.pairs(d) for one in samples]) == pytest.approx(spread, rel=0.12)
+
+
+def test_noise_along_one_direction_is_bounded_by_its_variance():
+    noise = np.random.default_rng(10).standard_normal(64)
+    sample = Sample(noise[:, None, None] * np.array([[[0.6, 0.8, 0.0]]]))
+    # The largest eigenvalue is the variance of the mean; the other bound is a little less where few directions are.
+    assert sample.spread(np.ones(1))[1] == pytest.approx(noise.var(ddof=1) / 64, rel=0.05)

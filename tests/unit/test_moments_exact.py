@@ -3,11 +3,13 @@
 import functools
 import itertools
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from moments_plain import ENVIRONMENTS, drawn, every_batch, every_group, moments_by_hand, plain, plain_batch
+from torch.utils.checkpoint import checkpoint
 from weekly import spread
 
 from kltest.environments import Instance, bandit, mdp, ngram, ragged, sequence
@@ -15,6 +17,7 @@ from kltest.errors import TargetError, UsageError
 from kltest.loss.calling import bind
 from kltest.loss.outcome import Call
 from kltest.moments import BatchOfOneError, enumeration, exact, exact_batches
+from kltest.moments.differentiate import gradients_at
 from kltest.moments.reduction import probe
 from kltest.rollout import Rollout
 
@@ -476,6 +479,15 @@ def test_rows_that_touch_only_others_of_their_own_prompt_are_found_among_many_pr
         assert probe(bind(crowded), Rollout.of(instance), np.random.default_rng(seed)).reduction == "coupled"
 
 
+def test_two_rollouts_of_one_prompt_are_among_the_few_whose_batches_are_tried():
+    """Two at random of six are two different ones five times out of six, at the first and at the last prompt."""
+    paths, found = Instance.draw(bandit(6, prompts=np.full(40, 1 / 40)), 0).paths, []
+    for seed in range(40):
+        prompts = paths.prompt[enumeration._pool(paths, np.random.default_rng(seed))]
+        found.append(min((prompts == 0).sum(), (prompts == 39).sum()) > 1)
+    assert np.mean(found) > 0.5
+
+
 def test_a_loss_that_treats_two_rollouts_as_a_pair_is_found():
     """One rollout, the same one twice and larger batches are averaged: only two different ones show it."""
 
@@ -485,3 +497,19 @@ def test_a_loss_that_treats_two_rollouts_as_a_pair_is_found():
 
     base = Rollout.of(Instance.draw(bandit(8), 0))
     assert probe(bind(of_pairs), base, np.random.default_rng(0)).reduction == "coupled"
+
+
+def test_rounding_makes_no_negative_variance():
+    found = exact(bind(k3), drawn("bandit"))
+    square = float((found.gradient**2).sum())
+    assert replace(found, second_moment=np.nextafter(square, 0.0)).variance == 0.0
+
+
+def test_what_other_leaves_held_is_there_again_after_a_backward_pass_through_a_checkpoint():
+    """torch goes backward there to all leaves at once, and adds to what they hold."""
+    x, weight = (torch.full((2,), 3.0, requires_grad=True) for _ in range(2))
+    weight.grad = torch.full((2,), 7.0)
+    (found,) = gradients_at((weight * checkpoint(torch.square, x * x, use_reentrant=True)).sum(), [x])
+    assert found.tolist() == [3 * 4 * 3.0**3] * 2
+    assert weight.grad.tolist() == [7.0] * 2
+    assert x.grad is None

@@ -14,9 +14,13 @@ from typer.testing import CliRunner
 from weekly import first, later
 
 import kltest
+from kltest.checks import CHECKS
+from kltest.checks.off_policy.kl306_clipped_ratio import _between
 from kltest.cli import app
 from kltest.environments.samplers import drawn_by, kept_mass, kept_tokens
 from kltest.errors import UsageError
+from kltest.grading.grader import Grading
+from kltest.grading.options import Options
 from kltest.identify.case import Case
 from kltest.identify.instances import instances
 from kltest.loss.calling import bind
@@ -228,3 +232,29 @@ def test_a_loss_that_refuses_stale_rollouts_is_graded_without_them():
     report = kltest.grade(of_the_policy_alone, expect="reverse_kl", sampler="current")
     assert report.verdict == "confirmed"
     assert report.failed == []
+
+
+def clipped_between(logp, ref_logp, old_logp, rollout_logp, mask):
+    """Puts back with one bound what the other ratio takes without one."""
+    ratio = summed(logp - old_logp, mask) + summed(old_logp - rollout_logp, mask).clamp(-1.5, 1.5)
+    return ratio.exp().detach() * summed(logp - ref_logp, mask).square() / 2
+
+
+def test_a_bound_on_the_distance_of_two_fields_of_samplers_is_found_where_it_acts():
+    findings = Grading.of("", Options.of(environment="bandit", sampler="stale")).measured(clipped_between)
+    found = _between(findings)
+    assert found is not None
+    assert found.level == "warning"
+    assert "are 2.0 apart at each token" in found.message
+
+
+def clipped_and_stale(logp, ref_logp, old_logp, mask):
+    return summed(logp - old_logp, mask).exp().clamp(0.8, 1.2) * summed(old_logp - ref_logp, mask)
+
+
+def test_behind_a_clipped_ratio_a_stale_penalty_is_named_too():
+    """What is clipped has no name; without the bounds it is the gradient less that of the KL to the sampler."""
+    findings = Grading.of("", Options.of(environment="bandit", sampler="stale")).measured(clipped_and_stale)
+    (row,) = findings.rows
+    assert row.identified is None
+    assert CHECKS["KL305"].explains(row, findings)

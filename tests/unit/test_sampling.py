@@ -1,6 +1,8 @@
 """Sampled grading: what is subtracted has mean zero, verdicts agree with exact ones, and doubt is said to be doubt."""
 
 import json
+import math
+import re
 from itertools import product
 
 import jsonschema
@@ -18,8 +20,9 @@ import kltest
 from kltest.environments import Instance, ngram, sequence
 from kltest.errors import InvalidEnvironmentError, UsageError
 from kltest.estimators import registry
+from kltest.identify.case import Case
 from kltest.identify.instances import instances
-from kltest.identify.sampling import Sampling, identify_sampled
+from kltest.identify.sampling import Sampling, identify_sampled, sampled_row
 from kltest.loss.outcome import Call
 from kltest.loss.resolve import bind, resolve
 from kltest.moments import NonDeterministicError, dynamic, exact, exact_batches
@@ -27,7 +30,7 @@ from kltest.samples import drawing
 from kltest.samples.blocks import Interval, Sample
 from kltest.samples.bounded import EmpiricalBernstein
 from kltest.samples.controls import COSTS, KNOWN, Controls
-from kltest.samples.drawing import Drawing
+from kltest.samples.drawing import Drawing, Draws
 from kltest.samples.fits import distance
 from kltest.samples.sampled import RANK, Sampled, sampled
 from kltest.truth import combine, gradient
@@ -203,6 +206,14 @@ def test_a_group_is_of_one_prompt():
     assert abs(groups[:, 0].mean() - 0.7) < 3 * np.sqrt(0.21 / 2000)
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_advantages_are_centred_in_a_batch_of_several_rollouts(size):
+    """Alone a rollout would lose all of its reward."""
+    drawing = Drawing(bind(squared), first("bandit"), "current", size, False, 0, np.random.default_rng(0))
+    advantage = drawing.rollout(drawing.paths(1)).peek("advantage")
+    assert (abs(float(advantage.sum())) < 1e-12) == (size > 1)
+
+
 def dropout(logp, ref_logp, mask):
     kept = torch.bernoulli(torch.full_like(logp[:, 0], 0.5))
     return (2 * kept * squared(logp, ref_logp, mask)).mean()
@@ -255,6 +266,36 @@ def test_sums_are_told_from_means_in_expectation_as_the_exact_route_does(loss):
     assert off(found, wanted * 2, 1e-3)
 
 
+def mean_with_a_baseline(logp, ref_logp, mask):
+    return sum_with_a_baseline(logp, ref_logp, mask) / len(logp)
+
+
+@pytest.mark.parametrize(("loss", "factor"), [(sum_with_a_baseline, 1 / 2), (mean_with_a_baseline, 1.0)])
+def test_a_sum_over_the_rows_of_a_pair_is_halved_and_a_mean_is_not(loss, factor):
+    pairs = Drawing(bind(loss), first("bandit"), "current", 2, False, 0, np.random.default_rng(0))
+    assert Draws(pairs, noisy=False).factor == factor
+
+
+def over_the_root_of_the_rows(logp, ref_logp, mask):
+    return sum_with_a_baseline(logp, ref_logp, mask) / math.sqrt(len(logp))
+
+
+def test_what_grows_like_the_root_of_the_rows_is_neither_a_sum_nor_a_mean(monkeypatch):
+    monkeypatch.setattr(drawing, "MOST_COMPARED", 512)
+    pairs = Drawing(bind(over_the_root_of_the_rows), first("bandit"), "current", 2, False, 0, np.random.default_rng(0))
+    draws = Draws(pairs, noisy=False, added_up=False)
+    with pytest.raises(InvalidEnvironmentError, match="do not tell whether"):
+        draws._grows()
+
+
+def test_what_does_not_tell_a_sum_from_a_mean_says_how_much_was_drawn(monkeypatch):
+    monkeypatch.setattr(drawing, "MOST_COMPARED", 128)
+    monkeypatch.setattr(drawing, "SURE", np.inf)
+    pairs = Drawing(bind(sum_with_a_baseline), first("bandit"), "current", 2, False, 0, np.random.default_rng(0))
+    with pytest.raises(InvalidEnvironmentError, match=r"128 batches of 2 rollouts .*, and as many of 4, do not tell"):
+        Draws(pairs, noisy=False)
+
+
 def noisy_square(logp, ref_logp, mask):
     """Of 512 rows the square of the sum has cross terms √512 times the mean."""
     return (total(logp - ref_logp, mask).sum() + 0.1 * torch.randn(())).square() / (2 * len(logp))
@@ -299,6 +340,8 @@ def test_few_samples_say_nothing():
     (row,) = report.gradients
     assert report.verdict == "inconclusive"
     assert (row.agrees, row.identified, row.samples) == (None, None, 50)
+    assert "the relative bias is unknown" in row.note
+    assert row.residual == 1.0, "nothing is fitted, so that all of it is left"
     assert "unbiased" not in report.to_json()
     assert json.loads(report.to_json())["gradients"][0]["interval"] == [0.0, None]
     jsonschema.validate(report.to_dict(), SCHEMA)
@@ -344,7 +387,8 @@ def of_noise(name, scale, noise):
         vectors = np.stack([drawn, drawn, *np.broadcast_to([[unit], [unit]], (2, *drawn.shape))], axis=1)
         rest = {"second_moment": 0.0, "variance": 0.0, "asymptotic": True, "looks": 1, "unseen": 0.0}
         common = {"distance": Interval(0, 0, 0), "samples": 64, "reduction": "mean", "dtype": "float64"}
-        found.append(Sampled(gradient=wanted, sample=Sample(vectors), **common, **rest))
+        gradient = wanted.reshape(instance.policy.shape)
+        found.append(Sampled(gradient=gradient, sample=Sample(vectors), **common, **rest))
     return found
 
 
@@ -369,6 +413,14 @@ CANDIDATES = {
 def test_named_is_what_surely_leaves_less_than_the_margin(name, scale, noise, combination):
     found = identify_sampled(of_noise(name, scale, noise), CANDIDATES, Sampling()).combination
     assert found == (combination and pytest.approx(combination, rel=1e-2))
+
+
+def test_a_row_says_its_margin_and_between_what_a_coefficient_lies():
+    found = of_noise("reverse_kl", 0.75, 1e-3)
+    note = sampled_row(Case("sequence", "current"), {"reverse_kl": 1.0}, Sampling(margin=0.1), found).note
+    assert "within 10% at error rate 1e-06" in note
+    low, high = map(float, re.search(r"the coefficient of reverse_kl is between (\S+) and (\S+)$", note).groups())
+    assert low < 0.75 < high
 
 
 @pytest.mark.scheduled

@@ -1,9 +1,13 @@
 """A disagreement is computed twice before it is reported; a defect of kltest in either route shows."""
 
+import time
+
 import pytest
 from weekly import first
 
 import kltest
+from kltest.grading.grader import Grading
+from kltest.grading.options import Options
 from kltest.identify import second_route
 from kltest.identify.second_route import DisagreementError
 from kltest.moments import projection
@@ -86,3 +90,21 @@ def test_a_bug_in_the_expected_gradient_is_no_disagreement_of_the_loss(monkeypat
     monkeypatch.setattr(projection, "softmax_gradient", lambda weights, policy: true(weights, policy) * 1.01)
     with pytest.raises(DisagreementError, match="table of logits"):
         kltest.grade(right)
+
+
+def test_a_loss_that_does_not_repeat_itself_is_told_before_kltest_is_at_fault(monkeypatch):
+    """It follows the clock, but only from the first disagreement on."""
+    late = []
+
+    def disagrees(*_):
+        late.append(True)
+        raise DisagreementError("planted")
+
+    def by_the_clock(logp, ref_logp, mask):
+        return per_token(logp, ref_logp, mask) * (2 + time.perf_counter_ns() % 97 if late else 2)
+
+    monkeypatch.setattr(second_route, "compare", disagrees)
+    grading = Grading.of("", Options.of(environment="sequence"))
+    findings = grading.measured(by_the_clock)
+    assert late
+    assert "different gradients" in findings.observed.nondeterministic

@@ -109,12 +109,15 @@ def test_what_is_no_multiple_of_the_copies_and_what_is_not_known_is_left_alone()
             assert torch.equal(draw(), plain)
 
 
-def test_what_is_computed_again_on_the_way_back_draws_the_same():
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_computed_again_on_the_way_back_draws_the_same(reentrant, power):
     x = torch.ones(SHAPE, dtype=torch.float64, requires_grad=True)
     with Stratified(COPIES):
-        found = checkpoint(lambda x: F.dropout(x, 0.5) ** 2, x, use_reentrant=False)
+        inside = {1: lambda x: F.dropout(x, 0.5), 2: lambda x: F.dropout(x, 0.5) ** 2}[power]
+        found = checkpoint(inside, x, use_reentrant=reentrant)
         found.sum().backward()
-    assert torch.equal(x.grad, 2 * found.detach())
+    assert torch.equal(x.grad, power * found.detach())
 
 
 def test_numbers_in_single_precision_stay_below_one():

@@ -8,6 +8,9 @@ from functools import partial
 import pytest
 import torch
 
+from kltest.checks.surroundings import _of_other_masks
+from kltest.grading.grader import Grading
+from kltest.grading.options import Options
 from kltest.loss.chances import Chances
 from kltest.loss.surroundings import (
     Pretended,
@@ -169,3 +172,16 @@ def test_a_comparison_of_a_random_number_is_seen_and_turned():
         with watched():
             assert draws_rarely()[place] is True
     assert random.random == draw
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.bool])
+def test_another_gradient_with_a_mask_of_another_type_is_found(kind):
+    def loss(logp, ref_logp, mask):
+        square = (logp - ref_logp).where(mask != 0, 0.0).sum(-1).square() / 2
+        return square * (2.0 if mask.dtype == kind else 1.0)
+
+    findings = Grading.of("", Options.of(environment="bandit")).measured(loss)
+    found = _of_other_masks(findings)
+    assert found is not None
+    assert found.level == "error"
+    assert "the gradient of the same batch differs by 1 of its size" in found.message

@@ -9,6 +9,8 @@ from weekly import first
 
 from kltest.grading.grader import grade
 from kltest.identify.instances import instances
+from kltest.identify.values import _weights_tokens_alike
+from kltest.loss.calling import bind
 
 FAMILY = ("KL601", "KL602", "KL603", "KL604")
 
@@ -95,6 +97,31 @@ def test_a_token_mean_is_seen_to_be_one_whatever_the_signs_of_its_rows(seed):
     (row,) = grade(of_the_batch, environment="ragged", select="KL6", seed=seed).value
     assert row.matches == "kl_per_token"
     assert row.relative_bias < 1e-12
+
+
+def one_at_a_time(logp, ref_logp, mask):
+    assert len(logp) == 1
+    return penalty(logp, ref_logp, mask), {"kl": sampled_k3(logp, ref_logp, mask).sum() / mask.sum()}
+
+
+METRICS = [
+    (lambda k3, mask: k3.sum() / mask.sum(), True),
+    (lambda k3, mask: (k3.sum(-1) / mask.sum(-1)).mean(), False),
+    (lambda k3, mask: k3.sum(-1).mean(), False),
+    (lambda k3, mask: k3.sum(), False),
+]
+
+
+@pytest.mark.parametrize(("metric", "by_tokens"), METRICS)
+def test_whether_tokens_count_alike_shows_in_two_rollouts(metric, by_tokens):
+    def logs(logp, ref_logp, mask):
+        return penalty(logp, ref_logp, mask), {"kl": metric(sampled_k3(logp, ref_logp, mask), mask)}
+
+    assert _weights_tokens_alike(bind(logs), instances("ragged", 0)[0]) == by_tokens
+
+
+def test_what_takes_one_rollout_a_call_weighs_no_tokens_of_two():
+    assert not _weights_tokens_alike(bind(one_at_a_time), instances("ragged", 0)[0])
 
 
 @pytest.mark.scheduled
