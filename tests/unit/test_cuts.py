@@ -132,7 +132,8 @@ RIGHT = (over_the_longest, refused_if_longer, in_chunks, after_the_end, bounded_
 @pytest.mark.parametrize(("loss", "name"), first(1, WRONG.items()), ids=lambda one: getattr(one, "__name__", one))
 def test_a_number_that_cuts_is_named_in_a_warning(loss, name):
     report = kltest.grade(loss)
-    assert report.verdict == "confirmed"
+    # So many rows, and tokens of all, are called as they are as well.
+    assert report.verdict == ("refuted" if loss in (floor_of_tokens, without_the_rest) else "confirmed")
     (found,) = [check for check in report.warnings if check.code == "KL105"]
     does = "depends on" if loss is floor_of_tokens else "cuts at"
     assert f"It {does} {name}, which is" in found.message
