@@ -26,19 +26,21 @@ def gradient_of_next_token(base: str, policy: np.ndarray, reference: np.ndarray)
         raise KeyError(base)
     p, q, inside = np.exp(policy), np.exp(reference), _support(name, policy, reference)
     mass, ref_mass = _mass(p, inside), _mass(q, inside)
+    # Not 1 − mass: what is left of a token that is all but certain is lost in rounding.
+    rest, ref_rest = _mass(p, ~inside), _mass(q, ~inside)
     if name.direction == "reverse":
         u = policy - reference
         if name.kind == "renormalised":
             within = inside * p / mass
             return within * (u - (within * u).sum(axis=1, keepdims=True))
         if name.kind == "tail":
-            return from_signal(np.where(inside, u, np.log1p(-mass) - np.log1p(-ref_mass)), policy)
+            return from_signal(np.where(inside, u, np.log(rest) - np.log(ref_rest)), policy)
         return from_signal(inside * (u + 1), policy)
     if name.kind == "renormalised":
         return inside * (p / mass - q / ref_mass)
     truncated = ref_mass * p - inside * q
     if name.kind == "tail":
-        truncated += (1 - ref_mass) / (1 - mass) * (inside * p - mass * p)
+        truncated += ref_rest / rest * (inside * p - mass * p)
     return truncated
 
 
