@@ -270,12 +270,11 @@ def _in_expectation(findings: Findings, row: Row, sizes: Sequence[int], what: st
 def _in_samples(findings: Findings, row: Row, what: str) -> Found | None:
     """Compare with the declared gradient in samples of rollouts of different lengths, if one size was not asked for.
 
-    Noise may grow with the batch: it goes as far as samples decide, and is inconclusive if they do at no size.
+    Noise may grow with the batch: it goes as far as samples decide, and a note says where they do not.
     """
     measure, environments = findings.measure, {each.environment for each in findings.rows}
     if measure.sizes.requested or findings.observed.dtype == AVERAGED or VARYING not in environments:
         return None
-    decided = False
     for many in SIZES_IN_SAMPLES[what]:
         instance = instances(VARYING, findings.seed, many if measure.sizes.grouped else None)[0]
         try:
@@ -286,9 +285,9 @@ def _in_samples(findings: Findings, row: Row, what: str) -> Found | None:
         if off.low > SAMPLED:
             return Found(f"{where} about {off.value:.2g} of the declared one; in {what} of {row.batch} it is right.")
         if off.high > SAMPLED:
-            why = f"{where} between {off.low:.2g} and {off.high:.2g} of the declared one"
-            return None if decided else Found(why, "inconclusive", level="error")
-        findings.reach.rows, decided = max(findings.reach.rows, many), True
+            findings.notes.append(f"{where} between {off.low:.2g} and {off.high:.2g} of the declared one: undecided.")
+            return None
+        findings.reach.rows = max(findings.reach.rows, many)
     return None
 
 
