@@ -10,6 +10,10 @@ from kltest.estimators.spec import UNNAMED, Combination, Spec, everywhere, regis
 _FIXED = "the tokens of the support are held fixed, and prefixes get no gradient"
 
 
+LEAST = 1e-12
+"""Least probability of all other tokens together."""
+
+
 def _of(name: str) -> dict[str, dict[str, Combination]]:
     """Return the rows of a next-token gradient: its prefixes come from whoever drew the rollouts."""
     return {
@@ -267,5 +271,6 @@ def _mixed(one, other, weight):
 
 def _coarse(one, other):
     """KL of the tokens of a support and of all others as one, from their log-probs. (B, T, k) → (B, T)."""
-    outside, other_outside = (1 - side.exp().sum(dim=-1) for side in (one, other))
+    # Rounding leaves nothing of it where a token of the support is certain.
+    outside, other_outside = ((1 - side.exp().sum(dim=-1)).clamp_min(LEAST) for side in (one, other))
     return (one.exp() * (one - other)).sum(dim=-1) + outside * (outside.log() - other_outside.log())
