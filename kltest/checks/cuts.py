@@ -33,7 +33,6 @@ from kltest.checks.stress import farther, right_in_long_rollouts
 from kltest.environments import Instance
 from kltest.errors import KltestError
 from kltest.identify.findings import Findings, shared
-from kltest.identify.instances import instances
 from kltest.loss.constants import Sizes, exchanged_numbers, names_in, numbers_above, watched_numbers
 from kltest.moments.differentiate import differentiate
 from kltest.names import LOGITS, SUPPORT_SIZES, listed, says_token_id, support_size, training_step
@@ -284,7 +283,7 @@ def _numbers(findings: Findings) -> Iterator[tuple[str, float | None, tuple[floa
 
 def _instance(findings: Findings) -> Instance:
     """Return the instance whose rollouts are tried, with a vocabulary as where a support is graded."""
-    return instances("ragged", findings.seed, least=findings.measure.case("ragged", "stale").least)[0]
+    return findings.measure.case("ragged", "stale").instances[0]
 
 
 def _supports_more(findings: Findings, vocabulary: int) -> bool:

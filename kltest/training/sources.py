@@ -46,7 +46,7 @@ class EveryRollout:
         self._prompt_chance = chance[:, None]
 
     def draw(self, sampler: Policy) -> Batch:
-        """All rows with their weights under a sampler, whatever the `step`."""
+        """All rows with their weights under a sampler."""
         chances = np.exp(self._rollouts.along(self._rollouts.chosen(sampler.log_probs)) + self._log_weight)
         if self.group_size > 1:
             members = (chances / self._prompt_chance).take(self._rows, axis=0)
@@ -132,7 +132,7 @@ class Drawn:
         self._tokens = np.arange(vocabulary * self.runs if self._counted else 0)
 
     def draw(self, sampler: Policy) -> Batch:
-        """Rollouts of update number `step`; call it for each update in order."""
+        """Rollouts of the next update; call it once for each, in order."""
         uniforms = self._uniforms.take()
         if self._counted:
             return self._counts(sampler, uniforms[0])

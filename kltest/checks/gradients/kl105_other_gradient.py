@@ -82,12 +82,15 @@ def examine(findings: Findings) -> Found | None:
     def too_far() -> bool:
         return dead is not None and dead.level == "error"
 
+    def has_head() -> bool:
+        return any(head(findings) for head in HEADS)
+
     experiments = (
         lambda: None if dead else _found(findings, "less far apart"),
         lambda: None if too_far() else _found(findings, "near-deterministic"),
-        lambda: None if any(head(findings) for head in HEADS) else _found(findings, "many tokens"),
-        lambda: None if any(head(findings) for head in HEADS) else many_in_samples(findings),
-        lambda: None if too_far() or any(head(findings) for head in HEADS) else _said(cut_off(findings)),
+        lambda: None if has_head() else _found(findings, "many tokens"),
+        lambda: None if has_head() else many_in_samples(findings),
+        lambda: None if too_far() or has_head() else _said(cut_off(findings)),
         lambda: late(findings, "KL105"),
     )
     failure: KltestError | None = None
